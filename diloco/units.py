@@ -1,0 +1,93 @@
+"""Quantities written by people: `20mbit`, `80ms`, `25M`, `64MiB`. Parsers return plain numbers in base units."""
+
+import math
+import re
+
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z/]*)\s*$")
+
+RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+SIZE_UNITS = {
+    "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
+}  # fmt: skip
+
+
+def parse_rate(value: object) -> float:
+    """Bits per second: `20mbit`, `1.5gbit`, `1gbit/s`."""
+    return _parse(value, RATE_UNITS, "a rate such as 20mbit or 1gbit")
+
+
+def parse_duration(value: object) -> float:
+    """Seconds: `80ms`, `5s`, `2min`; a bare number is seconds."""
+    return _parse(value, DURATION_UNITS, "a duration such as 80ms, 5s or 2min", bare=1.0)
+
+
+def parse_count(value: object) -> int:
+    """A whole number: `25M`, `1_000`, `2k`."""
+    number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M", bare=1.0)
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(number)
+
+
+def parse_size(value: object) -> int:
+    """Bytes: `64MiB`, `2GB`."""
+    return int(_parse(value, SIZE_UNITS, "a size such as 64MiB or 2GB"))
+
+
+def _parse(value: object, units: dict[str, float], expected: str, bare: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"write {expected}")
+    if isinstance(value, str):
+        number, unit = _split(value, expected)
+    else:
+        number, unit = float(value), ""
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"must be finite and not negative; write {expected}")
+    if unit == "" and "" not in units:
+        if bare is None:
+            raise ValueError(f"the unit is missing; write {expected}")
+        return number * bare
+    if unit not in units:
+        raise ValueError(f"unknown unit {unit!r}; write {expected}")
+    return number * units[unit]
+
+
+def _split(text: str, expected: str) -> tuple[float, str]:
+    match = _NUMBER.match(text)
+    if match is None:
+        raise ValueError(f"write {expected}")
+    return float(match[1].replace("_", "")), match[2].lower().removesuffix("/s")
+
+
+def format_rate(bits_per_s: float) -> str:
+    return _scaled(bits_per_s, [("gbit/s", 1e9), ("mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)])
+
+
+def format_count(number: float) -> str:
+    return _scaled(number, [("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)], space="")
+
+
+def format_size(size: float) -> str:
+    return _scaled(size, [("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)])
+
+
+def format_duration(seconds: float) -> str:
+    """For reading at a glance: `0.4 s`, `48 s`, `3:05 min`, `2:10 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
+
+
+def _scaled(number: float, units: list[tuple[str, float]], space: str = " ") -> str:
+    for unit, scale in units:
+        if number >= scale:
+            return f"{number / scale:.3g}{space if unit else ''}{unit}"
+    return f"{number:.3g}{space}{units[-1][0]}".rstrip()
