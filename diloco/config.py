@@ -1,0 +1,235 @@
+"""The one configuration that serves every mode. Each field says what it means; `diloco config` prints them all.
+
+Reading files, overrides and error messages are in `diloco.configfile`.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from diloco.units import parse_count, parse_duration
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("write a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("write a number such as 0.1 or 4e-4") from None
+
+
+def _auto_or_number(value: object) -> float | str:
+    if value == "auto":
+        return "auto"
+    try:
+        number = _number(value)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise ValueError("write `auto` or a number above 0")
+    return number
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+Number = Annotated[float, BeforeValidator(_number)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Positive = Annotated[Count, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def key(default: Any, meaning: str, **limits: Any) -> Any:
+    return Field(default=default, description=meaning, **limits)
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    preset: Literal["tiny", "35m", "90m", "150m", "1b"] | None = key(None, "a built-in size; tiny if hf is not set")
+    hf: str | None = key(None, "instead: a Hugging Face causal LM, as a local folder or config.json")
+    weights: Literal["auto", "load", "fresh"] = key(
+        "auto", "hf: load the folder's weights, or start fresh from its config"
+    )
+    vocab: Positive | None = key(None, "preset: size of the vocabulary; null takes the data's")
+    blocks: Positive | None = key(None, "preset: overrides the number of transformer blocks")
+    width: Positive | None = key(None, "preset: overrides the width of the residual stream")
+    heads: Positive | None = key(None, "preset: overrides the number of attention heads")
+    kv_heads: Positive | None = key(None, "preset: overrides the number of key/value heads")
+    feed_forward: Positive | None = key(None, "preset: overrides the width inside SwiGLU")
+    tied: bool | None = key(None, "preset: one matrix for embedding and head")
+    freeze: tuple[str, ...] = key((), "parameters that stay as they are, by name pattern (embed.*)")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        shape = ("vocab", "blocks", "width", "heads", "kv_heads", "feed_forward", "tied")
+        if self.hf is not None and self.preset is not None:
+            raise ValueError(f"model.preset={self.preset!r} and model.hf={self.hf!r} are both set: keep one")
+        if self.hf is not None and (wrong := [name for name in shape if getattr(self, name) is not None]):
+            raise ValueError(
+                f"model.{wrong[0]} belongs to a preset: with model.hf the shape comes from its config.json"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    source: Literal["stdlib", "text", "tokens", "hf"] = key(
+        "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
+    )
+    path: str | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
+    tokenizer: str = key("bytes", "text, hf: `bytes`, or the folder of a Hugging Face tokenizer")
+    split: str = key("train", "hf: which split of the data set")
+    field: str = key("text", "hf: which field holds the text")
+    sequence: Positive = key(256, "tokens in a sample")
+    validation: Fraction = key(0.02, "share of the samples, from the end, kept for validation")
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> Self:
+        if self.source != "stdlib" and self.path is None:
+            raise ValueError(f"data.source={self.source!r} needs data.path: say where the data is")
+        if self.source == "stdlib" and self.path is not None:
+            raise ValueError(
+                f"data.path={self.path!r} is not used by data.source='stdlib': set data.source to text or tokens"
+            )
+        return self
+
+
+class IslandConfig(Section):
+    """How one island computes: accelerators, batch, precision."""
+
+    batch: Positive = key(16, "samples in one inner step of the island, over all its processes")
+    accumulate: Positive = key(1, "micro-batches that make up one inner step")
+    fsdp: Positive = key(1, "processes that share parameters and data (FSDP)")
+    tp: Positive = key(1, "processes that share each matrix (tensor parallel)")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes CUDA where there is one")
+    dtype: Literal["auto", "bf16", "fp32"] = key(
+        "auto", "compute type, parameters stay fp32; auto: bf16 on CUDA, fp32 on CPU"
+    )
+    compile: bool = key(False, "torch.compile the model")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        parts = self.fsdp * self.accumulate
+        if self.batch % parts:
+            raise ValueError(
+                f"island.batch={self.batch} cannot be divided by island.fsdp={self.fsdp} x "
+                f"island.accumulate={self.accumulate}: use a multiple of {parts}"
+            )
+        return self
+
+
+class InnerConfig(Section):
+    """The optimizer inside an island."""
+
+    optimizer: Literal["adamw"] = key("adamw", "the inner optimizer")
+    lr: Number = key(4e-4, "peak learning rate", gt=0)
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.99), "AdamW's decay of first and second moment")
+    eps: Number = key(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: Number = key(0.1, "decay of matrices (not of norms and biases)", ge=0)
+    clip: Number = key(1.0, "largest gradient norm; 0 does not clip", ge=0)
+    steps: Positive = key(2000, "inner steps in the whole run")
+    warmup: Count = key(100, "steps of linear warm-up", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = key("cosine", "after warm-up; wsd: constant, then linear decay")
+    final_lr: Fraction = key(0.05, "cosine, wsd: where the learning rate ends, as a share of lr")
+    decay: Fraction = key(0.2, "wsd: the share of all steps spent decaying")
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.warmup >= self.steps:
+            raise ValueError(
+                f"inner.warmup={self.warmup} must be below inner.steps={self.steps}: lower it or train longer"
+            )
+        return self
+
+
+class OuterConfig(Section):
+    """The optimizer that combines the islands."""
+
+    optimizer: Literal["nesterov", "sgd"] = key("nesterov", "applied to the mean of the islands' pseudo-gradients")
+    lr: Annotated[Any, BeforeValidator(_auto_or_number)] = key(
+        "auto", "auto follows the number of islands: 0.4 for 1, 0.8 for 8"
+    )
+    momentum: Fraction = key(0.9, "nesterov's momentum")
+
+
+class SyncConfig(Section):
+    """When islands meet, and what travels."""
+
+    every: Positive = key(50, "inner steps between two rounds")
+    fragments: Annotated[Count, Field(ge=1, le=1)] = key(1, "parts that are synchronised one after the other")
+    delay: Annotated[Count, Field(ge=0, le=0)] = key(0, "inner steps between sending and applying")
+    apply: Literal["replace"] = key("replace", "how a result enters the island: replace its parameters")
+    codec: Literal["fp32", "bf16", "int8", "int4", "fp4"] = key(
+        "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
+    )
+
+
+class ElasticConfig(Section):
+    """What happens when islands come, go, stall or lose each other (an island alone has nobody to wait for)."""
+
+    min_islands: Annotated[Count, Field(ge=1, le=1)] = key(1, "islands a round needs")
+    silence_s: Annotated[Seconds, Field(gt=0)] = key(
+        5.0, "seconds without a sign of life until an island counts as lost"
+    )
+    straggler: Annotated[Number, Field(ge=1)] = key(1.5, "how much longer than the others an island may take")
+    partition: Literal["merge", "pause"] = key(
+        "merge", "a cut network: both sides train on and merge, or a minority waits"
+    )
+
+
+class CheckpointConfig(Section):
+    """What survives a crash."""
+
+    dir: str | None = key(None, "the run's folder; null takes runs/NAME")
+    snapshot_every: Positive = key(20, "rounds between two saves")
+
+
+class EvaluateConfig(Section):
+    """Validation loss of the outer parameters."""
+
+    every: Count = key(1, "rounds between two validations; 0 never", ge=0)
+    samples: Positive = key(64, "samples in one validation, rounded up to whole batches")
+
+
+class LogConfig(Section):
+    """Who is told what."""
+
+    every: Positive = key(10, "inner steps between two progress reports")
+    tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
+    wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
+
+
+class Config(Section):
+    """A training run."""
+
+    run: str = key("quickstart", "name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    seed: Count = key(0, "initial parameters and order of the data follow from it", ge=0)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    island: IslandConfig = IslandConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    sync: SyncConfig = SyncConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _validation_possible(self) -> Self:
+        if self.evaluate.every and self.data.validation == 0:
+            raise ValueError(
+                f"evaluate.every={self.evaluate.every} needs data to validate on, but data.validation=0: "
+                "raise data.validation or set evaluate.every=0"
+            )
+        return self
+
+    @property
+    def dir(self) -> str:
+        return self.checkpoint.dir or f"runs/{self.run}"
