@@ -1,0 +1,124 @@
+"""Text to token numbers: plain bytes, a `tokenizer.json`, or a Hugging Face tokenizer's folder. Local files only.
+
+The digest comes from the files alone, so that a cache hit loads no tokenizer library.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.data.files import content_digest
+from diloco.errors import DataError, MissingExtra
+
+BYTES = "bytes"
+# What decides about token numbers in a tokenizer's folder; model weights may lie next to them.
+DEFINING_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+# A bare tokenizer.json does not say which token ends a document.
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    vocab: int
+    end: int | None  # written after each document
+    digest: str
+    encode: Callable[[Sequence[str]], list[npt.ArrayLike]]  # texts to rows of token numbers
+
+
+def tokenizer_digest(spec: str) -> str:
+    if spec == BYTES:
+        return hashlib.sha256(b"bytes").hexdigest()
+    return content_digest(_defining_files(_local(spec)))
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    digest = tokenizer_digest(spec)
+    if spec == BYTES:
+        return _bytes_tokenizer(digest)
+    path = _local(spec)
+    return _from_folder(path, digest) if path.is_dir() else _from_json(path, digest)
+
+
+def _local(spec: str) -> Path:
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(f"tokenizer {spec!r} is neither 'bytes' nor a local folder or tokenizer.json")
+    return path
+
+
+def _defining_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = [path / name for name in DEFINING_FILES if (path / name).is_file()]
+    if not files:
+        raise DataError(f"no tokenizer in {path}: expected tokenizer.json or another of a tokenizer's files")
+    return files
+
+
+def _bytes_tokenizer(digest: str) -> Tokenizer:
+    # Byte 0 does not occur in text, which makes it a free separator.
+    return Tokenizer(256, 0, digest, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
+
+
+def _from_json(path: Path, digest: str) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError as error:
+        raise MissingExtra("tokenizers", "hf", f"the tokenizer {path}") from error
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library has no narrower class for a bad file
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+    backend.no_truncation()  # files saved for inference may ask for 512 tokens a text
+    backend.no_padding()
+    numbers = backend.get_vocab()
+    end = next((numbers[name] for name in KNOWN_ENDS if name in numbers), None)
+
+    def encode(texts: Sequence[str]) -> list[npt.ArrayLike]:
+        return [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return Tokenizer(_vocab(numbers, path), end, digest, encode)
+
+
+def _from_folder(path: Path, digest: str) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtra("transformers", "hf", f"the tokenizer {path}") from error
+    try:
+        backend = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"cannot load the tokenizer {path}: {_one_line(error)}") from error
+
+    def encode(texts: Sequence[str]) -> list[npt.ArrayLike]:
+        rows: list[npt.ArrayLike] = backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return rows
+
+    return Tokenizer(_vocab(backend.get_vocab(), path), backend.eos_token_id, digest, encode)
+
+
+def _vocab(numbers: dict[str, Any], path: Path) -> int:
+    if not numbers:
+        raise DataError(f"the tokenizer {path} has no tokens")
+    return int(max(numbers.values())) + 1  # not their count: there may be holes
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
