@@ -1,0 +1,94 @@
+"""Any Hugging Face causal LM as a network: from its config alone, or with weights from a local folder."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError, MissingExtra, ModelError
+from diloco.network import Network, parameters_on_meta
+from diloco.parallel import HF_LLAMA, Anatomy
+
+
+def hf_network(path: str, *, weights: str, data_vocab: int, seed: int) -> Network:
+    transformers = _transformers()
+    config = _read_config(transformers, path)
+    if config.vocab_size < data_vocab:
+        raise ConfigError(f"model.hf={path!r} has a vocabulary of {config.vocab_size}, the data needs {data_vocab}")
+    load = weights == "load" or (weights == "auto" and _has_weights(path))
+    if weights == "load" and not _has_weights(path):
+        raise ModelError(f"model.weights=load, but {path} holds no safetensors weights: set model.weights=fresh")
+    with parameters_on_meta():
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module.train()
+    return Network(
+        module,
+        _anatomy(module),
+        lambda: _initial(transformers, config, path if load else None, seed),
+        config.model_type,
+    )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", "hf", "model.hf") from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _read_config(transformers: Any, path: str) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.hf={path!r} cannot be used: {reason}") from None
+    config.use_cache = False
+    return config
+
+
+def _has_weights(path: str) -> bool:
+    return Path(path).is_dir() and any(Path(path).glob("*.safetensors"))
+
+
+def _initial(transformers: Any, config: Any, folder: str | None, seed: int) -> Iterator[tuple[str, Tensor]]:
+    module = _loaded(transformers, folder) if folder else _fresh(transformers, config, seed)
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach().float()
+
+
+def _fresh(transformers: Any, config: Any, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return module
+
+
+def _loaded(transformers: Any, folder: str) -> nn.Module:
+    try:
+        module, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the weights in {folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the weights in {folder} lack {missing[0]} and {len(missing) - 1} more: model.weights=fresh ignores them"
+        )
+    return module
+
+
+def _anatomy(module: nn.Module) -> Anatomy:
+    """Llama's names where they fit; otherwise the largest list of equal blocks, which FSDP can cut but tp cannot."""
+    names = dict(module.named_modules())
+    if HF_LLAMA.blocks in names:
+        return HF_LLAMA
+    lists = [(len(m), name) for name, m in names.items() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(module).__name__} has no list of blocks to cut: it cannot be sharded")
+    return Anatomy(embed="", blocks=max(lists)[1], attention="", feed_forward="", head="")

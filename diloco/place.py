@@ -1,0 +1,95 @@
+"""Where this process sits in its island: rank, device and the mesh (fsdp x tp) it is part of."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diloco.config import IslandConfig
+from diloco.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh | None  # None: this process is the whole island
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the batch is ours: tensor-parallel neighbours share one."""
+        return 0 if self.mesh is None else self.mesh["fsdp"].get_local_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh["fsdp"].size()
+
+    def any(self, flag: bool) -> bool:
+        """True on every process as soon as it is true on one."""
+        if self.mesh is None:
+            return flag
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+
+@contextmanager
+def take_place(config: IslandConfig) -> Iterator[Place]:
+    """Join the island's other processes (as torchrun describes them), and leave them at the end."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _check_processes(config, world)
+    device = pick_device(config.device)
+    if world == 1:
+        yield Place(0, 1, device, None)
+        return
+    dist.init_process_group(_backend(device), timeout=timedelta(minutes=10))
+    try:
+        mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
+        yield Place(rank, world, device, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_processes(config: IslandConfig, world: int) -> None:
+    needed = config.fsdp * config.tp
+    if needed == world:
+        return
+    mesh = f"island.fsdp={config.fsdp} x island.tp={config.tp}"
+    if needed > world:
+        raise DeviceError(
+            f"{mesh} needs {needed} processes and there {'is' if world == 1 else 'are'} {world}: "
+            f"start with `torchrun --nproc-per-node {needed} -m diloco run …` or make the mesh smaller"
+        )
+    raise DeviceError(
+        f"{mesh} uses {needed} of the {world} processes that were started: "
+        f"set island.fsdp and island.tp so that their product is {world}"
+    )
+
+
+def pick_device(asked: str) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "island.device=cuda, but torch sees no CUDA device here: set island.device=cpu, or see `diloco doctor`"
+        )
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL wants a GPU for each process; where several share one, gloo carries CUDA tensors too."""
+    if device.type == "cpu" or int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
