@@ -1,0 +1,72 @@
+"""From samples to the tensors of one process: its own slice of the island's batch, read one step ahead."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco.config import Config, DataConfig, IslandConfig
+from diloco.data import Samples, Source, TokenFile, hf_source, stdlib_source, text_source
+from diloco.place import Place
+
+
+def open_source(config: DataConfig, cache_dir: Path) -> Source:
+    path = config.path or ""
+    match config.source:
+        case "stdlib":
+            return stdlib_source()
+        case "text":
+            return text_source([Path(path)], config.tokenizer, cache_dir)
+        case "tokens":
+            return TokenFile(Path(path))
+        case "hf":
+            return hf_source(path, config.split, config.field, config.tokenizer, cache_dir)
+
+
+def open_samples(config: Config) -> Samples:
+    source = open_source(config.data, Path(config.dir) / "cache")
+    return Samples(source, config.data.sequence, config.seed, config.data.validation)
+
+
+class Batches:
+    """An endless row of training batches; each is a list of micro-batches [rows, sequence + 1] on the device.
+
+    Micro-batch m of the island's batch goes, in equal slices, to the data ranks: whatever the mesh, an inner step
+    sees the same samples.
+    """
+
+    def __init__(self, samples: Samples, island: IslandConfig, place: Place) -> None:
+        self._samples, self._island, self._place = samples, island, place
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.seek(0)
+
+    def seek(self, position: int) -> None:
+        """Go on with the sample at `position`."""
+        self.position = position
+        self._ahead = self._reader.submit(self._read, position)
+
+    def __next__(self) -> list[Tensor]:
+        rows = self._ahead.result()
+        self.position += self._island.batch
+        self._ahead = self._reader.submit(self._read, self.position)
+        return [part.to(self._place.device, non_blocking=True) for part in rows]
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+    def _read(self, position: int) -> list[Tensor]:
+        per_micro_batch = self._island.batch // self._island.accumulate
+        rows = per_micro_batch // self._place.data_ranks
+        starts = [position + m * per_micro_batch + self._place.data_rank * rows for m in range(self._island.accumulate)]
+        parts = [torch.from_numpy(self._samples.train(start, rows)) for start in starts]
+        return [part.pin_memory() for part in parts] if self._place.device.type == "cuda" else parts
+
+
+def validation_batches(samples: Samples, island: IslandConfig, place: Place, count: int) -> Iterator[Tensor]:
+    """This process' share of `count` validation samples, rounded up to whole micro-batches."""
+    rows = island.batch // island.accumulate // place.data_ranks
+    for start in range(0, count, rows * place.data_ranks):
+        own = samples.validation(start + place.data_rank * rows, rows)
+        yield torch.from_numpy(own).to(place.device)

@@ -1,0 +1,18 @@
+"""The command line. Light on purpose: `diloco --help` must answer at once, so commands import what they need inside."""
+
+import os
+import sys
+
+from diloco.cli.app import app
+from diloco.errors import DilocoError
+
+
+def main() -> None:
+    """Errors that a person can meet are one clear line and exit code 2; anything else is our bug: a traceback."""
+    try:
+        app()
+    except DilocoError as error:
+        rank = int(os.environ.get("RANK", 0))
+        who = f"process {rank}: " if rank else ""
+        print(f"{who}error[{error.code}]: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,133 @@
+"""All commands, each a few lines over the function that does the work."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.version import __version__
+
+app = typer.Typer(
+    help="Train one large model together on computers that sit far apart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set sync.every=100")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"diloco {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def diloco(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: diloco run examples/quickstart.yaml --set inner.steps=500")
+def run(
+    config: ConfigPath,
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last save.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start again; an earlier run is kept as NAME.1, NAME.2, …")
+    ] = False,
+) -> None:
+    """Train here. Ctrl-C finishes the step, saves, and says how to go on.
+
+    An island of several accelerators is started by torchrun: torchrun --nproc-per-node 8 -m diloco run CONFIG
+    """
+    from diloco.cli.run import run_command
+
+    run_command(config, set_ or [], resume=resume, fresh=fresh)
+
+
+@app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")
+def config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: the defaults.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Print the full effective configuration, each key with its meaning."""
+    from diloco.configfile import load_config, render_config
+
+    print(render_config(load_config(config, set_ or [])), end="")
+
+
+@app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")
+def tokenize(
+    inputs: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Text files or folders.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The token file to write.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or the folder of a Hugging Face tokenizer.")] = "bytes",
+    raw: Annotated[str | None, typer.Option(help="The input is one headerless token file: uint16 or uint32.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="With --raw: size of its vocabulary.")] = None,
+) -> None:
+    """Turn text (or a headerless token file) into a token file for `data: {source: tokens, path: …}`."""
+    from diloco.cli.tokenize import tokenize_command
+
+    tokenize_command(inputs, out, tokenizer, raw, vocab)
+
+
+@app.command(epilog="Example: diloco doctor --dir /scratch/runs")
+def doctor(
+    dir: Annotated[Path, typer.Option(help="Where runs will be kept.")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What this machine can do, what is missing, and how to mend it."""
+    from diloco.cli.doctor import doctor_command
+
+    doctor_command(dir, as_json=json)
+
+
+bench = typer.Typer(
+    help="Measure. With --json: one object with `checks`, next to the raw figures.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@bench.command(epilog="Example: diloco bench overhead --json")
+def overhead(
+    json: Json = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    blocks: Annotated[int, typer.Option(help="Alternating blocks of each loop.")] = 12,
+) -> None:
+    """Seconds a step of our loop over a bare PyTorch loop on the same model and data."""
+    from diloco.bench.overhead import measure
+    from diloco.bench.report import show
+
+    show(measure(device=device, blocks=blocks), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench speed --preset 150m --batch 32 --sequence 1024 --compile")
+def speed(
+    json: Json = False,
+    preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",
+    batch: Annotated[int, typer.Option(help="Samples a step.")] = 8,
+    sequence: Annotated[int, typer.Option(help="Tokens a sample.")] = 128,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 256,
+    steps: Annotated[int, typer.Option(help="Steps to measure, after a warm-up.")] = 30,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Tokens a second and MFU of one process, through the whole training loop."""
+    from diloco.bench.report import show
+    from diloco.bench.speed import measure
+
+    show(
+        measure(
+            preset=preset, batch=batch, sequence=sequence, vocab=vocab, steps=steps, compile=compile, device=device
+        ),
+        as_json=json,
+    )

@@ -1,0 +1,48 @@
+"""What happens in a run, told once: every event goes to every sink (file, terminal, trackers)."""
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+Event = dict[str, Any]
+
+
+class Sink(Protocol):
+    def tell(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+class Events:
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        event = {"event": kind, "time": time.time(), **fields}
+        for sink in self._sinks:
+            sink.tell(event)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonLines:
+    """One JSON object a line, readable while the run goes on. Numbers that JSON lacks (NaN, infinity) become null."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def tell(self, event: Event) -> None:
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in event.items()}
+        self._file.write(json.dumps(finite) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

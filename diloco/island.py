@@ -1,0 +1,181 @@
+"""The inner side: one model on one mesh, doing ordinary optimizer steps.
+
+An island gives its parameters out and takes new ones in as whole fp32 vectors in canonical order, one parameter at a
+time, so that no accelerator ever holds the whole model twice. Only the leader process sees those vectors.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from diloco.config import InnerConfig, IslandConfig
+from diloco.network import Network
+from diloco.optimizer import build_optimizer, step_if_finite
+from diloco.outer import Layout
+from diloco.parallel import blocks_of, fill, gradient_norm, retie, scale_gradients, shard, tied_names, whole
+from diloco.place import Place
+
+
+class Island:
+    def __init__(self, network: Network, place: Place, island: IslandConfig, inner: InnerConfig) -> None:
+        self.place = place
+        self.compute_dtype = compute_dtype(island.dtype, place.device)
+        self.module = network.module
+        if place.mesh is not None:
+            shard(self.module, network.anatomy, place, self.compute_dtype)
+        materialise(self.module, place.device)
+        if island.activation_checkpointing:
+            _checkpoint_activations(blocks_of(self.module, network.anatomy))
+        self._loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
+        if island.compile:
+            self._compile(blocks_of(self.module, network.anatomy))
+        self.optimizer = build_optimizer(self.module, inner, place.device)
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.layout = Layout.of(self.parameters.items())
+        self._clip = inner.clip
+        self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
+        self._fill_everything(network.initial)
+
+    def step(self, micro_batches: Sequence[Tensor], lr: float) -> Tensor:
+        """One inner step on this process' part of the batch, each [rows, sequence + 1]; its mean loss, not yet read."""
+        loss = torch.zeros((), device=self.place.device)
+        for number, tokens in enumerate(micro_batches, start=1):
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_gradient_sync(number == len(micro_batches))
+            with self._computing():
+                part = self._loss_of(self.module, tokens) / len(micro_batches)
+                part.backward()
+            loss += whole(part.detach())
+        self._update(lr)
+        return loss
+
+    def _update(self, lr: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = gradient_norm(gradients)
+        if self._clip:
+            scale_gradients(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        self.skipped += step_if_finite(self.optimizer, norm, lr)
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss of the parameters the island holds now; each process brings its own batches, all equally many."""
+        self.module.eval()
+        losses = []
+        for tokens in batches:
+            with self._computing():
+                losses.append(whole(self._loss_of(self.module, tokens)))
+        self.module.train()
+        return self.mean(torch.stack(losses).mean())
+
+    def mean(self, value: Tensor) -> float:
+        """The mean over the island's processes, read."""
+        if self.place.mesh is not None:
+            dist.all_reduce(value)
+            value = value / self.place.world
+        return value.item()
+
+    @torch.no_grad()
+    def read(self, out: Tensor | None) -> None:
+        """Copy the trainable parameters into the leader's flat vector (others pass None). All processes call it."""
+        views = dict(self.layout.views(out)) if out is not None else {}
+        for name, parameter in self.parameters.items():
+            full = whole(parameter.detach())
+            if out is not None:
+                views[name].copy_(full)
+
+    def write(self, vector: Tensor | None) -> None:
+        """Set the island's trainable parameters from the leader's flat vector. All processes call it."""
+        self._fill(self.layout.views(vector) if vector is not None else None, self.parameters)
+
+    def state(self) -> dict[str, Any]:
+        """Everything of this island that the next step depends on, as torch distributed checkpoint wants it."""
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer, f"rng.{self.place.rank}": _random_state(self.place.device)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        _set_random_state(state[f"rng.{self.place.rank}"], self.place.device)
+
+    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        """First values of every parameter, frozen ones too."""
+        self._fill(initial() if self.place.leader else None, dict(self.module.named_parameters()))
+
+    @torch.no_grad()
+    def _fill(self, values: Iterator[tuple[str, Tensor]] | None, parameters: dict[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            if values is None:
+                value = torch.empty(parameter.shape, device=self.place.device)
+            else:
+                given, value = next(values)
+                assert given == name, f"{given} came where {name} was due"
+                value = value.to(self.place.device)
+            if self.place.mesh is not None:
+                dist.broadcast(value, src=0)
+            fill(parameter, value)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Compute type where FSDP does not set it, and the loss over a vocabulary that tensor parallelism has split."""
+        stack = ExitStack()
+        if self.place.mesh is None and self.compute_dtype != torch.float32:
+            stack.enter_context(torch.autocast(self.place.device.type, dtype=self.compute_dtype))
+        if self.place.mesh is not None and self.place.mesh["tp"].size() > 1:
+            stack.enter_context(loss_parallel())
+        return stack
+
+    def _compile(self, blocks: list[nn.Module]) -> None:
+        """Alone, the whole computation with its loss; sharded, block by block, between FSDP's hooks."""
+        if self.place.mesh is None:
+            self._loss_of = torch.compile(next_token_loss)
+        for block in blocks if self.place.mesh is not None else ():
+            block.compile()
+
+
+def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        asked = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
+
+
+def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    output = module(tokens[:, :-1])
+    logits = output if isinstance(output, Tensor) else output.logits  # [B, S, vocab]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give a module built on the meta device memory, keeping its ties and the contents of its buffers."""
+    ties = tied_names(module)
+    buffers = dict(module.named_buffers())
+    module.to_empty(device=device)
+    retie(module, ties)
+    for name, buffer in buffers.items():
+        module.get_buffer(name).copy_(buffer)
+
+
+def _checkpoint_activations(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
