@@ -6,6 +6,9 @@ them), `outer.safetensors` (the outer state) and `facts.json`, written last.
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ def write_save(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     _barrier()
-    save(inner, checkpoint_id=part / "inner", no_dist=not dist.is_initialized())
+    with _one_process_is_fine():
+        save(inner, checkpoint_id=part / "inner", no_dist=not dist.is_initialized())
     if leader:
         save_file(outer, part / "outer.safetensors")
         (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
@@ -73,9 +77,17 @@ def read_outer(folder: Path) -> dict[str, Tensor]:
 def read_inner(folder: Path, into: dict[str, Any]) -> None:
     """Fill the tensors of `into`, each process its own shards. The files are the island's own, never a peer's."""
     try:
-        load(into, checkpoint_id=folder / "inner", no_dist=not dist.is_initialized())
+        with _one_process_is_fine():
+            load(into, checkpoint_id=folder / "inner", no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise SaveError(f"{folder}/inner cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _barrier() -> None:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from diloco.doctor import examine
@@ -18,8 +19,8 @@ def doctor_command(folder: Path, *, as_json: bool) -> None:
     else:
         table = Table.grid(padding=(0, 2))
         for finding in findings:
-            advice = f"\n[dim]-> {finding.mend}[/]" if finding.mend else ""
-            table.add_row(MARKS[finding.state], finding.name, finding.detail + advice)
+            advice = f"\n[dim]-> {escape(finding.mend)}[/]" if finding.mend else ""
+            table.add_row(MARKS[finding.state], finding.name, escape(finding.detail) + advice)
         Console(highlight=False).print(table)
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)

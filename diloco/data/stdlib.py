@@ -19,7 +19,7 @@ MACHINE_FOLDERS = ("config-",)
 def stdlib_source() -> ByteFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files = files_below(root, keep_folder=_keep_folder, keep_file=_keep_file)
-    return ByteFiles(files, f"the standard library of Python {platform.python_version()} ({root})")
+    return ByteFiles(files, f"the standard library of Python {platform.python_version()}")
 
 
 def _keep_folder(name: str) -> bool:

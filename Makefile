@@ -1,0 +1,44 @@
+# `make` alone lists what there is.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint types unit quick demo prove clean
+
+help:     ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+install: .venv/.installed  ## create .venv with everything in it (PYTHON=python3.12 picks the interpreter)
+
+test: lint types unit  ## install, then every check below
+
+lint: install  ## style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy, strict
+	$(BIN)/mypy
+
+unit: install  ## every test
+	$(BIN)/pytest
+
+quick: install  ## the tests without the slow ones
+	$(BIN)/pytest -m 'not slow'
+
+demo: install  ## train a small model on a few islands on this machine
+	$(BIN)/diloco run examples/quickstart.yaml --fresh
+
+prove: install  ## show that the guarantees hold, on this machine
+	$(BIN)/python -m diloco.prove
+
+clean:    ## remove caches and build outputs; keeps .venv and runs
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
+		"diloco needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make install PYTHON=python3.12" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

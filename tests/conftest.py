@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+from diloco.config import Config
+from diloco.configfile import parse_config
+
+SMALL: dict[str, Any] = {
+    "model": {"preset": "tiny", "blocks": 2, "width": 32, "heads": 2, "feed_forward": 64},
+    "data": {"sequence": 32},
+    "island": {"batch": 8, "device": "cpu"},
+    "inner": {"lr": 3e-3, "warmup": 2, "steps": 12},
+    "sync": {"every": 5},
+    "evaluate": {"samples": 16},
+    "log": {"every": 1},
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[..., Config]:
+    """A configuration that trains in a second; `small(inner={"steps": 4})` changes single keys."""
+
+    def make(**sections: Any) -> Config:
+        tree = {**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}
+        for section, keys in sections.items():
+            tree[section] = {**tree.get(section, {}), **keys} if isinstance(keys, dict) else keys
+        return parse_config(tree)
+
+    return make
+
+
+def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a real process."""
+    command = [sys.executable, "-m", "diloco", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)

@@ -1,0 +1,50 @@
+"""Run by test_mesh.py under torchrun: trains each case on the given mesh and writes what the leader saw.
+
+    torchrun --nproc-per-node 4 tests/mesh_worker.py CASES.json OUT.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from diloco.bench.speed import Heard
+from diloco.configfile import parse_config
+from diloco.events import Events
+from diloco.parallel import tied_names
+from diloco.place import take_place
+from diloco.trainer import Trainer
+
+
+def train(tree, place, stop_at=None):
+    heard = Heard()
+    trainer = Trainer(parse_config(tree), place, Events([heard]))
+    if stop_at is not None:
+        trainer.run(lambda: trainer.step >= stop_at)
+        trainer = Trainer(parse_config(tree), place, Events([heard]))
+        trainer.resume()
+    trainer.run()
+    local = torch.empty(trainer.island.layout.size) if place.leader else None
+    trainer.island.read(local)
+    return {
+        "losses": [event["loss"] for event in heard.events if event["event"] == "step"],
+        "validation": [event["validation_loss"] for event in heard.events if event["event"] == "validation"],
+        "parameters": next(event["parameters"] for event in heard.events if event["event"] == "start"),
+        "ties": tied_names(trainer.island.module),
+        "agrees": place.leader and torch.equal(local, trainer.outer.parameters),
+        "skipped": trainer.island.skipped.item(),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    first = parse_config(next(iter(cases.values()))["config"])
+    with take_place(first.island) as place:
+        results = {name: train(case["config"], place, case.get("stop_at")) for name, case in cases.items()}
+        if place.leader:
+            Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+main()

@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from diloco.config import Config
+from diloco.configfile import load_config, parse_config, render_config
+from diloco.errors import ConfigError
+
+DESIGN_EXAMPLE = """
+run: quickstart
+model: {preset: tiny}
+data: {source: stdlib, sequence: 256}
+island: {batch: 16, fsdp: 1, tp: 1, dtype: bf16}
+inner: {optimizer: adamw, lr: 4e-4, warmup: 100, schedule: cosine, steps: 2000}
+outer: {optimizer: nesterov, lr: auto, momentum: 0.9}
+sync: {every: 50, fragments: 1, delay: 0, apply: replace, codec: int8}
+elastic: {min_islands: 1, silence_s: 5, straggler: 1.5, partition: merge}
+checkpoint: {dir: runs/quickstart, snapshot_every: 20}
+"""
+
+
+def test_the_documented_example_loads(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(DESIGN_EXAMPLE)
+    config = load_config(path, ["sync.every=100", "inner.lr=1e-3", "inner.steps=25k", "elastic.silence_s=500ms"])
+    assert (config.sync.every, config.inner.lr, config.inner.steps) == (100, 1e-3, 25_000)
+    assert config.elastic.silence_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["sync.evry=5"], "sync.evry=5: there is no such key; did you mean sync.every?"),
+        (["lr=1"], "lr=1: there is no such key; did you mean inner.lr or outer.lr?"),
+        (["inner.schedule=cosin"], "inner.schedule='cosin': must be one of cosine, wsd, constant; did you mean 'cosine'?"),
+        (["inner.lr=fast"], "inner.lr='fast': write a number such as 0.1 or 4e-4"),
+        (["outer.lr=-1"], "outer.lr=-1: write `auto` or a number above 0"),
+        (["inner.warmup=true"], "inner.warmup=True: write a whole number"),
+        (["elastic.silence_s=20mbit"], "unknown unit 'mbit'; write a duration such as 80ms"),
+        (["island.batch=3", "island.fsdp=2"], "island.batch=3 cannot be divided by island.fsdp=2 x island.accumulate=1"),
+        (["inner.warmup=9", "inner.steps=9"], "inner.warmup=9 must be below inner.steps=9"),
+        (["sync.fragments=4"], "sync.fragments=4: only 1 is built so far"),
+        (["sync=4"], "sync=4: this is a section"),
+        (["model.preset=tiny", "model.hf=x"], "both set: keep one"),
+        (["model.hf=x", "model.width=64"], "model.width belongs to a preset"),
+        (["data.source=text"], "data.source='text' needs data.path"),
+        (["data.path=x"], "data.path='x' is not used"),
+        (["data.validation=0"], "data.validation=0: raise data.validation or set evaluate.every=0"),
+        (["run=../../etc"], "run='../../etc'"),
+        (["inner.steps"], "write --set section.key=value"),
+        (["inner.betas=[0.9]"], "inner.betas"),
+    ],
+)
+def test_a_mistake_names_key_value_and_remedy(overrides, complaint):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_told_together():
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"sync": {"evry": 1}, "inner": {"lr": "x"}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("sync: [", "line 1: not valid YAML"), ("- 1", "not list"), ("run: a\nrun: b", "run: written twice, line 1")],
+)
+def test_broken_files_are_named(tmp_path, text, complaint):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(path)
+
+
+def test_configuration_cannot_change_under_us():
+    with pytest.raises(ValidationError):
+        Config().sync.every = 3  # type: ignore[misc]
+
+
+def test_the_printout_explains_every_field_and_is_itself_a_configuration():
+    config = load_config(None, ["sync.every=100"])
+    printed = render_config(config)
+    assert parse_config(yaml.safe_load(printed)) == config
+    assert all("# " in line for line in printed.splitlines() if line)
+
+
+def test_the_command_prints_overrides():
+    command = [sys.executable, "-m", "diloco", "config", "--set", "sync.every=77"]
+    assert "every: 77" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

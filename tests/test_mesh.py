@@ -1,0 +1,122 @@
+"""Real processes over gloo: whatever the mesh, an island computes the same thing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parent / "mesh_worker.py"
+MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 2)}
+MODELS = ("built-in tied", "built-in untied", "llama tied", "llama untied", "qwen3 with QK-norm")
+RUN = {
+    "data": {"sequence": 32},
+    "inner": {"lr": 1e-3, "warmup": 2, "steps": 20, "clip": 0.5},  # every gradient of these models is above 0.5
+    "sync": {"every": 10},
+    "evaluate": {"samples": 16},
+    "log": {"every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def hf_folders(tmp_path_factory) -> dict[str, str]:
+    transformers = pytest.importorskip("transformers")
+    size = {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    configs = {
+        "llama tied": transformers.LlamaConfig(**size, tie_word_embeddings=True),
+        "llama untied": transformers.LlamaConfig(**size, tie_word_embeddings=False),
+        "qwen3 with QK-norm": transformers.Qwen3Config(**size, tie_word_embeddings=True),
+    }
+    folders = {}
+    for name, config in configs.items():
+        folders[name] = str(tmp_path_factory.mktemp("hf"))
+        config.save_pretrained(folders[name])
+    return folders
+
+
+def model_of(name: str, hf_folders: dict[str, str]) -> dict[str, object]:
+    if name in hf_folders:
+        return {"hf": hf_folders[name]}
+    shape = {"blocks": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64}
+    return {"preset": "tiny", **shape, "tied": name == "built-in tied"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
+    """Every model on every mesh, one launch a mesh."""
+    found = {}
+    for mesh, (fsdp, tp) in MESHES.items():
+        folder = tmp_path_factory.mktemp("mesh")
+        cases = {}
+        for name in MODELS:
+            island = {"batch": 8, "accumulate": 2, "fsdp": fsdp, "tp": tp, "device": "cpu"}
+            config = {**RUN, "model": model_of(name, hf_folders), "island": island}
+            cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
+        resumed = json.loads(json.dumps(cases["built-in tied"]))
+        resumed["config"]["checkpoint"]["dir"] = str(folder / "resumed")
+        cases["stopped and resumed"] = {**resumed, "stop_at": 7}
+        found[mesh] = launch(folder, cases, processes=fsdp * tp)
+    return found
+
+
+def launch(folder: Path, cases: dict, processes: int) -> dict:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(WORKER), str(folder / "cases.json"), str(folder / "out.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", list(MESHES)[1:])
+def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
+    alone, cut = results["1x1"][model], results[mesh][model]
+    assert len(cut["losses"]) == 20
+    assert cut["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert cut["validation"] == pytest.approx(alone["validation"], rel=1e-4)
+    assert cut["parameters"] == alone["parameters"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
+    result = results[mesh][model]
+    assert len(result["ties"]) == (0 if "untied" in model else 1)
+    assert result["agrees"]
+    assert result["skipped"] == 0
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_resuming_changes_nothing(results, mesh):
+    assert results[mesh]["stopped and resumed"]["losses"] == results[mesh]["built-in tied"]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "complaint"),
+    [
+        ({"heads": 4, "kv_heads": 1}, 2, "island.tp=2 does not divide the 1 heads"),
+        ({"hf": "gpt2"}, 2, "needs a Llama-type model"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_cut_is_refused(shape, tp, complaint, tmp_path):
+    from diloco.config import ModelConfig
+    from diloco.errors import ModelError
+    from diloco.network import build_network
+    from diloco.parallel import check_tensor_parallel
+
+    if "hf" in shape:
+        transformers = pytest.importorskip("transformers")
+        transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+        shape = {"hf": str(tmp_path)}
+    network = build_network(ModelConfig(**shape), data_vocab=256, seed=0)
+    with pytest.raises(ModelError, match=complaint):
+        check_tensor_parallel(network.module, network.anatomy, tp)

@@ -1,0 +1,141 @@
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.batches import Batches
+from diloco.bench.speed import Heard
+from diloco.errors import SaveError, TrainingDiverged
+from diloco.events import Events
+from diloco.island import next_token_loss
+from diloco.network import build_network
+from diloco.place import Place
+from diloco.schedule import learning_rate
+from diloco.trainer import Trainer
+
+ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
+
+
+def make_trainer(config) -> tuple[Trainer, Heard]:
+    heard = Heard()
+    return Trainer(config, ALONE, Events([heard])), heard
+
+
+def curve(heard: Heard) -> list[float]:
+    return [event["loss"] for event in heard.events if event["event"] == "step"]
+
+
+def test_tells_the_story_of_a_run(small):
+    trainer, heard = make_trainer(small())
+    outcome = trainer.run()
+    kinds = [event["event"] for event in heard.events if event["event"] != "step"]
+    assert kinds == ["start", "validation", *["round", "validation"] * 3, "save", "end"]
+    assert (outcome.step, outcome.round, outcome.finished) == (12, 3, True)
+    assert [event["step"] for event in heard.events if event["event"] == "round"] == [5, 10, 12]
+    assert outcome.validation_losses[-1] < outcome.validation_losses[0]
+    assert [event["tokens"] for event in heard.events if event["event"] == "round"] == [1280, 1280, 512]
+
+
+def test_island_and_outer_state_agree_after_a_round(small):
+    trainer, _ = make_trainer(small(inner={"steps": 10}))
+    trainer.run()
+    local = torch.empty(trainer.island.layout.size)
+    trainer.island.read(local)
+    assert torch.equal(local, trainer.outer.parameters)
+
+
+def test_syncing_every_step_with_plain_sgd_is_plain_training(small):
+    """M=1, H=1, outer SGD with lr 1: the outer round must be invisible."""
+    config = small(sync={"every": 1}, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 50})
+    trainer, heard = make_trainer(config)
+    trainer.run()
+    assert curve(heard) == pytest.approx(plain_training(config), rel=1e-6)
+
+
+def plain_training(config) -> list[float]:
+    network = build_network(config.model, data_vocab=256, seed=config.seed)
+    module = network.module.to_empty(device="cpu")
+    module.head.weight = module.embed.weight
+    with torch.no_grad():
+        for name, value in network.initial():
+            module.get_parameter(name).copy_(value)
+    matrices = [p for p in module.parameters() if p.ndim >= 2]
+    vectors = [p for p in module.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=config.inner.betas)
+    samples = make_trainer(config)[0].samples
+    losses = []
+    for step in range(1, config.inner.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.inner, step)
+        loss = next_token_loss(module, torch.from_numpy(samples.train((step - 1) * 8, 8)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), config.inner.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stop_at", random.Random(7).sample(range(1, 12), 3))
+def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
+    whole, heard = make_trainer(small(checkpoint={"dir": str(tmp_path / "whole")}))
+    whole.run()
+    first, heard_first = make_trainer(small())
+    assert not first.run(lambda: first.step >= stop_at).finished
+    second, heard_second = make_trainer(small())
+    second.resume()
+    second.run()
+    assert curve(heard_first) + curve(heard_second) == curve(heard)
+    assert torch.equal(second.outer.parameters, whole.outer.parameters)
+    assert torch.equal(second.outer.momentum, whole.outer.momentum)
+
+
+def test_only_the_last_two_saves_are_kept_and_none_is_half_written(small, tmp_path):
+    config = small(inner={"steps": 20}, checkpoint={"snapshot_every": 1})
+    make_trainer(config)[0].run()
+    assert sorted(path.name for path in (tmp_path / "run").glob("save-*")) == ["save-00000015", "save-00000020"]
+
+
+def test_a_save_of_another_model_is_refused(small):
+    trainer, _ = make_trainer(small())
+    trainer.run(lambda: trainer.step >= 2)
+    other, _ = make_trainer(small(model={"width": 64}))
+    with pytest.raises(SaveError, match="was made with model="):
+        other.resume()
+    nothing, _ = make_trainer(small(checkpoint={"dir": "/nonexistent"}))
+    with pytest.raises(SaveError, match="holds no save"):
+        nothing.resume()
+
+
+@pytest.mark.parametrize("damaged", ["facts.json", "outer.safetensors", "inner/.metadata"])
+def test_a_damaged_save_is_named(small, tmp_path, damaged):
+    trainer, _ = make_trainer(small())
+    trainer.run(lambda: trainer.step >= 2)
+    (tmp_path / "run" / "save-00000002" / damaged).write_bytes(b"rubbish")
+    again, _ = make_trainer(small())
+    with pytest.raises(SaveError, match="save-00000002"):
+        again.resume()
+
+
+def test_a_phase_without_a_finite_gradient_ends_the_run(small):
+    trainer, _ = make_trainer(small())
+    trainer.island.parameters["norm.weight"].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(TrainingDiverged, match="all 5 steps up to step 5"):
+        trainer.run()
+
+
+def test_every_mesh_position_reads_its_own_rows(small):
+    """Two data ranks together see exactly the rows that one alone sees, micro-batch by micro-batch."""
+    config = small(island={"accumulate": 2})
+    samples = make_trainer(config)[0].samples
+    alone = next(Batches(samples, config.island, ALONE))
+
+    class Half(Place):
+        data_ranks = property(lambda self: 2)  # type: ignore[assignment]
+        data_rank = property(lambda self: self.rank)  # type: ignore[assignment]
+
+    halves = [next(Batches(samples, config.island, Half(rank, 2, torch.device("cpu"), None))) for rank in (0, 1)]
+    for number, micro_batch in enumerate(alone):
+        assert torch.equal(torch.cat([half[number] for half in halves]), micro_batch)
