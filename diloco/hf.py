@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError, MissingExtra, ModelError
@@ -74,7 +75,7 @@ def _loaded(transformers: Any, folder: str) -> nn.Module:
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
     if missing := sorted(info["missing_keys"]):
         raise ModelError(

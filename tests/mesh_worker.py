@@ -1,6 +1,6 @@
 """Run by test_mesh.py under torchrun: trains each case on the given mesh and writes what the leader saw.
 
-    torchrun --nproc-per-node 4 tests/mesh_worker.py CASES.json OUT.json
+torchrun --nproc-per-node 4 tests/mesh_worker.py CASES.json OUT.json
 """
 
 import json

@@ -35,12 +35,18 @@ def test_the_documented_example_loads(tmp_path):
     [
         (["sync.evry=5"], "sync.evry=5: there is no such key; did you mean sync.every?"),
         (["lr=1"], "lr=1: there is no such key; did you mean inner.lr or outer.lr?"),
-        (["inner.schedule=cosin"], "inner.schedule='cosin': must be one of cosine, wsd, constant; did you mean 'cosine'?"),
+        (
+            ["inner.schedule=cosin"],
+            "inner.schedule='cosin': must be one of cosine, wsd, constant; did you mean 'cosine'?",
+        ),
         (["inner.lr=fast"], "inner.lr='fast': write a number such as 0.1 or 4e-4"),
         (["outer.lr=-1"], "outer.lr=-1: write `auto` or a number above 0"),
         (["inner.warmup=true"], "inner.warmup=True: write a whole number"),
         (["elastic.silence_s=20mbit"], "unknown unit 'mbit'; write a duration such as 80ms"),
-        (["island.batch=3", "island.fsdp=2"], "island.batch=3 cannot be divided by island.fsdp=2 x island.accumulate=1"),
+        (
+            ["island.batch=3", "island.fsdp=2"],
+            "island.batch=3 cannot be divided by island.fsdp=2 x island.accumulate=1",
+        ),
         (["inner.warmup=9", "inner.steps=9"], "inner.warmup=9 must be below inner.steps=9"),
         (["sync.fragments=4"], "sync.fragments=4: only 1 is built so far"),
         (["sync=4"], "sync=4: this is a section"),

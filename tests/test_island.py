@@ -97,7 +97,8 @@ def test_frozen_parameters_stay_and_are_not_in_the_outer_state(small):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "complaint"), [(["embd.*"], "matches no parameter: names look like embed.weight"), (["*"], "everything")]
+    ("patterns", "complaint"),
+    [(["embd.*"], "matches no parameter: names look like embed.weight"), (["*"], "everything")],
 )
 def test_freezing_nothing_or_everything_is_refused(small, patterns, complaint):
     with pytest.raises(ConfigError, match=complaint):

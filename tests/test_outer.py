@@ -65,7 +65,15 @@ def test_views_cover_the_vector_in_order():
 
 
 def test_outer_lr_follows_the_published_optimum():
-    assert [round(outer_lr("auto", islands), 3) for islands in (1, 2, 3, 4, 6, 8, 100)] == [0.4, 0.6, 0.6, 0.6, 0.7, 0.8, 0.8]
+    assert [round(outer_lr("auto", islands), 3) for islands in (1, 2, 3, 4, 6, 8, 100)] == [
+        0.4,
+        0.6,
+        0.6,
+        0.6,
+        0.7,
+        0.8,
+        0.8,
+    ]
     assert outer_lr(0.55, 3) == 0.55
 
 

@@ -1,0 +1,178 @@
+"""The commands as a person runs them: real processes, real files, real signals."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import SMALL, run_cli
+
+from diloco.events import read_events
+
+COMMANDS = [["run"], ["config"], ["tokenize"], ["doctor"], ["bench"], ["bench", "overhead"], ["bench", "speed"]]
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}))
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS[:4] + COMMANDS[5:], ids=" ".join)
+def test_every_command_has_help_with_an_example(command):
+    done = run_cli(*command, "--help")
+    assert done.returncode == 0
+    assert f"Example: diloco {' '.join(command)}" in " ".join(done.stdout.split())
+
+
+def test_the_list_of_commands_above_is_complete():
+    from diloco.cli.app import app, bench
+
+    names = {command.callback.__name__ for command in app.registered_commands}
+    benches = {command.callback.__name__ for command in bench.registered_commands}
+    assert names == {command[0] for command in COMMANDS} - {"bench"}
+    assert benches == {command[1] for command in COMMANDS if len(command) == 2}
+
+
+def test_run_trains_tells_and_says_what_next(config_file, tmp_path):
+    done = run_cli("run", str(config_file))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "step    12/12  loss" in done.stdout
+    assert "next:" in done.stdout
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert events[0]["event"] == "start" and events[-1] == {**events[-1], "event": "end", "finished": True}
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["inner"]["steps"] == 12
+
+
+def test_an_earlier_run_is_never_trained_over_unasked(config_file, tmp_path):
+    assert run_cli("run", str(config_file)).returncode == 0
+    again = run_cli("run", str(config_file))
+    assert again.returncode == 2
+    assert "already holds a run, saved at step 12: add --resume" in again.stderr
+    fresh = run_cli("run", str(config_file), "--fresh")
+    assert fresh.returncode == 0
+    assert (tmp_path / "run.1" / "save-00000012").is_dir()
+
+
+def start_long_run(config_file: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step     3/"):
+            return process
+    raise AssertionError("the run ended before its third step")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tmp_path, number):
+    process = start_long_run(config_file)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "finishing this step, then saving" in err
+    assert f"diloco run {config_file} --set inner.steps=100000 --resume" in out
+    stopped = read_events(tmp_path / "run" / "events.jsonl")[-1]["step"]
+    resumed = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed at step {stopped}" in resumed.stdout
+    assert f"done: {stopped + 2} steps" in resumed.stdout
+
+
+def test_a_second_signal_leaves_at_once(config_file, tmp_path):
+    process = start_long_run(config_file)
+    os.kill(process.pid, signal.SIGSTOP)  # so that both signals are there before the step ends
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert not list((tmp_path / "run").glob("save-*"))
+
+
+def bad_input(folder: Path) -> dict[str, tuple[list[str], str]]:
+    missing, damaged = folder / "no-such-file", folder / "damaged.tokens"
+    return {
+        "no config": ([str(missing)], "no such file"),
+        "no data": (["--set", "data.source=text", "--set", f"data.path={missing}"], str(missing)),
+        "no tokens": (["--set", "data.source=tokens", "--set", f"data.path={missing}"], str(missing)),
+        "damaged tokens": (["--set", "data.source=tokens", "--set", f"data.path={damaged}"], "damaged.tokens"),
+        "mesh too large": (["--set", "island.fsdp=2", "--set", "island.tp=2"], "needs 4 processes and there is 1"),
+        "batch": (["--set", "island.batch=3", "--set", "island.accumulate=2"], "use a multiple of 2"),
+        "no gpu": (["--set", "island.device=cuda"], "torch sees no CUDA device"),
+        "no model": (["--set", f"model={{hf: {missing}}}"], "model.hf"),
+        "short data": (["--set", "data.sequence=100M"], "use more data or a shorter sequence"),
+        "unwritable": (["--set", f"checkpoint.dir={damaged}/x"], "cannot be written"),
+        "unknown key": (["--set", "sync.evry=1"], "did you mean sync.every?"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_input(Path()))
+def test_bad_input_is_one_clear_line(config_file, tmp_path, case):
+    (tmp_path / "damaged.tokens").write_bytes(b"these are not tokens" * 20)
+    arguments, complaint = bad_input(tmp_path)[case]
+    path = [] if case == "no config" else [str(config_file)]
+    done = run_cli("run", *path, *arguments, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error[")
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_tokenize_then_train_on_the_result(config_file, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
+    out = tmp_path / "a.tokens"
+    made = run_cli("tokenize", str(text), "--out", str(out))
+    assert made.returncode == 0, made.stderr
+    assert "use it with: data: {source: tokens" in made.stdout
+    done = run_cli("run", str(config_file), "--set", "data.source=tokens", "--set", f"data.path={out}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_speaks_json_too():
+    done = run_cli("doctor", "--json")
+    names = {finding["name"] for finding in json.loads(done.stdout)}
+    assert {"python", "torch", "p2pd", "disk"} <= names
+
+
+@pytest.mark.slow
+def test_benchmarks_have_one_form():
+    done = run_cli("bench", "overhead", "--json", "--device", "cpu", "--blocks", "1")
+    report = json.loads(done.stdout)
+    (check,) = report["checks"]
+    assert set(check) == {"name", "value", "limit", "better"}
+    assert check["name"] == "overhead.step_ratio" and check["better"] == "lower"
+    assert 0.2 < check["value"] < 5
+
+
+def test_in_a_terminal_the_view_is_alive(config_file):
+    """A pseudo-terminal gets a bar and a curve instead of lines."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=40"]
+    process = subprocess.Popen(
+        command, stdout=terminal, stderr=terminal, env={**os.environ, "COLUMNS": "140", "TERM": "xterm"}
+    )
+    os.close(terminal)
+    seen = b""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            chunk = os.read(controller, 65536)
+        except OSError:  # the other side is closed
+            break
+        seen += chunk
+    assert process.wait(timeout=60) == 0
+    text = seen.decode()
+    assert "━" in text and "█" in text and "tokens/s" in text
+    assert "done: 40 steps" in text

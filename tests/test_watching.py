@@ -1,0 +1,83 @@
+"""What a run tells, and to whom: files, terminal, trackers."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from diloco.events import Events, JsonLines, read_events
+from diloco.terminal import PlainView, curve, open_view
+from diloco.trackers import TensorBoard, WandB
+
+STEP = {"step": 10, "loss": 2.5, "lr": 1e-3, "tokens_per_s": 5000.0, "mfu": None, "skipped": 0}
+START = {
+    "run": "r", "model": "tiny", "parameters": 984_448, "data": "d", "data_tokens": 12_000_000, "device": "cpu",
+    "dtype": "float32", "mesh": "fsdp 1 x tp 1", "steps": 40, "tokens_per_step": 1000,
+}  # fmt: skip
+
+
+def test_events_are_json_lines_even_with_nan(tmp_path):
+    events = Events([JsonLines(tmp_path / "deep" / "events.jsonl")])
+    events.emit("step", loss=float("nan"), step=1)
+    events.emit("end", step=1)
+    events.close()
+    first, last = read_events(tmp_path / "deep" / "events.jsonl")
+    assert first["loss"] is None and first["step"] == 1
+    assert last["event"] == "end"
+
+
+def test_plain_lines_hold_the_figures_a_person_wants():
+    out = io.StringIO()
+    events = Events([PlainView(Console(file=out, width=40))])
+    events.emit("start", **START)
+    events.emit("step", **STEP)
+    events.emit("step", **{**STEP, "mfu": 0.456, "skipped": 3})
+    events.emit("validation", step=10, round=2, validation_loss=2.25)
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "r: tiny, 984k parameters, on d, 12M tokens; cpu, float32",
+        "step    10/40  loss 2.5000  5k tokens/s  ETA 6.0 s",
+        "step    10/40  loss 2.5000  5k tokens/s  MFU 45.6%  3 steps skipped  ETA 6.0 s",
+        "round   2  step    10  validation loss 2.2500",
+    ]
+
+
+def test_a_file_is_no_terminal():
+    assert isinstance(open_view(io.StringIO()), PlainView)
+
+
+def test_the_curve_spans_its_values():
+    assert curve([3.0, 2.0, 1.0]) == "█▅▁"
+    assert curve([1.0, 1.0]) == "▁▁"
+
+
+def test_tensorboard_files_hold_the_curves(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = Events([TensorBoard(tmp_path)])
+    events.emit("start", **START)
+    events.emit("step", **STEP)
+    events.emit("validation", step=10, round=2, validation_loss=2.25)
+    events.close()
+    written = EventAccumulator(str(tmp_path))
+    written.Reload()
+    assert written.Scalars("step/loss")[0].value == 2.5
+    assert written.Scalars("validation/validation_loss")[0].step == 10
+    assert "step/mfu" not in written.Tags()["scalars"]
+
+
+@pytest.mark.slow
+def test_wandb_writes_an_offline_run(tmp_path, monkeypatch, small):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "run").mkdir()
+    events = Events([WandB(small())])
+    events.emit("step", **STEP)
+    events.close()
+    (summary,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert os.path.getsize(summary) > 0
+    assert json.dumps("step/loss").encode()[1:-1] in summary.read_bytes()
