@@ -26,11 +26,11 @@ unit: install  ## every test
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow'
 
-demo: install  ## train a small model on a few islands on this machine
+demo: install  ## train a small model on this machine, in about a minute
 	$(BIN)/diloco run examples/quickstart.yaml --fresh
 
-prove: install  ## show that the guarantees hold, on this machine
-	$(BIN)/python -m diloco.prove
+prove: install  ## run every claim of the project that needs no GPU, and print one table
+	$(BIN)/python tests/prove.py
 
 clean:    ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

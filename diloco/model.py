@@ -25,6 +25,7 @@ class Shape:
     width: int
     feed_forward: int
     vocab: int = 256
+    context: int = 256  # the longest sequence
     kv_heads: int = 0  # 0: as many as heads
     tied: bool = True
 
@@ -54,13 +55,12 @@ PRESETS = {
 }
 
 
-def shape_of(config: ModelConfig, data_vocab: int) -> Shape:
+def shape_of(config: ModelConfig, data_vocab: int, sequence: int) -> Shape:
     preset = PRESETS[config.preset or "tiny"]
-    asked = {f.name: getattr(config, f.name) for f in fields(Shape)}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    asked = {f.name: value for f in fields(Shape) if (value := getattr(config, f.name, None)) is not None}
     if "heads" in asked and "kv_heads" not in asked:
         asked["kv_heads"] = 0
-    shape = replace(preset, **{"vocab": data_vocab, **asked})
+    shape = replace(preset, **{"vocab": data_vocab, "context": sequence, **asked})
     if shape.vocab < data_vocab:
         raise ConfigError(f"model.vocab={shape.vocab} is below the data's {data_vocab}: raise it or leave it out")
     return shape
@@ -77,10 +77,10 @@ class RMSNorm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight.type_as(x)
 
 
-def rotary_angles(length: int, head_width: int, device: torch.device, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary_table(length: int, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine for each position, fp32 [S, E/2]."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), base**-exponents)
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), base**-exponents)
     return angles.cos(), angles.sin()
 
 
@@ -146,10 +146,15 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
+        # a table, not a formula in `forward`: compiled kernels would work the formula out anew for every element
+        cos, sin = rotary_table(shape.context, shape.head_width)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, vocab] of the tokens that follow `tokens` [B, S]."""
-        cos, sin = rotary_angles(tokens.shape[1], self.shape.head_width, tokens.device)
+        length = tokens.shape[1]
+        cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         x = self.embed(tokens)  # [B, S, D]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream too, as under FSDP

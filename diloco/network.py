@@ -25,21 +25,21 @@ class Network:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
 
-def build_network(config: ModelConfig, *, data_vocab: int, seed: int) -> Network:
+def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: int) -> Network:
     if config.hf is not None:
         from diloco.hf import hf_network  # transformers is an extra
 
         network = hf_network(config.hf, weights=config.weights, data_vocab=data_vocab, seed=seed)
     else:
-        network = _built_in(config, data_vocab, seed)
+        network = _built_in(config, data_vocab, sequence, seed)
     freeze(network.module, config.freeze)
     refuse_float_buffers(network.module)
     return network
 
 
-def _built_in(config: ModelConfig, data_vocab: int, seed: int) -> Network:
+def _built_in(config: ModelConfig, data_vocab: int, sequence: int, seed: int) -> Network:
     with parameters_on_meta():
-        module = Decoder(shape_of(config, data_vocab))
+        module = Decoder(shape_of(config, data_vocab, sequence))
     return Network(module, BUILT_IN, lambda: initial_parameters(module, seed), config.preset or "tiny")
 
 

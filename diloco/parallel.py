@@ -51,7 +51,8 @@ def shard(module: nn.Module, anatomy: Anatomy, place: Place, compute_dtype: torc
         check_tensor_parallel(module, anatomy, place.mesh["tp"].size())
         parallelize_module(module, place.mesh["tp"], tensor_parallel_plan(module, anatomy))
         retie(module, ties)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # inputs stay as they are: the residual stream already has the compute type, and rotary angles must not lose theirs
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(module, anatomy):
         fully_shard(block, mesh=place.mesh["fsdp"], mp_policy=policy)
     fully_shard(module, mesh=place.mesh["fsdp"], mp_policy=policy)

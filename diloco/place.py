@@ -89,7 +89,13 @@ def pick_device(asked: str) -> torch.device:
 
 
 def _backend(device: torch.device) -> str:
-    """NCCL wants a GPU for each process; where several share one, gloo carries CUDA tensors too."""
-    if device.type == "cpu" or int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+    """CPU tensors always travel by gloo; CUDA's by NCCL, which wants a GPU for each process."""
+    if device.type == "cpu":
         return "gloo"
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if here > gpus:
+        raise DeviceError(
+            f"{here} processes were started on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: each needs its own, "
+            f"so start at most {gpus} here, or set island.device=cpu"
+        )
     return "cpu:gloo,cuda:nccl"

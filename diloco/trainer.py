@@ -36,9 +36,10 @@ class Trainer:
     def __init__(self, config: Config, place: Place, events: Events) -> None:
         self.config, self.place, self.events = config, place, events
         self.samples = open_samples(config)
-        network = build_network(config.model, data_vocab=self.samples.source.vocab, seed=config.seed)
+        vocab, sequence = self.samples.source.vocab, config.data.sequence
+        network = build_network(config.model, data_vocab=vocab, sequence=sequence, seed=config.seed)
         peak = peak_flops(place.device)
-        self.meter = Meter(flops_per_token(network, config.data.sequence), peak and peak * place.world)
+        self.meter = Meter(flops_per_token(network, sequence), peak and peak * place.world)
         self.island = Island(network, place, config.island, config.inner)
         self.outer = OuterState.zeros(self.island.layout) if place.leader else None
         self.island.read(self._outer_parameters)

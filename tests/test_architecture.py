@@ -22,7 +22,7 @@ LAYERS = [
     {"diloco.checkpoint"},
     {"diloco.elastic"},
     {"diloco"},
-    {"diloco.__main__", "diloco.cli", "diloco.bench", "diloco.doctor", "diloco.prove"},
+    {"diloco.__main__", "diloco.cli", "diloco.bench", "diloco.doctor"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -27,7 +27,7 @@ def saved(tmp_path):
 
 
 def network(path, **keys) -> Network:
-    return build_network(ModelConfig(hf=str(path), **keys), data_vocab=256, seed=0)
+    return build_network(ModelConfig(hf=str(path), **keys), data_vocab=256, sequence=32, seed=0)
 
 
 def island(path, small, **keys) -> Island:

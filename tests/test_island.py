@@ -15,7 +15,7 @@ ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
 
 def make_island(config) -> Island:
-    network = build_network(config.model, data_vocab=256, seed=config.seed)
+    network = build_network(config.model, data_vocab=256, sequence=32, seed=config.seed)
     return Island(network, ALONE, config.island, config.inner)
 
 

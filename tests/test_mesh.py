@@ -117,6 +117,6 @@ def test_what_tensor_parallelism_cannot_cut_is_refused(shape, tp, complaint, tmp
         transformers = pytest.importorskip("transformers")
         transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
         shape = {"hf": str(tmp_path)}
-    network = build_network(ModelConfig(**shape), data_vocab=256, seed=0)
+    network = build_network(ModelConfig(**shape), data_vocab=256, sequence=32, seed=0)
     with pytest.raises(ModelError, match=complaint):
         check_tensor_parallel(network.module, network.anatomy, tp)

@@ -5,7 +5,7 @@ import torch
 
 from diloco.config import ModelConfig
 from diloco.errors import ConfigError
-from diloco.model import PRESETS, Decoder, Shape, initial_parameters, rotary_angles, rotate, shape_of
+from diloco.model import PRESETS, Decoder, Shape, initial_parameters, rotary_table, rotate, shape_of
 
 SMALL = Shape(blocks=2, heads=4, width=32, feed_forward=48, vocab=64)
 
@@ -37,7 +37,7 @@ def test_a_token_sees_only_what_came_before():
 
 
 def test_positions_matter_only_by_their_distance():
-    cos, sin = rotary_angles(12, 8, torch.device("cpu"))
+    cos, sin = rotary_table(12, 8)
     query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 12, 1, 8)
     q, k = rotate(query, cos, sin)[0, :, 0], rotate(key, cos, sin)[0, :, 0]  # [S, E]
     torch.testing.assert_close(q[3] @ k[1], q[9] @ k[7])
@@ -74,7 +74,7 @@ def test_initial_values_depend_on_seed_and_name_alone():
 
 
 def test_shape_follows_preset_overrides_and_data():
-    shape = shape_of(ModelConfig(preset="tiny", heads=8, tied=False), data_vocab=1000)
+    shape = shape_of(ModelConfig(preset="tiny", heads=8, tied=False), data_vocab=1000, sequence=64)
     assert (shape.heads, shape.kv_heads, shape.vocab, shape.tied, shape.blocks) == (8, 0, 1000, False, 4)
 
 
@@ -88,4 +88,4 @@ def test_shape_follows_preset_overrides_and_data():
 )
 def test_impossible_shapes_are_refused(model, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        shape_of(ModelConfig(preset="tiny", **model), data_vocab=256)
+        shape_of(ModelConfig(preset="tiny", **model), data_vocab=256, sequence=64)

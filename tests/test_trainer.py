@@ -8,7 +8,7 @@ from diloco.batches import Batches
 from diloco.bench.speed import Heard
 from diloco.errors import SaveError, TrainingDiverged
 from diloco.events import Events
-from diloco.island import next_token_loss
+from diloco.island import materialise, next_token_loss
 from diloco.network import build_network
 from diloco.place import Place
 from diloco.schedule import learning_rate
@@ -54,9 +54,9 @@ def test_syncing_every_step_with_plain_sgd_is_plain_training(small):
 
 
 def plain_training(config) -> list[float]:
-    network = build_network(config.model, data_vocab=256, seed=config.seed)
-    module = network.module.to_empty(device="cpu")
-    module.head.weight = module.embed.weight
+    network = build_network(config.model, data_vocab=256, sequence=32, seed=config.seed)
+    module = network.module
+    materialise(module, torch.device("cpu"))
     with torch.no_grad():
         for name, value in network.initial():
             module.get_parameter(name).copy_(value)

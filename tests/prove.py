@@ -1,0 +1,124 @@
+"""`make prove`: runs every claim of the project that needs no GPU and prints one table.
+
+    python tests/prove.py [--only WORD]     the claims whose text contains WORD
+
+Tests prove what can be proved without a clock; what is timed is proved here and by `diloco bench`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+DILOCO = [sys.executable, "-m", "diloco"]
+
+
+@dataclass(frozen=True)
+class Result:
+    what: str
+    value: str
+    limit: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    show: Callable[[], Iterator[Result]]
+
+
+def tests(*arguments: str) -> Callable[[], Iterator[Result]]:
+    """The claim is what these tests check."""
+
+    def show() -> Iterator[Result]:
+        done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments])
+        summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
+        yield Result(" ".join(arguments), summary, "all pass", done.returncode == 0)
+
+    return show
+
+
+def bench(name: str, *arguments: str) -> Callable[[], Iterator[Result]]:
+    """The claim is that every check of this benchmark holds."""
+
+    def show() -> Iterator[Result]:
+        done = run([*DILOCO, "bench", name, "--json", *arguments])
+        if done.returncode:
+            yield Result(f"bench {name}", done.stderr.strip()[-80:], "runs", False)
+            return
+        for check in json.loads(done.stdout)["checks"]:
+            lower = check["better"] == "lower"
+            holds = check["value"] <= check["limit"] if lower else check["value"] >= check["limit"]
+            yield Result(check["name"], f"{check['value']:.4g}", f"{'≤' if lower else '≥'} {check['limit']:g}", holds)
+
+    return show
+
+
+def demo() -> Iterator[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        done = run([*DILOCO, "run", "examples/quickstart.yaml", "--set", f"checkpoint.dir={folder}/run"])
+        seconds = time.perf_counter() - started
+        events = [json.loads(line) for line in Path(folder, "run", "events.jsonl").read_text().splitlines()]
+    losses = [event["validation_loss"] for event in events if event["event"] == "validation"]
+    yield Result("seconds of the demo's run", f"{seconds:.0f}", "≤ 180", seconds <= 180 and done.returncode == 0)
+    yield Result(
+        "validation loss, first and last", f"{losses[0]:.2f} -> {losses[-1]:.2f}", "halves", losses[-1] < losses[0] / 2
+    )
+    yield Result(
+        "ends with what to do next", "next:" if "next:" in done.stdout else "nothing", "next:", "next:" in done.stdout
+    )
+
+
+def help_is_quick() -> Iterator[Result]:
+    run([*DILOCO, "--help"])  # warm the file cache
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        run([*DILOCO, "--help"])
+        times.append(time.perf_counter() - started)
+    yield Result("seconds, median of 5", f"{median(times):.2f}", "< 0.3", median(times) < 0.3)
+
+
+CLAIMS = [
+    Claim("the demo trains the tiny model in under 3 minutes, with falling loss", demo),
+    Claim("losses do not depend on the mesh", tests("tests/test_mesh.py")),
+    Claim("our loop costs at most 3 % over a bare one", bench("overhead")),
+    Claim("diloco --help answers at once", help_is_quick),
+    Claim("every command has help with an example; help loads no torch", tests("tests", "-k", "help or neither")),
+    Claim("bad input is one clear line", tests("tests/test_cli.py", "-k", "bad_input")),
+    Claim("a stopped and resumed run equals an uninterrupted one", tests("tests/test_trainer.py", "-k", "resumed")),
+    Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),
+]  # fmt: skip
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def main() -> None:
+    word = sys.argv[2] if sys.argv[1:2] == ["--only"] else ""
+    console, table, failed = Console(), Table("claim", "measured", "value", "limit", ""), 0
+    for claim in CLAIMS:
+        if word in claim.text:
+            for number, result in enumerate(claim.show()):
+                failed += not result.holds
+                verdict = "holds" if result.holds else "FAILS"
+                table.add_row(claim.text if number == 0 else "", result.what, result.value, result.limit, verdict)
+    console.print(table)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

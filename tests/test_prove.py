@@ -1,0 +1,32 @@
+"""The proofs themselves: a claim that does not hold must turn the table red."""
+
+import sys
+
+import prove
+
+
+def test_a_failing_test_is_a_failing_claim(tmp_path):
+    (tmp_path / "test_wrong.py").write_text("def test_wrong():\n    assert 1 == 2\n")
+    (result,) = prove.tests(str(tmp_path))()
+    assert not result.holds
+    assert "1 failed" in result.value
+
+
+def test_a_benchmark_that_cannot_run_is_a_failing_claim():
+    (result,) = prove.bench("overhead", "--no-such-option")()
+    assert not result.holds
+
+
+def test_only_the_claims_asked_for_are_run(monkeypatch, capsys):
+    ran = []
+    claims = [
+        prove.Claim(text, lambda text=text: iter([prove.Result(ran.append(text) or "", "1", "2", True)]))
+        for text in "ab"
+    ]
+    monkeypatch.setattr(prove, "CLAIMS", claims)
+    monkeypatch.setattr(sys, "argv", ["prove.py", "--only", "b"])
+    try:
+        prove.main()
+    except SystemExit as end:
+        assert end.code == 0
+    assert ran == ["b"]
