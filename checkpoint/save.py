@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
@@ -17,34 +18,43 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.errors import SaveError
 
 KEEP = 2
+FACTS = ("step", "round", "outer_step", "position", "skipped", "skipped_before", "data", "config")
 
 
 def write_save(
     folder: Path, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]
 ) -> Path:
-    """All processes of the island call it; the leader (rank 0) alone needs `outer` and `facts`."""
-    leader = not dist.is_initialized() or dist.get_rank() == 0
+    """All processes of the island call it, over one file system; only the leader (rank 0) needs `outer` and `facts`."""
     final = folder / f"save-{step:08}"
+    if final in saves(folder):
+        return final
     part = folder / f"{final.name}.part"
-    if leader:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    _barrier()
-    with _one_process_is_fine():
-        save(inner, checkpoint_id=part / "inner", no_dist=not dist.is_initialized())
-    if leader:
-        save_file(outer, part / "outer.safetensors")
-        (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        for old in saves(folder)[:-KEEP]:
-            shutil.rmtree(old)
+    leader = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        if leader:
+            for left_over in folder.glob("save-*.part"):
+                shutil.rmtree(left_over)
+            part.mkdir(parents=True)
+        _barrier()
+        with _one_process_is_fine():
+            save(inner, checkpoint_id=part / "inner", no_dist=not dist.is_initialized())
+        if leader:
+            save_file(outer, part / "outer.safetensors")
+            (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
+            part.rename(final)
+            for old in saves(folder)[:-KEEP]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise SaveError(
+            f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
+        ) from None
     _barrier()
     return final
 
@@ -57,13 +67,11 @@ def saves(folder: Path) -> list[Path]:
 def read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / "facts.json").read_text())
-    except (OSError, ValueError) as error:
+        return {name: facts[name] for name in FACTS}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise SaveError(
-            f"{folder}/facts.json cannot be read ({error}): delete {folder} to fall back to an older save"
+            f"{folder}/facts.json cannot be used ({error!r}): delete {folder} to fall back to an older save"
         ) from None
-    if not isinstance(facts, dict):
-        raise SaveError(f"{folder}/facts.json is damaged: delete {folder} to fall back to an older save")
-    return facts
 
 
 def read_outer(folder: Path) -> dict[str, Tensor]:
@@ -75,12 +83,25 @@ def read_outer(folder: Path) -> dict[str, Tensor]:
 
 
 def read_inner(folder: Path, into: dict[str, Any]) -> None:
-    """Fill the tensors of `into`, each process its own shards. The files are the island's own, never a peer's."""
+    """Fill the tensors of `into`, each process its own shards, whatever mesh wrote them.
+
+    `rng.*` entries that the save lacks are taken out of `into`: they belong to processes that were not there. The
+    files are the island's own, never a peer's: their index is a pickle.
+    """
     try:
+        known = FileSystemReader(folder / "inner").read_metadata().state_dict_metadata
+        for name in [name for name in into if name.startswith("rng.") and name not in known]:
+            del into[name]
         with _one_process_is_fine():
             load(into, checkpoint_id=folder / "inner", no_dist=not dist.is_initialized())
-    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-        raise SaveError(f"{folder}/inner cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, RuntimeError, ValueError, UnpicklingError, CheckpointException) as error:
+        raise SaveError(f"{folder}/inner cannot be loaded ({_reason(error)}): delete {folder} to fall back") from None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # one error for each process; the first tells enough
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """From samples to the tensors of one process: its own slice of the island's batch, read one step ahead."""
 
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +11,21 @@ from torch import Tensor
 
 from diloco.config import Config, DataConfig, IslandConfig
 from diloco.data import Samples, Source, TokenFile, hf_source, stdlib_source, text_source
+from diloco.errors import ConfigError
 from diloco.place import Place
+from diloco.units import format_size
+
+VERIFY_BYTES = 1 << 30  # a token file up to this size is read once and checked before training
+
+
+def open_samples(config: Config) -> Samples:
+    source = open_source(config.data, cache_dir=Path(config.dir).resolve().parent / "cache")
+    samples = Samples(source, config.data.sequence, config.seed, config.data.validation)
+    if config.island.batch > samples.train_count:
+        raise ConfigError(
+            f"island.batch={config.island.batch} is more than the {samples.train_count} training samples there are"
+        )
+    return samples
 
 
 def open_source(config: DataConfig, cache_dir: Path) -> Source:
@@ -18,16 +34,29 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
         case "stdlib":
             return stdlib_source()
         case "text":
-            return text_source([Path(path)], config.tokenizer, cache_dir)
+            return text_source([Path(path)], config.tokenizer, cache_dir, TokenisingProgress())
         case "tokens":
-            return TokenFile(Path(path))
+            tokens = TokenFile(Path(path))
+            if Path(path).stat().st_size <= VERIFY_BYTES:
+                tokens.verify()
+            return tokens
         case "hf":
-            return hf_source(path, config.split, config.field, config.tokenizer, cache_dir)
+            return hf_source(
+                path, config.split, config.field, config.tokenizer, cache_dir, progress=TokenisingProgress()
+            )
 
 
-def open_samples(config: Config) -> Samples:
-    source = open_source(config.data, Path(config.dir) / "cache")
-    return Samples(source, config.data.sequence, config.seed, config.data.validation)
+class TokenisingProgress:
+    """Tokenising happens once and may take minutes; say so every few seconds."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self._every_s, self._told = every_s, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told >= self._every_s:
+            self._told = time.monotonic()
+            share = f" of {format_size(total)}" if total else ""
+            print(f"tokenising: {format_size(done)}{share}", file=sys.stderr)
 
 
 class Batches:

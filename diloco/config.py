@@ -3,9 +3,10 @@
 Reading files, overrides and error messages are in `diloco.configfile`.
 """
 
+from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from diloco.units import parse_count, parse_duration
 
@@ -26,11 +27,16 @@ def _auto_or_number(value: object) -> float | str:
         number = _number(value)
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if not 0 < number < float("inf"):
         raise ValueError("write `auto` or a number above 0")
     return number
 
 
+def _names(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Where = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 Number = Annotated[float, BeforeValidator(_number)]
@@ -50,7 +56,7 @@ class ModelConfig(Section):
     """What is trained."""
 
     preset: Literal["tiny", "35m", "90m", "150m", "1b"] | None = key(None, "a built-in size; tiny if hf is not set")
-    hf: str | None = key(None, "instead: a Hugging Face causal LM, as a local folder or config.json")
+    hf: Where | None = key(None, "instead: a Hugging Face causal LM, as a local folder or config.json")
     weights: Literal["auto", "load", "fresh"] = key(
         "auto", "hf: load the folder's weights, or start fresh from its config"
     )
@@ -61,7 +67,9 @@ class ModelConfig(Section):
     kv_heads: Positive | None = key(None, "preset: overrides the number of key/value heads")
     feed_forward: Positive | None = key(None, "preset: overrides the width inside SwiGLU")
     tied: bool | None = key(None, "preset: one matrix for embedding and head")
-    freeze: tuple[str, ...] = key((), "parameters that stay as they are, by name pattern (embed.*)")
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_names)] = key(
+        (), "parameters that stay as they are, by name pattern (embed.*)"
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -81,8 +89,8 @@ class DataConfig(Section):
     source: Literal["stdlib", "text", "tokens", "hf"] = key(
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
-    path: str | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
-    tokenizer: str = key("bytes", "text, hf: `bytes`, or the folder of a Hugging Face tokenizer")
+    path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
+    tokenizer: Where = key("bytes", "text, hf: `bytes`, or the folder of a Hugging Face tokenizer")
     split: str = key("train", "hf: which split of the data set")
     field: str = key("text", "hf: which field holds the text")
     sequence: Positive = key(256, "tokens in a sample")
@@ -145,6 +153,10 @@ class InnerConfig(Section):
             raise ValueError(
                 f"inner.warmup={self.warmup} must be below inner.steps={self.steps}: lower it or train longer"
             )
+        if self.schedule == "wsd" and self.warmup + self.decay * self.steps > self.steps:
+            raise ValueError(
+                f"inner.warmup={self.warmup} and inner.decay={self.decay} of {self.steps} steps overlap: lower one"
+            )
         return self
 
 
@@ -186,7 +198,7 @@ class ElasticConfig(Section):
 class CheckpointConfig(Section):
     """What survives a crash."""
 
-    dir: str | None = key(None, "the run's folder; null takes runs/NAME")
+    dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
     snapshot_every: Positive = key(20, "rounds between two saves")
 
 
@@ -209,7 +221,7 @@ class Config(Section):
     """A training run."""
 
     run: str = key("quickstart", "name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
-    seed: Count = key(0, "initial parameters and order of the data follow from it", ge=0)
+    seed: Count = key(0, "initial parameters and order of the data follow from it", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     island: IslandConfig = IslandConfig()

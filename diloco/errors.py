@@ -31,6 +31,12 @@ class DeviceError(DilocoError):
     code = "device"
 
 
+class LeaderFailed(DilocoError):
+    """Another process of this island failed and has said why."""
+
+    code = "leader"
+
+
 class MissingExtra(DilocoError):
     """An optional package is needed and not installed."""
 

@@ -19,6 +19,9 @@ class Events:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = list(sinks)
 
+    def attach(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+
     def emit(self, kind: str, **fields: Any) -> None:
         event = {"event": kind, "time": time.time(), **fields}
         for sink in self._sinks:
@@ -32,9 +35,9 @@ class Events:
 class JsonLines:
     """One JSON object a line, readable while the run goes on. Numbers that JSON lacks (NaN, infinity) become null."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
 
     def tell(self, event: Event) -> None:
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in event.items()}

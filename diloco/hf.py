@@ -1,6 +1,5 @@
 """Any Hugging Face causal LM as a network: from its config alone, or with weights from a local folder."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,24 @@ from diloco.network import Network, parameters_on_meta
 from diloco.parallel import HF_LLAMA, Anatomy
 
 
-def hf_network(path: str, *, weights: str, data_vocab: int, seed: int) -> Network:
+def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
     transformers = _transformers()
     config = _read_config(transformers, path)
-    if config.vocab_size < data_vocab:
-        raise ConfigError(f"model.hf={path!r} has a vocabulary of {config.vocab_size}, the data needs {data_vocab}")
+    _refuse_misfit(config, path, data_vocab, sequence)
     load = weights == "load" or (weights == "auto" and _has_weights(path))
-    if weights == "load" and not _has_weights(path):
+    if not load and weights != "fresh" and _has_other_weights(path):
+        raise ModelError(
+            f"{path} has weights, but not as safetensors: convert them, or set model.weights=fresh to ignore them"
+        )
+    if load and not _has_weights(path):
         raise ModelError(f"model.weights=load, but {path} holds no safetensors weights: set model.weights=fresh")
-    with parameters_on_meta():
-        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    module.train()
+    module = _skeleton(transformers, config, path)
+    name = f"{config.model_type} ({'weights from ' + path if load else 'fresh'})"
     return Network(
         module,
         _anatomy(module),
         lambda: _initial(transformers, config, path if load else None, seed),
-        config.model_type,
+        name,
     )
 
 
@@ -45,11 +46,43 @@ def _transformers() -> Any:
 def _read_config(transformers: Any, path: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError, _refused_field()) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
         raise ModelError(f"model.hf={path!r} cannot be used: {reason}") from None
     config.use_cache = False
     return config
+
+
+def _refused_field() -> type[Exception]:
+    """What newer libraries raise when a config's fields do not fit together."""
+    from huggingface_hub import errors
+
+    return getattr(errors, "StrictDataclassError", ValueError)
+
+
+def _refuse_misfit(config: Any, path: str, data_vocab: int, sequence: int) -> None:
+    if getattr(config, "vocab_size", None) is None or getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model.hf={path!r} is a {config.model_type}, which is not a plain causal LM")
+    if config.vocab_size < data_vocab:
+        raise ConfigError(f"model.hf={path!r} has a vocabulary of {config.vocab_size}, the data needs {data_vocab}")
+    longest = getattr(config, "max_position_embeddings", None) or sequence
+    if longest < sequence:
+        raise ConfigError(f"data.sequence={sequence} is longer than the {longest} positions of model.hf={path!r}")
+
+
+def _skeleton(transformers: Any, config: Any, path: str) -> nn.Module:
+    try:
+        with parameters_on_meta():
+            module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise ModelError(f"model.hf={path!r} cannot be built: {str(error).strip().splitlines()[0]}") from None
+    return module.train()
+
+
+def _has_other_weights(path: str) -> bool:
+    return Path(path).is_dir() and any(
+        any(Path(path).glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+    )
 
 
 def _has_weights(path: str) -> bool:

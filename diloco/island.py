@@ -4,9 +4,13 @@ An island gives its parameters out and takes new ones in as whole fp32 vectors i
 time, so that no accelerator ever holds the whole model twice. Only the leader process sees those vectors.
 """
 
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from diloco.config import InnerConfig, IslandConfig
+from diloco.errors import DeviceError
 from diloco.network import Network
 from diloco.optimizer import build_optimizer, step_if_finite
 from diloco.outer import Layout
@@ -30,6 +35,8 @@ class Island:
     def __init__(self, network: Network, place: Place, island: IslandConfig, inner: InnerConfig) -> None:
         self.place = place
         self.compute_dtype = compute_dtype(island.dtype, place.device)
+        if self.compute_dtype == torch.bfloat16:
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 is slow, not wrong
         self.module = network.module
         if place.mesh is not None:
             shard(self.module, network.anatomy, place, self.compute_dtype)
@@ -38,6 +45,7 @@ class Island:
             _checkpoint_activations(blocks_of(self.module, network.anatomy))
         self._loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
         if island.compile:
+            _refuse_missing_compiler(place.device)
             self._compile(blocks_of(self.module, network.anatomy))
         self.optimizer = build_optimizer(self.module, inner, place.device)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -99,19 +107,29 @@ class Island:
         self._fill(self.layout.views(vector) if vector is not None else None, self.parameters)
 
     def state(self) -> dict[str, Any]:
-        """Everything of this island that the next step depends on, as torch distributed checkpoint wants it."""
+        """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.
+
+        Not the optimizer's settings: those come from the configuration, so that they may change at a resume.
+        """
         model, optimizer = get_state_dict(self.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer, f"rng.{self.place.rank}": _random_state(self.place.device)}
+        return {"model": model, "optimizer": optimizer["state"], **_random_state(self.place)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        _set_random_state(state[f"rng.{self.place.rank}"], self.place.device)
+        groups = get_state_dict(self.module, self.optimizer)[1]["param_groups"]
+        optimizer = {"state": state["optimizer"], "param_groups": groups}
+        set_state_dict(self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        _set_random_state(state, self.place)
 
     def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         """First values of every parameter, frozen ones too."""
-        self._fill(initial() if self.place.leader else None, dict(self.module.named_parameters()))
+        values: list[Iterator[tuple[str, Tensor]]] = []
+
+        def open_values() -> None:
+            source = initial()
+            values.append(chain([next(source)], source))  # the first one loads the files, and may fail
+
+        self.place.leader_first(open_values)
+        self._fill(values[0] if values else None, dict(self.module.named_parameters()))
 
     @torch.no_grad()
     def _fill(self, values: Iterator[tuple[str, Tensor]] | None, parameters: dict[str, nn.Parameter]) -> None:
@@ -170,12 +188,25 @@ def _checkpoint_activations(blocks: list[nn.Module]) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+def _random_state(place: Place) -> dict[str, Tensor]:
+    state = {f"rng.{place.rank}.cpu": torch.get_rng_state()}
+    if place.device.type == "cuda":
+        state[f"rng.{place.rank}.cuda"] = torch.cuda.get_rng_state(place.device)
+    return state
 
 
-def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def _set_random_state(state: dict[str, Any], place: Place) -> None:
+    """What is there: a save from another mesh or device has the state of other processes."""
+    if (cpu := state.get(f"rng.{place.rank}.cpu")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := state.get(f"rng.{place.rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(cuda, place.device)
+
+
+def _refuse_missing_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")
+    ):
+        raise DeviceError(
+            "island.compile=true needs a C++ compiler on a CPU, and none is here: install g++ or set it to false"
+        )

@@ -20,16 +20,12 @@ class Network:
     initial: Callable[[], Iterator[tuple[str, Tensor]]]  # every parameter's first value, fp32, one at a time
     name: str
 
-    @property
-    def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
 
 def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: int) -> Network:
     if config.hf is not None:
         from diloco.hf import hf_network  # transformers is an extra
 
-        network = hf_network(config.hf, weights=config.weights, data_vocab=data_vocab, seed=seed)
+        network = hf_network(config.hf, weights=config.weights, data_vocab=data_vocab, sequence=sequence, seed=seed)
     else:
         network = _built_in(config, data_vocab, sequence, seed)
     freeze(network.module, config.freeze)

@@ -17,7 +17,7 @@ def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device
             groups[parameter.ndim >= 2, parameter.device_mesh if isinstance(parameter, DTensor) else None].append(
                 parameter
             )
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [
             {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
             for (decays, _), parameters in groups.items()
@@ -27,6 +27,24 @@ def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device
         eps=config.eps,
         fused=device.type in ("cuda", "cpu"),
     )
+    make_state(optimizer)
+    return optimizer
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer its (zero) state now, so that saving before the first step saves what is there."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    optimizer.zero_grad()
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, lr: float) -> Tensor:

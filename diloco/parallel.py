@@ -49,8 +49,11 @@ def shard(module: nn.Module, anatomy: Anatomy, place: Place, compute_dtype: torc
     ties = tied_names(module)
     if place.mesh["tp"].size() > 1:
         check_tensor_parallel(module, anatomy, place.mesh["tp"].size())
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         parallelize_module(module, place.mesh["tp"], tensor_parallel_plan(module, anatomy))
         retie(module, ties)
+        for name in frozen:  # parameters made anew are trainable again
+            module.get_parameter(name).requires_grad_(False)
     # inputs stay as they are: the residual stream already has the compute type, and rotary angles must not lose theirs
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(module, anatomy):

@@ -1,7 +1,7 @@
 """Where this process sits in its island: rank, device and the mesh (fsdp x tp) it is part of."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.config import IslandConfig
-from diloco.errors import DeviceError
+from diloco.errors import DeviceError, DilocoError, LeaderFailed
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,17 @@ class Place:
         votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
+
+    def leader_first(self, work: Callable[[], None]) -> None:
+        """Let the leader do something for all; if it fails, every process stops, and only the leader says why."""
+        error: DilocoError | None = None
+        if self.leader:
+            try:
+                work()
+            except DilocoError as failed:
+                error = failed
+        if self.any(error is not None):
+            raise error or LeaderFailed("the leader process stopped; its message says why")
 
 
 @contextmanager

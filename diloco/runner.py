@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,34 +12,48 @@ from types import FrameType
 from diloco.checkpoint.save import saves
 from diloco.config import Config
 from diloco.configfile import render_config
-from diloco.errors import SaveError
+from diloco.errors import ConfigError, SaveError
 from diloco.events import Events, JsonLines, Sink
 from diloco.place import take_place
 from diloco.terminal import open_view
 from diloco.trackers import TensorBoard, WandB
 from diloco.trainer import Outcome, Trainer
 
+REPEAT_S = 1.0
+
 
 def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome:
+    if resume and fresh:
+        raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
     with take_place(config.island) as place:
-        if place.leader:
-            prepare_folder(config, resume=resume, fresh=fresh)
-        events = Events(_sinks(config) if place.leader else ())
+        events = Events()
+        trainer = Trainer(config, place, events)  # before anything on disk is touched: it refuses what cannot work
+        if resume:
+            trainer.resume()
+        place.leader_first(lambda: _open_folder(config, events, resume=resume, fresh=fresh))
         try:
-            trainer = Trainer(config, place, events)
-            if resume:
-                trainer.resume()
             with stop_on_signal(loud=place.leader) as stop:
                 return trainer.run(lambda: stop.asked)
         finally:
             events.close()
 
 
-def prepare_folder(config: Config, *, resume: bool, fresh: bool) -> None:
-    """Make the run's folder; never train over somebody's earlier run unasked."""
-    folder = Path(config.dir)
+def _open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) -> None:
+    prepare_folder(Path(config.dir), resume=resume, fresh=fresh)
+    try:
+        (Path(config.dir) / "config.yaml").write_text(render_config(config), encoding="utf-8")
+        for sink in _sinks(config, resume=resume):
+            events.attach(sink)
+    except OSError as error:
+        raise SaveError(f"{config.dir} cannot be written: {error}; set checkpoint.dir to another folder") from None
+
+
+def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> None:
+    """Make the run's folder; never train over somebody's earlier run unasked, never move what is not a run."""
     if fresh and folder.exists():
-        folder.rename(_free_name(folder))
+        if not (folder / "config.yaml").is_file():
+            raise SaveError(f"{folder} is there but holds no run of ours: --fresh leaves it alone, set checkpoint.dir")
+        folder.rename(_free_name(folder.resolve()))
     if not resume and (found := saves(folder)):
         raise SaveError(
             f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume "
@@ -45,7 +61,6 @@ def prepare_folder(config: Config, *, resume: bool, fresh: bool) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
 
@@ -57,8 +72,8 @@ def _free_name(folder: Path) -> Path:
     return name
 
 
-def _sinks(config: Config) -> Iterator[Sink]:
-    yield JsonLines(Path(config.dir) / "events.jsonl")
+def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
+    yield JsonLines(Path(config.dir) / "events.jsonl", append=resume)
     if config.log.tensorboard:
         yield TensorBoard(Path(config.dir) / "tensorboard")
     if config.log.wandb:
@@ -67,20 +82,31 @@ def _sinks(config: Config) -> Iterator[Sink]:
 
 
 class Stop:
-    asked = False
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self.asked_at is not None
 
 
 @contextmanager
 def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
-    """The first SIGINT or SIGTERM asks the loop to stop after its step; the second leaves at once."""
+    """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once.
+
+    Not one within a second of the first: launchers pass on a signal that the terminal has already sent to everybody.
+    """
     stop = Stop()
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        if stop.asked:
+        if stop.asked_at is None:
+            stop.asked_at = time.monotonic()
+            if loud:  # a plain write: the handler may have interrupted any other output
+                os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
+        elif time.monotonic() - stop.asked_at > REPEAT_S:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # the live view had hidden the cursor
             os._exit(128 + number)
-        stop.asked = True
-        if loud:  # a plain write: the handler may have interrupted any other output
-            os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

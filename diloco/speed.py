@@ -9,7 +9,8 @@ from diloco.network import Network
 # dense bf16 peak, FLOP/s, by what the driver calls the device; the first name that is contained wins
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "GH200": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "A10G": 70e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 

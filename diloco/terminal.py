@@ -1,5 +1,6 @@
 """The run as a person watches it: a live view in a terminal, plain lines everywhere else."""
 
+import math
 import sys
 from collections import deque
 from typing import TextIO
@@ -116,7 +117,8 @@ class LiveView:
 
 
 def curve(values: deque[float] | list[float]) -> str:
-    """The values as a row of block characters, lowest to highest."""
-    low, high = min(values), max(values)
+    """The values as a row of block characters, lowest to highest; a gap where a value is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
+    return "".join(BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import Config
-from diloco.errors import MissingExtra
+from diloco.errors import ConfigError, MissingExtra
 from diloco.events import Event
 
 # event kind -> the fields worth a curve
@@ -42,7 +42,11 @@ class WandB:
             import wandb
         except ImportError:
             raise MissingExtra("wandb", "wandb", "log.wandb") from None
-        self._run: Any = wandb.init(project="diloco", name=config.run, dir=config.dir, config=config.model_dump())
+        try:
+            self._run: Any = wandb.init(project="diloco", name=config.run, dir=config.dir, config=config.model_dump())
+        except wandb.errors.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"log.wandb=true: {reason}: run `wandb login`, or set WANDB_MODE=offline") from None
 
     def tell(self, event: Event) -> None:
         if values := curves(event):

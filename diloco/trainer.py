@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Trainer:
     def __init__(self, config: Config, place: Place, events: Events) -> None:
         self.config, self.place, self.events = config, place, events
         self.samples = open_samples(config)
+        torch.manual_seed(config.seed + place.data_rank)  # dropout, where a model has it
         vocab, sequence = self.samples.source.vocab, config.data.sequence
         network = build_network(config.model, data_vocab=vocab, sequence=sequence, seed=config.seed)
         peak = peak_flops(place.device)
@@ -49,12 +51,14 @@ class Trainer:
         self.step = self.round = 0
         self.validation_losses: list[float] = []
         self._losses: list[torch.Tensor] = []
-        self._skipped_before = 0
-        self._tell_start(network.name)
+        self._skipped_before = 0  # this phase
+        self._model_name = network.name
+        self._resumed_from: Path | None = None
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
         """Train to the end, or until asked to stop; then save."""
         with closing(self.batches):
+            self._tell_start()
             if self.step == 0 and self.config.evaluate.every:
                 self._validate()
             self.meter.reset()
@@ -79,6 +83,8 @@ class Trainer:
 
     def _launch(self, fragment: int) -> None:
         """Contribute base - local, where base is the outer parameters that this phase started from."""
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()  # steps still queued belong to training, not to the round
         self._started = time.perf_counter()
         local = torch.empty_like(self.outer.parameters) if self.outer else None
         self.island.read(local)
@@ -132,9 +138,9 @@ class Trainer:
         skipped = int(self.island.skipped.item())
         phase = (self.step - 1) % self.config.sync.every + 1
         if skipped - self._skipped_before >= phase:
+            again = ", and go on from the last save with --resume" if saves(Path(self.config.dir)) else ""
             raise TrainingDiverged(
-                f"all {phase} steps up to step {self.step} had infinite or NaN gradients: "
-                "lower inner.lr, or resume from the last save with other settings"
+                f"all {phase} steps up to step {self.step} had infinite or NaN gradients: lower inner.lr{again}"
             )
         self._skipped_before = skipped
 
@@ -145,7 +151,8 @@ class Trainer:
             outer = {"parameters": self.outer.parameters, "momentum": self.outer.momentum}
             facts = {
                 "round": self.outer.round, "outer_step": self.outer.step, "position": self.batches.position,
-                "skipped": int(self.island.skipped.item()), "config": self.config.model_dump(mode="json"),
+                "skipped": int(self.island.skipped.item()), "skipped_before": self._skipped_before,
+                "data": self._data_fingerprint, "config": self.config.model_dump(mode="json"),
             }  # fmt: skip
         path = write_save(Path(self.config.dir), self.step, inner=self.island.state(), outer=outer, facts=facts)
         self.events.emit("save", step=self.step, path=str(path), seconds=time.perf_counter() - started)
@@ -157,7 +164,7 @@ class Trainer:
         if not found:
             raise SaveError(f"{self.config.dir} holds no save to resume from: start without --resume")
         facts = read_facts(found[-1])
-        refuse_other_run(self.config, facts["config"], found[-1])
+        self._refuse_other_run(facts, found[-1])
         if self.outer is not None:
             for name, vector in read_outer(found[-1]).items():
                 getattr(self.outer, name).copy_(vector)
@@ -165,11 +172,27 @@ class Trainer:
         state = self.island.state()
         read_inner(found[-1], into=state)
         self.island.set_state(state)
-        self.step, self.round, self._skipped_before = facts["step"], facts["round"], facts["skipped"]
+        self.step, self.round, self._skipped_before = facts["step"], facts["round"], facts["skipped_before"]
         self.island.skipped.fill_(facts["skipped"])
         self.batches.seek(facts["position"])
         self.rounds = self._open_rounds(facts["round"])
-        self.events.emit("resume", step=self.step, path=str(found[-1]))
+        self._resumed_from = found[-1]
+
+    def _refuse_other_run(self, facts: dict[str, Any], save: Path) -> None:
+        """A save fits only the model, data and seed it was made with; everything else may change."""
+        now, then = self.config.model_dump(mode="json"), facts["config"]
+        for section in ("seed", "model", "data"):
+            if now[section] != then.get(section):
+                was, now_is = then.get(section), now[section]
+                raise SaveError(f"{save} was made with {section}={was}, now it is {now_is}: undo that or use --fresh")
+        if facts["data"] != self._data_fingerprint:
+            raise SaveError(f"{save}: {self.samples.source.name} has changed since then: bring it back or use --fresh")
+        if facts["step"] > self.config.inner.steps:
+            raise SaveError(f"{save} is past inner.steps={self.config.inner.steps}: raise inner.steps to go on")
+
+    @cached_property
+    def _data_fingerprint(self) -> str:
+        return self.samples.source.fingerprint()
 
     def _open_rounds(self, round: int) -> AloneRounds:
         outer = self.config.outer
@@ -184,13 +207,13 @@ class Trainer:
     def _tokens_per_step(self) -> int:
         return self.config.island.batch * self.config.data.sequence
 
-    def _tell_start(self, model: str) -> None:
+    def _tell_start(self) -> None:
         config, source = self.config, self.samples.source
         self.events.emit(
             "start",
             run=config.run,
             dir=config.dir,
-            model=model,
+            model=self._model_name,
             parameters=sum(p.numel() for p in self.island.module.parameters()),
             trained_parameters=self.island.layout.size,
             data=source.name,
@@ -202,6 +225,8 @@ class Trainer:
             every=config.sync.every,
             tokens_per_step=self._tokens_per_step,
         )
+        if self._resumed_from is not None:
+            self.events.emit("resume", step=self.step, path=str(self._resumed_from))
 
     def _tell_round(self, update: Update) -> None:
         self.events.emit(
@@ -213,16 +238,6 @@ class Trainer:
     def _outcome(self) -> Outcome:
         finished = self.step >= self.config.inner.steps
         return Outcome(self.step, self.round, finished, self.validation_losses, self.place.leader)
-
-
-def refuse_other_run(config: Config, saved: dict[str, Any], save: Path) -> None:
-    """A save fits only the model, data and seed it was made with; everything else may change."""
-    now = config.model_dump(mode="json")
-    for section in ("seed", "model", "data"):
-        if now[section] != saved[section]:
-            raise SaveError(
-                f"{save} was made with {section}={saved[section]}, now it is {now[section]}: undo that or use --fresh"
-            )
 
 
 def describe_device(device: torch.device) -> str:

@@ -26,6 +26,8 @@ def parse_duration(value: object) -> float:
 
 def parse_count(value: object) -> int:
     """A whole number: `25M`, `1_000`, `2k`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
     number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M", bare=1.0)
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")

@@ -31,6 +31,7 @@ def train(tree, place, stop_at=None):
         "losses": [event["loss"] for event in heard.events if event["event"] == "step"],
         "validation": [event["validation_loss"] for event in heard.events if event["event"] == "validation"],
         "parameters": next(event["parameters"] for event in heard.events if event["event"] == "start"),
+        "trained": trainer.island.layout.size,
         "ties": tied_names(trainer.island.module),
         "agrees": place.leader and torch.equal(local, trainer.outer.parameters),
         "skipped": trainer.island.skipped.item(),

@@ -80,7 +80,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "finishing this step, then saving" in err
-    assert f"diloco run {config_file} --set inner.steps=100000 --resume" in out
+    assert f"-m diloco run {config_file} --set inner.steps=100000 --resume" in out
     stopped = read_events(tmp_path / "run" / "events.jsonl")[-1]["step"]
     resumed = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
     assert resumed.returncode == 0, resumed.stderr
@@ -88,15 +88,71 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert f"done: {stopped + 2} steps" in resumed.stdout
 
 
-def test_a_second_signal_leaves_at_once(config_file, tmp_path):
-    process = start_long_run(config_file)
-    os.kill(process.pid, signal.SIGSTOP)  # so that both signals are there before the step ends
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGCONT)
-    process.communicate(timeout=60)
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert not list((tmp_path / "run").glob("save-*"))
+SIGNALLED = """
+import signal, sys, time
+from diloco.runner import REPEAT_S, stop_on_signal
+with stop_on_signal(loud=True) as stop:
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)   # a launcher passing it on
+    print("still here", stop.asked, flush=True)
+    time.sleep(REPEAT_S * 1.2)
+    signal.raise_signal(signal.SIGINT)
+    print("not reached")
+"""
+
+
+def test_a_later_signal_leaves_at_once_but_not_an_echo_of_the_first():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stdout == "still here True\n"
+    assert done.stderr.count("finishing this step") == 1
+
+
+@pytest.mark.slow
+def test_a_mesh_saves_when_everybody_is_signalled(config_file, tmp_path):
+    """As a job scheduler does: launcher and workers get SIGTERM, and the launcher passes it on."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "diloco",
+        "run",
+    ]
+    command += [str(config_file), "--set", "inner.steps=100000", "--set", "island.fsdp=2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step     3/") for line in process.stdout)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert "torchrun --nproc-per-node 2 -m diloco run" in out
+    assert list((tmp_path / "run").glob("save-*/facts.json"))
+
+
+def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter.tex").write_text("years of work")
+    done = run_cli("run", str(config_file), "--fresh", "--set", f"checkpoint.dir={other}")
+    assert done.returncode == 2
+    assert "holds no run of ours" in done.stderr
+    assert (other / "chapter.tex").exists()
+    both = run_cli("run", str(config_file), "--fresh", "--resume")
+    assert both.returncode == 2 and "use one of them" in both.stderr
+
+
+def test_a_refused_start_leaves_the_earlier_run_alone(config_file, tmp_path):
+    assert run_cli("run", str(config_file)).returncode == 0
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert run_cli("run", str(config_file), "--fresh", "--set", "data.sequence=100M").returncode == 2
+    assert run_cli("run", str(config_file), "--resume", "--set", "model.width=64").returncode == 2
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+    assert not (tmp_path / "run.1").exists()
 
 
 def bad_input(folder: Path) -> dict[str, tuple[list[str], str]]:
@@ -112,6 +168,8 @@ def bad_input(folder: Path) -> dict[str, tuple[list[str], str]]:
         "no model": (["--set", f"model={{hf: {missing}}}"], "model.hf"),
         "short data": (["--set", "data.sequence=100M"], "use more data or a shorter sequence"),
         "unwritable": (["--set", f"checkpoint.dir={damaged}/x"], "cannot be written"),
+        "batch too large": (["--set", "island.batch=1e9"], "training samples"),
+        "past the end": (["--set", "outer.lr=.inf"], "write `auto` or a number above 0"),
         "unknown key": (["--set", "sync.evry=1"], "did you mean sync.every?"),
     }
 

@@ -55,6 +55,10 @@ def test_the_documented_example_loads(tmp_path):
         (["data.source=text"], "data.source='text' needs data.path"),
         (["data.path=x"], "data.path='x' is not used"),
         (["data.validation=0"], "data.validation=0: raise data.validation or set evaluate.every=0"),
+        (["data.source=text", "data.path="], "data.path"),
+        (["inner.schedule=wsd", "inner.warmup=50", "inner.steps=100", "inner.decay=0.9"], "overlap: lower one"),
+        (["outer.lr=.inf"], "write `auto` or a number above 0"),
+        (["seed=1e30"], "seed"),
         (["run=../../etc"], "run='../../etc'"),
         (["inner.steps"], "write --set section.key=value"),
         (["inner.betas=[0.9]"], "inner.betas"),
@@ -65,6 +69,12 @@ def test_a_mistake_names_key_value_and_remedy(overrides, complaint):
         load_config(None, overrides)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_paths_know_home_and_one_name_is_a_list(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(None, ["checkpoint.dir=~/runs", "model.freeze=embed.*", "seed=9007199254740993"])
+    assert (config.dir, config.model.freeze, config.seed) == ("/home/me/runs", ("embed.*",), 2**53 + 1)
 
 
 def test_several_mistakes_are_told_together():

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -87,6 +89,28 @@ def test_damaged_weights_are_refused(saved):
 def test_a_vocabulary_too_small_for_the_data_is_refused(tmp_path):
     llama_config(vocab_size=100).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="vocabulary of 100, the data needs 256"):
+        network(tmp_path)
+
+
+def test_weights_in_another_format_are_not_silently_ignored(tmp_path):
+    llama_config().save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(ModelError, match="not as safetensors"):
+        network(tmp_path)
+    assert network(tmp_path, weights="fresh").name == "llama (fresh)"
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=16).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.sequence=32 is longer than the 16 positions"):
+        network(tmp_path)
+    transformers.T5Config(vocab_size=256, d_model=32, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="not a plain causal LM"):
+        network(tmp_path)
+    llama_config().save_pretrained(tmp_path)
+    damaged = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 33}
+    (tmp_path / "config.json").write_text(json.dumps(damaged))
+    with pytest.raises(ModelError, match="cannot be"):
         network(tmp_path)
 
 

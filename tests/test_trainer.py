@@ -1,3 +1,4 @@
+import os
 import random
 
 import pytest
@@ -6,6 +7,7 @@ from torch import nn
 
 from diloco.batches import Batches
 from diloco.bench.speed import Heard
+from diloco.checkpoint.save import saves
 from diloco.errors import SaveError, TrainingDiverged
 from diloco.events import Events
 from diloco.island import materialise, next_token_loss
@@ -78,7 +80,7 @@ def plain_training(config) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stop_at", random.Random(7).sample(range(1, 12), 3))
+@pytest.mark.parametrize("stop_at", [0, *random.Random(7).sample(range(1, 12), 2)])
 def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
     whole, heard = make_trainer(small(checkpoint={"dir": str(tmp_path / "whole")}))
     whole.run()
@@ -90,6 +92,45 @@ def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
     assert curve(heard_first) + curve(heard_second) == curve(heard)
     assert torch.equal(second.outer.parameters, whole.outer.parameters)
     assert torch.equal(second.outer.momentum, whole.outer.momentum)
+
+
+def test_settings_may_change_at_a_resume(small):
+    first, _ = make_trainer(small())
+    first.run(lambda: first.step >= 3)
+    second, _ = make_trainer(small(inner={"weight_decay": 0.0, "betas": [0.5, 0.6]}))
+    second.resume()
+    groups = second.island.optimizer.param_groups
+    assert {(group["betas"], group["weight_decay"]) for group in groups} == {((0.5, 0.6), 0.0)}
+
+
+def test_other_data_or_fewer_steps_are_refused_at_a_resume(small, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 1000)
+    config = small(data={"source": "text", "path": str(text)})
+    first, _ = make_trainer(config)
+    first.run(lambda: first.step >= 3)
+    with pytest.raises(SaveError, match=r"past inner\.steps=2"):
+        make_trainer(small(data={"source": "text", "path": str(text)}, inner={"steps": 2, "warmup": 1}))[0].resume()
+    text.write_text("Some words " * 1000)
+    with pytest.raises(SaveError, match="has changed since"):
+        make_trainer(config)[0].resume()
+
+
+def test_a_disk_that_is_full_is_said_and_leaves_earlier_saves_whole(small, tmp_path):
+    trainer, _ = make_trainer(small())
+    trainer.run(lambda: trainer.step >= 2)
+    again, _ = make_trainer(small())
+    again.resume()
+    (tmp_path / "run").chmod(0o555)
+    blocked = tmp_path / "run" / "save-00000012.part"
+    try:
+        if os.access(tmp_path / "run", os.W_OK):  # root ignores permissions: put a file in the way instead
+            blocked.write_text("in the way")
+        with pytest.raises(SaveError, match="save-00000012 could not be written"):
+            again.run()
+    finally:
+        (tmp_path / "run").chmod(0o755)
+    assert [path.name for path in saves(tmp_path / "run")] == ["save-00000002"]
 
 
 def test_only_the_last_two_saves_are_kept_and_none_is_half_written(small, tmp_path):
@@ -119,11 +160,24 @@ def test_a_damaged_save_is_named(small, tmp_path, damaged):
         again.resume()
 
 
-def test_a_phase_without_a_finite_gradient_ends_the_run(small):
-    trainer, _ = make_trainer(small())
+def poisoned(config) -> Trainer:
+    trainer, _ = make_trainer(config)
     trainer.island.parameters["norm.weight"].register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(TrainingDiverged, match="all 5 steps up to step 5"):
-        trainer.run()
+    return trainer
+
+
+def test_a_phase_without_a_finite_gradient_ends_the_run(small):
+    with pytest.raises(TrainingDiverged, match=r"all 5 steps up to step 5 .* lower inner\.lr$"):
+        poisoned(small()).run()
+
+
+def test_the_same_across_a_resume(small):
+    first = poisoned(small())
+    first.run(lambda: first.step >= 3)
+    second = poisoned(small())
+    second.resume()
+    with pytest.raises(TrainingDiverged, match=r"all 5 steps up to step 5 .* --resume"):
+        second.run()
 
 
 def test_every_mesh_position_reads_its_own_rows(small):

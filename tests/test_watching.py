@@ -51,6 +51,8 @@ def test_a_file_is_no_terminal():
 def test_the_curve_spans_its_values():
     assert curve([3.0, 2.0, 1.0]) == "█▅▁"
     assert curve([1.0, 1.0]) == "▁▁"
+    assert curve([2.0, float("nan"), 1.0, float("inf")]) == "█ ▁ "
+    assert curve([float("nan")]) == " "
 
 
 def test_tensorboard_files_hold_the_curves(tmp_path):

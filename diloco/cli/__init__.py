@@ -4,7 +4,9 @@ import os
 import sys
 
 from diloco.cli.app import app
-from diloco.errors import DilocoError
+from diloco.errors import ConfigError, DilocoError, LeaderFailed
+
+SAME_EVERYWHERE = (ConfigError, LeaderFailed)  # the leader's message is enough
 
 
 def main() -> None:
@@ -13,6 +15,7 @@ def main() -> None:
         app()
     except DilocoError as error:
         rank = int(os.environ.get("RANK", 0))
-        who = f"process {rank}: " if rank else ""
-        print(f"{who}error[{error.code}]: {error}", file=sys.stderr)
+        if rank == 0 or not isinstance(error, SAME_EVERYWHERE):
+            who = f"process {rank}: " if rank else ""
+            print(f"{who}error[{error.code}]: {error}", file=sys.stderr)
         sys.exit(2)

@@ -101,7 +101,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def overhead(
     json: Json = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    blocks: Annotated[int, typer.Option(help="Alternating blocks of each loop.")] = 12,
+    blocks: Annotated[int, typer.Option(min=1, help="Alternating blocks of each loop.")] = 12,
 ) -> None:
     """Seconds a step of our loop over a bare PyTorch loop on the same model and data."""
     from diloco.bench.overhead import measure
@@ -114,10 +114,10 @@ def overhead(
 def speed(
     json: Json = False,
     preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",
-    batch: Annotated[int, typer.Option(help="Samples a step.")] = 8,
-    sequence: Annotated[int, typer.Option(help="Tokens a sample.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens a sample.")] = 128,
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 256,
-    steps: Annotated[int, typer.Option(help="Steps to measure, after a warm-up.")] = 30,
+    steps: Annotated[int, typer.Option(min=5, help="Steps to measure, after a warm-up.")] = 30,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:

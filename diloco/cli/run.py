@@ -1,3 +1,6 @@
+import os
+import shlex
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,23 +14,37 @@ def run_command(path: Path, overrides: list[str], *, resume: bool, fresh: bool) 
     config = load_config(path, overrides)
     outcome = run(config, resume=resume, fresh=fresh)
     if outcome.leader:
-        changes = "".join(f" --set {override}" for override in overrides)
-        Console(highlight=False).print(
-            farewell(outcome, config.dir, f"diloco run {path}{changes}"), soft_wrap=True, markup=False
-        )
+        text = farewell(outcome, config.dir, command_line(path, overrides))
+        Console(highlight=False).print(text, soft_wrap=True, markup=False)
+
+
+def command_line(path: Path, overrides: list[str]) -> str:
+    """What this run was started with, as it can be typed again."""
+    changes = [word for override in overrides for word in ("--set", override)]
+    return shlex.join([*_launcher(), "run", str(path), *changes])
+
+
+def _launcher() -> list[str]:
+    if (processes := os.environ.get("LOCAL_WORLD_SIZE")) is not None:
+        return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]
+    program = Path(sys.argv[0])
+    return [sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)]
 
 
 def farewell(outcome: Outcome, folder: str, command: str) -> str:
     if not outcome.finished:
         return f"stopped after step {outcome.step}; go on with:\n  {command} --resume"
     losses = outcome.validation_losses
-    found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
+    found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return "\n".join(
         [
             f"done: {outcome.step} steps, {outcome.round} rounds{found}",
             "next:",
-            f"  {command} --fresh --set inner.steps={2 * outcome.step}    train longer",
-            "  diloco config                                     every setting, with its meaning",
-            f"  {folder}/events.jsonl    what happened, one JSON object a line",
+            f"  {command} --fresh --set inner.steps={2 * outcome.step}",
+            "      trains twice as long (--set changes any key)",
+            f"  {shlex.join(_launcher())} config",
+            "      explains every key",
+            f"  {folder}/events.jsonl",
+            "      what happened, one JSON object a line",
         ]
     )
