@@ -75,7 +75,9 @@ class ModelConfig(Section):
     def _one_kind(self) -> Self:
         shape = ("vocab", "blocks", "width", "heads", "kv_heads", "feed_forward", "tied")
         if self.hf is not None and self.preset is not None:
-            raise ValueError(f"model.preset={self.preset!r} and model.hf={self.hf!r} are both set: keep one")
+            raise ValueError(
+                f"model.preset={self.preset!r} and model.hf={self.hf!r} are both set: keep one (null unsets a key)"
+            )
         if self.hf is not None and (wrong := [name for name in shape if getattr(self, name) is not None]):
             raise ValueError(
                 f"model.{wrong[0]} belongs to a preset: with model.hf the shape comes from its config.json"

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
 def parse_config(tree: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate({name: section for name, section in tree.items() if section is not None})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(details) for details in error.errors())) from None
 
@@ -36,9 +36,12 @@ class _UniqueKeys(yaml.SafeLoader):
     """YAML quietly keeps the last of two equal keys; we refuse them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ConfigError(f"{twice[0]}: written twice, line {node.start_mark.line + 1} and after: keep one")
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ConfigError(f"{key.value}: written twice, in lines {lines[key.value]} and {line}: keep one")
+            lines[key.value] = line
         return super().construct_mapping(node, deep)
 
 
@@ -46,7 +49,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (examples/quickstart.yaml is one to start from)") from None
+        raise ConfigError(f"{path}: no such file (a checkout has examples/quickstart.yaml)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -162,7 +165,14 @@ def _render(section: BaseModel, indent: int) -> Iterator[str]:
             yield f"\n{name}:{'':{max(1, 39 - len(name))}}# {type(value).__doc__}"
             yield from _render(value, indent + 2)
         else:
-            yield f"{f'{pad}{name}: {_scalar(value)}':<39} # {field.description}"
+            yield f"{f'{pad}{name}: {_scalar(value)}':<39} # {field.description}{_allowed(field.annotation)}"
+
+
+def _allowed(annotation: Any) -> str:
+    """The choices of a field that has a fixed list of them."""
+    kinds = [annotation, *get_args(annotation)]
+    names = [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+    return f" [{', '.join(names)}]" if len(names) > 1 else ""
 
 
 def _scalar(value: object) -> str:

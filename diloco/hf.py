@@ -25,7 +25,7 @@ def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed:
     if load and not _has_weights(path):
         raise ModelError(f"model.weights=load, but {path} holds no safetensors weights: set model.weights=fresh")
     module = _skeleton(transformers, config, path)
-    name = f"{config.model_type} ({'weights from ' + path if load else 'fresh'})"
+    name = f"{config.model_type} ({'weights loaded' if load else 'fresh'})"
     return Network(
         module,
         _anatomy(module),
@@ -40,10 +40,13 @@ def _transformers() -> Any:
     except ImportError:
         raise MissingExtra("transformers", "hf", "model.hf") from None
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
 
 
 def _read_config(transformers: Any, path: str) -> Any:
+    if not Path(path).exists():
+        raise ModelError(f"model.hf={path!r}: no such folder or config.json (models are read from this machine only)")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, _refused_field()) as error:

@@ -5,6 +5,7 @@ sum the gradient of QK-norms over the heads of all tensor-parallel ranks, and ta
 that live on different meshes (`clip_grad_norm_` refuses).
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ HF_LLAMA = Anatomy("model.embed_tokens", "model.layers", "self_attn", "mlp", "lm
 def shard(module: nn.Module, anatomy: Anatomy, place: Place, compute_dtype: torch.dtype) -> None:
     """Turn the parameters of `module` (on the meta device) into DTensors on the place's mesh."""
     assert place.mesh is not None
+    # torch warns that gathering a parameter cut in both dimensions takes two steps; it does, and it is right
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ties = tied_names(module)
     if place.mesh["tp"].size() > 1:
         check_tensor_parallel(module, anatomy, place.mesh["tp"].size())

@@ -1,5 +1,6 @@
 """`diloco run`: prepares the run's folder, listens for signals, trains, and says what to do next."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from diloco.checkpoint.save import saves
 from diloco.config import Config
@@ -39,30 +41,57 @@ def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome
 
 
 def _open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) -> None:
-    prepare_folder(Path(config.dir), resume=resume, fresh=fresh)
+    folder = Path(config.dir)
     try:
-        (Path(config.dir) / "config.yaml").write_text(render_config(config), encoding="utf-8")
+        kept = prepare_folder(folder, resume=resume, fresh=fresh)
+        (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
         for sink in _sinks(config, resume=resume):
             events.attach(sink)
     except OSError as error:
-        raise SaveError(f"{config.dir} cannot be written: {error}; set checkpoint.dir to another folder") from None
+        raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
+    if kept is not None:
+        events.emit("note", text=f"the earlier run is kept as {kept}")
 
 
-def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> None:
-    """Make the run's folder; never train over somebody's earlier run unasked, never move what is not a run."""
+def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
+    """Make the run's folder and lock it; returns where `fresh` moved an earlier run.
+
+    Never trains over an earlier run unasked, never moves or fills a folder that is no run, never joins a run that
+    another process is at.
+    """
+    if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
+    if folder.exists():
+        _lock(folder)
+    kept = None
     if fresh and folder.exists():
-        if not (folder / "config.yaml").is_file():
-            raise SaveError(f"{folder} is there but holds no run of ours: --fresh leaves it alone, set checkpoint.dir")
-        folder.rename(_free_name(folder.resolve()))
+        kept = _free_name(folder.resolve())
+        folder.rename(kept)
     if not resume and (found := saves(folder)):
         raise SaveError(
-            f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume "
-            "to go on with it, or --fresh to start again (the old one is kept under another name)"
+            f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume to "
+            "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
         )
+    folder.mkdir(parents=True, exist_ok=True)
+    _lock(folder)
+    return kept
+
+
+def _lock(folder: Path) -> None:
+    """Held until this process ends, however it ends."""
+    lock = (folder / ".lock").open("w")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if str(folder.resolve()) not in _locks:
+            lock.close()
+            raise SaveError(
+                f"another process is training in {folder}: wait for it, or set run=NAME for another run"
+            ) from None
+    _locks[str(folder.resolve())] = lock
+
+
+_locks: dict[str, TextIO] = {}
 
 
 def _free_name(folder: Path) -> Path:

@@ -36,6 +36,8 @@ def sentence(event: Event) -> str | None:
     match event["event"]:
         case "start":
             return headline(event)
+        case "note":
+            return f"note: {event['text']}"
         case "resume":
             return f"resumed at step {event['step']} from {event['path']}"
         case "validation":

@@ -30,6 +30,7 @@ class Outcome:
     round: int
     finished: bool  # False: stopped early, saved, can be resumed
     validation_losses: list[float]  # of this session, first to last
+    trained: bool  # False: there was nothing left to do
     leader: bool
 
 
@@ -57,6 +58,7 @@ class Trainer:
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
         """Train to the end, or until asked to stop; then save."""
+        self._first_step = self.step
         with closing(self.batches):
             self._tell_start()
             if self.step == 0 and self.config.evaluate.every:
@@ -181,10 +183,9 @@ class Trainer:
     def _refuse_other_run(self, facts: dict[str, Any], save: Path) -> None:
         """A save fits only the model, data and seed it was made with; everything else may change."""
         now, then = self.config.model_dump(mode="json"), facts["config"]
-        for section in ("seed", "model", "data"):
-            if now[section] != then.get(section):
-                was, now_is = then.get(section), now[section]
-                raise SaveError(f"{save} was made with {section}={was}, now it is {now_is}: undo that or use --fresh")
+        for name in ("seed", "model", "data"):
+            if changed := first_difference(name, then.get(name), now[name]):
+                raise SaveError(f"{save} was made with {changed}: undo that or use --fresh")
         if facts["data"] != self._data_fingerprint:
             raise SaveError(f"{save}: {self.samples.source.name} has changed since then: bring it back or use --fresh")
         if facts["step"] > self.config.inner.steps:
@@ -225,6 +226,10 @@ class Trainer:
             every=config.sync.every,
             tokens_per_step=self._tokens_per_step,
         )
+        if self._model_name.endswith("weights loaded)") and config.data.tokenizer == "bytes" and source.vocab == 256:
+            self.events.emit(
+                "note", text="the loaded weights are trained on bytes: is data.tokenizer set as they expect?"
+            )
         if self._resumed_from is not None:
             self.events.emit("resume", step=self.step, path=str(self._resumed_from))
 
@@ -237,8 +242,20 @@ class Trainer:
 
     def _outcome(self) -> Outcome:
         finished = self.step >= self.config.inner.steps
-        return Outcome(self.step, self.round, finished, self.validation_losses, self.place.leader)
+        trained = self.step > self._first_step
+        return Outcome(self.step, self.round, finished, self.validation_losses, trained, self.place.leader)
+
+
+def first_difference(name: str, then: Any, now: Any) -> str | None:
+    if isinstance(then, dict) and isinstance(now, dict):
+        differences = (first_difference(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now})
+        return next((found for found in differences if found), None)
+    return None if then == now else f"{name}={then}, now it is {now}"
 
 
 def describe_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)})"
+    )

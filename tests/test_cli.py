@@ -60,6 +60,7 @@ def test_an_earlier_run_is_never_trained_over_unasked(config_file, tmp_path):
     assert "already holds a run, saved at step 12: add --resume" in again.stderr
     fresh = run_cli("run", str(config_file), "--fresh")
     assert fresh.returncode == 0
+    assert "note: the earlier run is kept as" in fresh.stdout
     assert (tmp_path / "run.1" / "save-00000012").is_dir()
 
 
@@ -86,6 +87,17 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed at step {stopped}" in resumed.stdout
     assert f"done: {stopped + 2} steps" in resumed.stdout
+    over = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
+    assert f"already finished, at step {stopped + 2}" in over.stdout
+
+
+def test_two_processes_cannot_train_in_one_folder(config_file):
+    first = start_long_run(config_file)
+    second = run_cli("run", str(config_file), "--fresh")
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "another process is training in" in second.stderr
 
 
 SIGNALLED = """
@@ -140,7 +152,9 @@ def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
     (other / "chapter.tex").write_text("years of work")
     done = run_cli("run", str(config_file), "--fresh", "--set", f"checkpoint.dir={other}")
     assert done.returncode == 2
-    assert "holds no run of ours" in done.stderr
+    assert "is no run of ours" in done.stderr
+    assert run_cli("run", str(config_file), "--set", f"checkpoint.dir={other}").returncode == 2
+    assert [path.name for path in other.iterdir()] == ["chapter.tex"]
     assert (other / "chapter.tex").exists()
     both = run_cli("run", str(config_file), "--fresh", "--resume")
     assert both.returncode == 2 and "use one of them" in both.stderr

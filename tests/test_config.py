@@ -50,7 +50,7 @@ def test_the_documented_example_loads(tmp_path):
         (["inner.warmup=9", "inner.steps=9"], "inner.warmup=9 must be below inner.steps=9"),
         (["sync.fragments=4"], "sync.fragments=4: only 1 is built so far"),
         (["sync=4"], "sync=4: this is a section"),
-        (["model.preset=tiny", "model.hf=x"], "both set: keep one"),
+        (["model.preset=tiny", "model.hf=x"], "both set: keep one (null unsets a key)"),
         (["model.hf=x", "model.width=64"], "model.width belongs to a preset"),
         (["data.source=text"], "data.source='text' needs data.path"),
         (["data.path=x"], "data.path='x' is not used"),
@@ -85,7 +85,11 @@ def test_several_mistakes_are_told_together():
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("sync: [", "line 1: not valid YAML"), ("- 1", "not list"), ("run: a\nrun: b", "run: written twice, line 1")],
+    [
+        ("sync: [", "line 1: not valid YAML"),
+        ("- 1", "not list"),
+        ("run: a\nrun: b", "run: written twice, in lines 1 and 2"),
+    ],
 )
 def test_broken_files_are_named(tmp_path, text, complaint):
     path = tmp_path / "run.yaml"

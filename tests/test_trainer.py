@@ -143,7 +143,7 @@ def test_a_save_of_another_model_is_refused(small):
     trainer, _ = make_trainer(small())
     trainer.run(lambda: trainer.step >= 2)
     other, _ = make_trainer(small(model={"width": 64}))
-    with pytest.raises(SaveError, match="was made with model="):
+    with pytest.raises(SaveError, match=r"was made with model\.width=32, now it is 64"):
         other.resume()
     nothing, _ = make_trainer(small(checkpoint={"dir": "/nonexistent"}))
     with pytest.raises(SaveError, match="holds no save"):

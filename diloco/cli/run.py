@@ -32,16 +32,19 @@ def _launcher() -> list[str]:
 
 
 def farewell(outcome: Outcome, folder: str, command: str) -> str:
+    longer = f"{command} --resume --set inner.steps={2 * outcome.step}"
     if not outcome.finished:
         return f"stopped after step {outcome.step}; go on with:\n  {command} --resume"
+    if not outcome.trained:
+        return f"this run is already finished, at step {outcome.step}; train on with:\n  {longer}"
     losses = outcome.validation_losses
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return "\n".join(
         [
-            f"done: {outcome.step} steps, {outcome.round} rounds{found}",
+            f"done: {outcome.step} steps, {outcome.round} round{'s' * (outcome.round != 1)}{found}",
             "next:",
-            f"  {command} --fresh --set inner.steps={2 * outcome.step}",
-            "      trains twice as long (--set changes any key)",
+            f"  {longer}",
+            "      trains on, twice as long (--set changes any key)",
             f"  {shlex.join(_launcher())} config",
             "      explains every key",
             f"  {folder}/events.jsonl",

@@ -53,6 +53,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == BYTES:
         return _bytes_tokenizer(digest)
     path = _local(spec)
+    if path.is_dir() and [file.name for file in _defining_files(path)] == ["tokenizer.json"]:
+        path = path / "tokenizer.json"  # nothing else in the folder says more
     return _from_folder(path, digest) if path.is_dir() else _from_json(path, digest)
 
 
@@ -73,7 +75,7 @@ def _defining_files(path: Path) -> list[Path]:
 
 
 def _bytes_tokenizer(digest: str) -> Tokenizer:
-    # Byte 0 does not occur in text, which makes it a free separator.
+    # Byte 0 does not occur in text, which makes it a free separator of documents.
     return Tokenizer(256, 0, digest, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
 
 
