@@ -12,6 +12,7 @@ help:     ## this list
 install: .venv/.installed  ## create .venv with everything in it (PYTHON=python3.12 picks the interpreter)
 
 test: lint types unit  ## install, then every check below
+	$(BIN)/python tests/prove.py --quick
 
 lint: install  ## style and formatting
 	$(BIN)/ruff check .

@@ -41,12 +41,12 @@ def measure(*, device: str, blocks: int) -> Report:
 
 def _config(device: str, folder: str, steps: int) -> Config:
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    size = {"preset": "35m", "vocab": 32768} if cuda else {"preset": "tiny"}
+    size = {"preset": "150m", "vocab": 32768} if cuda else {"preset": "tiny"}
     return parse_config(
         {
             "model": size,
             "data": {"sequence": 1024 if cuda else 128},
-            "island": {"batch": 16 if cuda else 8, "device": device, "compile": cuda},
+            "island": {"batch": 32 if cuda else 8, "device": device, "compile": cuda},
             "inner": {"steps": steps, "warmup": 2},
             "sync": {"every": steps + 1},  # rounds are measured elsewhere
             "evaluate": {"every": 0},
