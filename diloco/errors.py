@@ -56,3 +56,79 @@ class TrainingDiverged(DilocoError):
     """Training produced nothing but non-finite gradients. The last save is still good."""
 
     code = "diverged"
+
+
+class CodecError(DilocoError):
+    """A vector cannot be encoded, or bytes cannot be decoded. Nothing was sent or applied."""
+
+    code = "codec"
+
+
+class TransportError(DilocoError):
+    """Bytes could not be moved. The stream or connection named in the message is of no more use."""
+
+    code = "transport"
+
+
+class FrameError(TransportError):
+    """A peer sent bytes that are no frame of ours. The stream was closed; nothing of the frame was used."""
+
+    code = "frame"
+
+
+class PeerLost(TransportError):
+    """The connection to a peer broke, or never came about. What was sent last may or may not have arrived."""
+
+    code = "peer-lost"
+
+
+class PeerRefused(TransportError):
+    """One side does not accept the other's certificate. Nothing was exchanged."""
+
+    code = "peer-refused"
+
+
+class StreamEnded(TransportError):
+    """The peer has sent its end mark: everything it had to say has arrived."""
+
+    code = "stream-ended"
+
+
+class StreamClosed(TransportError):
+    """This side closed the stream or the transport. No fault of the peer."""
+
+    code = "stream-closed"
+
+
+class TransportTimeout(TransportError):
+    """Nothing arrived in the time given. Nothing was consumed: it is safe to try again."""
+
+    code = "transport-timeout"
+
+
+class IdentityError(DilocoError):
+    """A peer's key file cannot be used. The file was not changed."""
+
+    code = "identity"
+
+
+class TicketError(DilocoError):
+    """A ticket does not let this peer in. Nothing was started."""
+
+    code = "ticket"
+
+
+class DirectoryError(DilocoError):
+    """The directory of peers cannot be reached, or will not take or give a record."""
+
+    code = "directory"
+
+
+class RecordRefused(DirectoryError):
+    """A peer record is not to be believed. `reason` is short and stable: refusals are counted by it."""
+
+    code = "record"
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"peer record refused, {reason}: {detail}")
+        self.reason = reason

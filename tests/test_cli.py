@@ -15,7 +15,16 @@ from conftest import SMALL, run_cli
 
 from diloco.events import read_events
 
-COMMANDS = [["run"], ["config"], ["tokenize"], ["doctor"], ["bench"], ["bench", "overhead"], ["bench", "speed"]]
+COMMANDS = [
+    ["run"],
+    ["config"],
+    ["tokenize"],
+    ["doctor"],
+    ["bench"],
+    ["bench", "overhead"],
+    ["bench", "speed"],
+    ["bench", "codec"],
+]
 
 
 @pytest.fixture

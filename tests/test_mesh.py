@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).parent / "mesh_worker.py"
 MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 2)}
-MODELS = ("built-in tied", "built-in untied", "built-in frozen", "llama tied", "llama untied", "qwen3 with QK-norm")
+MODELS = ("built-in tied", "built-in untied", "llama tied", "llama untied")
+ON_BOTH = ("built-in frozen", "qwen3 with QK-norm")  # on the largest mesh only: it holds what the others could break
 RUN = {
     "data": {"sequence": 32},
     "inner": {"lr": 1e-3, "warmup": 2, "steps": 20, "clip": 0.5},  # every gradient of these models is above 0.5
@@ -56,13 +57,15 @@ def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
     for mesh, (fsdp, tp) in MESHES.items():
         folder = tmp_path_factory.mktemp("mesh")
         cases = {}
-        for name in MODELS:
+        both = (fsdp, tp) in ((1, 1), (2, 2))
+        for name in MODELS + (ON_BOTH if both else ()):
             island = {"batch": 8, "accumulate": 2, "fsdp": fsdp, "tp": tp, "device": "cpu"}
             config = {**RUN, "model": model_of(name, hf_folders), "island": island}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
-        resumed = json.loads(json.dumps(cases["built-in tied"]))
-        resumed["config"]["checkpoint"]["dir"] = str(folder / "resumed")
-        cases["stopped and resumed"] = {**resumed, "stop_at": 7}
+        if both:
+            resumed = json.loads(json.dumps(cases["built-in tied"]))
+            resumed["config"]["checkpoint"]["dir"] = str(folder / "resumed")
+            cases["stopped and resumed"] = {**resumed, "stop_at": 7}
         found[mesh] = launch(folder, cases, processes=fsdp * tp)
     return found
 
@@ -77,8 +80,10 @@ def launch(folder: Path, cases: dict, processes: int) -> dict:
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", list(MESHES)[1:])
+CUT = [(mesh, model) for mesh in list(MESHES)[1:] for model in MODELS] + [("fsdp 2 x tp 2", model) for model in ON_BOTH]
+
+
+@pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
     alone, cut = results["1x1"][model], results[mesh][model]
     assert len(cut["losses"]) == 20
@@ -87,8 +92,7 @@ def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
     assert (cut["parameters"], cut["trained"]) == (alone["parameters"], alone["trained"])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
     result = results[mesh][model]
     assert len(result["ties"]) == (0 if "untied" in model else 1)
@@ -96,7 +100,7 @@ def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
     assert result["skipped"] == 0
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["1x1", "fsdp 2 x tp 2"])
 def test_resuming_changes_nothing(results, mesh):
     assert results[mesh]["stopped and resumed"]["losses"] == results[mesh]["built-in tied"]["losses"]
 

@@ -131,3 +131,17 @@ def speed(
         ),
         as_json=json,
     )
+
+
+@bench.command(epilog="Example: diloco bench codec --json")
+def codec(
+    json: Json = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, of which the median counts.")] = 9,
+) -> None:
+    """Speed of each codec against a plain copy, its error and its bias."""
+    from diloco.bench.codec import measure
+    from diloco.bench.report import show
+
+    show(measure(device=device, count=values, repeats=repeats), as_json=json)

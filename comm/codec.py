@@ -1,0 +1,322 @@
+"""How vectors travel: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding.
+
+A vector is cut into *pages* of 32768 values at absolute positions, a page into *blocks* of 256. An encoded page is the
+scales of its blocks (fp32; none for fp32 and bf16), then the packed values of its blocks. Its bytes depend only on the
+values, the position and the key, so however a vector is cut into spans and chunks of whole pages, the bytes are the
+same. Only the last page of a vector may be short; its last block is filled up with zeros.
+
+Encoding and decoding use individually rounded fp32 operations, so that ARM, x86 and CUDA agree bit for bit. On a CPU
+a page goes through all its operations in scratch memory that stays in the cache.
+"""
+
+import importlib.util
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from diloco.comm.noise import PAGE, NoiseKey, add_noise
+from diloco.errors import CodecError
+
+BLOCK = 256
+HALF = BLOCK // 2
+GROUP = (
+    8  # pages that a CPU works on at once: few enough to stay in the cache, enough to pay for each operation's start
+)
+REFUSED = "the vector holds NaN or infinity: it was not encoded"
+TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory to work in, [blocks, BLOCK] each."""
+
+    floats: Tensor
+    bytes: Tensor
+
+    @classmethod
+    def new(cls, blocks: int, device: torch.device) -> "Scratch":
+        floats = torch.empty(blocks, BLOCK, device=device)
+        return cls(floats, torch.empty(blocks, BLOCK, dtype=torch.int8, device=device))
+
+    def of(self, blocks: int) -> "Scratch":
+        return Scratch(self.floats[:blocks], self.bytes[:blocks])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of whole pages, or the short last one, with its encoded bytes."""
+
+    first_page: int
+    values: Tensor
+    scales: Tensor  # fp32 [pages, blocks a page], a view of the bytes
+    packed: Tensor  # uint8 [pages, bytes a page], a view of the bytes
+    scratch: Scratch
+
+
+@dataclass(frozen=True)
+class Noise:
+    key: NoiseKey
+    first_page: int
+
+    def add_to(self, values: Tensor) -> Tensor:
+        return add_noise(values, self.key, self.first_page)
+
+    def whole_numbers(self, like: Tensor, below: int) -> Tensor:
+        """The noise as int32 in [0, below), in the shape of `like`."""
+        return self.add_to(torch.zeros_like(like)).mul_(below).to(torch.int32)
+
+
+class Codec(ABC):
+    name: str
+    bits: int  # of one packed value
+    scale_bytes: int = 4  # of one block
+
+    def size(self, count: int) -> int:
+        """Exactly this many bytes carry `count` values."""
+        return -(-count // BLOCK) * (BLOCK * self.bits // 8 + self.scale_bytes)
+
+    def encode(self, values: Tensor, key: NoiseKey, start: int = 0) -> Tensor:
+        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page."""
+        assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
+        payload = torch.empty(self.size(len(values)), dtype=torch.uint8, device=values.device)
+        if values.is_cuda and len(values) and self._encode_fused(values, key, start // PAGE, payload):
+            return payload
+        peaks = [values.new_zeros(1, 1)]
+        for part in self._parts(values, payload):
+            rows = _whole_blocks(part.values)
+            peaks.append(torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True))
+            self._encode(rows, peaks[-1], Noise(key, start // PAGE + part.first_page), part)
+        if not torch.isfinite(torch.cat(peaks)).all():
+            raise CodecError(REFUSED)
+        return payload
+
+    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
+        """In one kernel, where the codec has one and the machine can build it."""
+        return False
+
+    def decode(self, payload: Tensor, count: int) -> Tensor:
+        """The values behind `size(count)` bytes."""
+        values = torch.zeros(count, device=payload.device)
+        self.accumulate(payload, values)
+        return values
+
+    def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
+        """Add the decoded values to `into`, each block's scale times `share` (as fp32) in place of its scale."""
+        if payload.dtype != torch.uint8 or payload.numel() != self.size(len(into)):
+            raise CodecError(
+                f"{self.name}: {len(into)} values take {self.size(len(into))} bytes, not {payload.numel()}"
+            )
+        self._refuse_nonfinite(payload, into)
+        factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
+        for part in self._parts(into, payload):
+            decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
+            part.values.add_(decoded.flatten()[: len(part.values)])
+
+    def _refuse_nonfinite(self, payload: Tensor, values: Tensor) -> None:
+        """Before anything is added: bytes from elsewhere may say anything."""
+        for part in self._parts(values, payload):
+            if not torch.isfinite(self._largest_possible(part)).all():
+                raise CodecError(f"{self.name}: the bytes hold NaN or infinity: nothing was decoded")
+
+    def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
+        """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
+        for pages, lo, hi in _cuts(len(values), GROUP if values.device.type == "cpu" else len(values)):
+            raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
+            blocks = -(-(hi - lo) // BLOCK)
+            cut = self.scale_bytes * blocks // pages
+            scratch = _scratch().of(blocks) if values.device.type == "cpu" else Scratch.new(blocks, values.device)
+            yield Part(lo // PAGE, values[lo:hi], raw[:, :cut].view(torch.float32), raw[:, cut:], scratch)
+
+    @abstractmethod
+    def bound(self, rows: Tensor) -> Tensor:
+        """The largest error that a value may show after decoding; fp32 [blocks, BLOCK] in and out."""
+
+    @abstractmethod
+    def _largest_possible(self, part: Part) -> Tensor:
+        """Numbers that are finite only if every decoded value is."""
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+        """Fill the part's scales and packed values from fp32 [blocks, BLOCK] with largest magnitudes [blocks, 1]."""
+
+    @abstractmethod
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        """The values, fp32 [blocks, BLOCK], with these scales; may lie in the part's scratch memory."""
+
+
+class Fp32(Codec):
+    name, bits, scale_bytes = "fp32", 32, 0
+
+    def bound(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows)
+
+    def _largest_possible(self, part: Part) -> Tensor:
+        return part.packed.view(torch.float32)
+
+    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+        part.packed.view(torch.float32).copy_(rows.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        return torch.mul(part.packed.view(torch.float32).reshape(-1, BLOCK), scales, out=part.scratch.floats)
+
+
+class Bf16(Codec):
+    """The upper half of the bits; adding the noise to the lower half first makes the cut a stochastic rounding."""
+
+    name, bits, scale_bytes = "bf16", 16, 0
+
+    def bound(self, rows: Tensor) -> Tensor:
+        return (rows.abs() * 2.0**-7).clamp(min=2.0**-133)  # one step of 7 bits, or of the denormals
+
+    def _largest_possible(self, part: Part) -> Tensor:
+        return part.packed.view(torch.bfloat16)
+
+    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+        bits = part.scratch.floats.copy_(rows).view(torch.int32)
+        sign = bits & -0x80000000
+        bits.bitwise_and_(0x7FFFFFFF).add_(noise.whole_numbers(rows, 65536))
+        bits.clamp_(max=0x7F7FFFFF).bitwise_or_(sign).bitwise_right_shift_(16)  # never up to infinity
+        part.packed.view(torch.int16).copy_(bits.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        bits = part.scratch.floats.view(torch.int32)
+        bits.copy_(part.packed.view(torch.int16).reshape(-1, BLOCK)).bitwise_left_shift_(16)
+        return part.scratch.floats.mul_(scales)
+
+
+class Scaled(Codec):
+    """A block's largest magnitude is `levels` times its scale; values are whole numbers of scales."""
+
+    levels: int
+
+    def bound(self, rows: Tensor) -> Tensor:
+        peak = rows.abs().amax(1, keepdim=True)
+        return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
+
+    def _largest_possible(self, part: Part) -> Tensor:
+        return part.scales * float(self.levels)
+
+    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+        empty = peak < TINY
+        shrunk = peak * (1 - 2.0**-22)  # so that levels times the rounded scale is never beyond the largest number
+        scales = (shrunk / torch.full_like(peak, float(self.levels))).masked_fill_(empty, 0.0)
+        part.scales.copy_(scales.view(part.scales.shape))
+        self._pack(self._numbers(rows, peak, empty, noise, part.scratch), part)
+
+    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
+        """floor(y + noise) in [-levels, levels]. A hair below `levels` at the peak, so that no rounding passes it."""
+        steps = (torch.full_like(peak, self.levels - 2.0**-12) / peak).masked_fill_(empty, 0.0)
+        return noise.add_to(torch.mul(rows, steps, out=scratch.floats)).floor_()
+
+    def _pack(self, numbers: Tensor, part: Part) -> None:
+        """As nibbles: the first half of a block low, the second high."""
+        small = part.scratch.bytes.copy_(numbers)
+        nibbles = (small[:, :HALF] & 15).bitwise_or_(small[:, HALF:] << 4)
+        part.packed.view(torch.int8).copy_(nibbles.view(len(part.packed), -1))
+
+
+class Integer(Scaled):
+    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
+        if not _has_triton():
+            return False
+        from diloco.comm.codec_cuda import encode
+
+        if not encode(values, key, first_page, self.levels, payload):
+            raise CodecError(REFUSED)
+        return True
+
+
+class Int8(Integer):
+    name, bits, levels = "int8", 8, 127
+
+    def _pack(self, numbers: Tensor, part: Part) -> None:
+        part.packed.view(torch.int8).copy_(numbers.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        pages = part.scratch.floats.view(len(part.packed), -1)
+        return pages.copy_(part.packed.view(torch.int8)).view(-1, BLOCK).mul_(scales)
+
+
+class Int4(Integer):
+    name, bits, levels = "int4", 4, 7
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        nibbles, small = part.packed.reshape(-1, HALF).view(torch.int8), part.scratch.bytes
+        torch.bitwise_left_shift(nibbles, 4, out=small[:, :HALF]).bitwise_right_shift_(4)
+        torch.bitwise_right_shift(nibbles, 4, out=small[:, HALF:])
+        return part.scratch.floats.copy_(small).mul_(scales)
+
+
+class Fp4(Scaled):
+    """Sign and three exponent bits: 0 and 2^-6 … 1 of the block's largest magnitude.
+
+    Between two powers of two the mantissa is the share of the way up, so adding noise to it rounds stochastically.
+    Below 2^-6 the share is taken after adding 2^-6, which moves [0, 2^-6) to [2^-6, 2^-5).
+    """
+
+    name, bits, levels = "fp4", 4, 1
+
+    def bound(self, rows: Tensor) -> Tensor:
+        peak = rows.abs().amax(1, keepdim=True)
+        return torch.maximum(rows.abs(), peak * 2.0**-6) * (1 + 1e-5) + TINY
+
+    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
+        """Codes: sign in bit 3, exponent in bits 0 to 2."""
+        share = torch.div(scratch.floats, peak, out=scratch.floats).masked_fill_(empty, 0.0)  # it holds |rows|
+        small = share < 2.0**-6
+        share.add_(small.float().mul_(2.0**-6))
+        exponent = share.view(torch.int32).add_(noise.whole_numbers(rows, 2**23)).bitwise_right_shift_(23)
+        code = exponent.sub_(127 - 7).sub_(small.to(torch.int32)).clamp_(0, 7)
+        return code.bitwise_or_((rows < 0).to(torch.int32).bitwise_left_shift_(3))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        """A code's low bits are an exponent: 2^(code - 7), or nothing for code 0."""
+        packed, small = part.packed.reshape(-1, HALF), part.scratch.bytes.view(torch.uint8)
+        torch.bitwise_and(packed, 15, out=small[:, :HALF])
+        torch.bitwise_right_shift(packed, 4, out=small[:, HALF:])
+        code = small.to(torch.int32)
+        power = code & 7
+        bits = (
+            (power + (127 - 7)).bitwise_left_shift_(23).mul_(power > 0).bitwise_or_((code & 8).bitwise_left_shift_(28))
+        )
+        return torch.mul(bits.view(torch.float32), scales, out=part.scratch.floats)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:
+    """(pages, lo, hi): whole pages, up to `group` together, and then the short last one."""
+    whole = count // PAGE
+    for page in range(0, whole, group):
+        pages = min(group, whole - page)
+        yield pages, page * PAGE, (page + pages) * PAGE
+    if whole * PAGE < count:
+        yield 1, whole * PAGE, count
+
+
+def _whole_blocks(values: Tensor) -> Tensor:
+    """As [blocks, BLOCK], the last one filled up with zeros."""
+    if missing := -len(values) % BLOCK:
+        values = torch.cat((values, values.new_zeros(missing)))
+    return values.view(-1, BLOCK)
+
+
+def _scratch() -> Scratch:
+    """This thread's own, a group of pages large."""
+    if not hasattr(_per_thread, "scratch"):
+        _per_thread.scratch = Scratch.new(GROUP * PAGE // BLOCK, torch.device("cpu"))
+    scratch: Scratch = _per_thread.scratch
+    return scratch
+
+
+_per_thread = threading.local()
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8(), Int4(), Fp4())}

@@ -1,0 +1,33 @@
+"""Error feedback around any codec: what an encoding loses is added to the next one."""
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec import Codec
+from diloco.comm.noise import NoiseKey
+
+
+class ErrorFeedback:
+    """The residual changes at `commit` only: an encoding whose round fails has lost nothing."""
+
+    def __init__(self, codec: Codec, count: int) -> None:
+        self.codec = codec
+        self.residual = torch.zeros(count)
+        self._pending: Tensor | None = None
+
+    def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
+        wanted = values + self.residual
+        payload = self.codec.encode(wanted, key)
+        self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
+        return payload
+
+    def commit(self) -> None:
+        """The last encoding is in the log: what it lost becomes the residual."""
+        if self._pending is not None:
+            self.residual, self._pending = self._pending, None
+
+    def state(self) -> dict[str, Tensor]:
+        return {"residual": self.residual} | ({"pending": self._pending} if self._pending is not None else {})
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        self.residual, self._pending = state["residual"], state.get("pending")

@@ -1,0 +1,101 @@
+"""Codecs: speed against a plain copy of the same tensor, error and bias on three distributions."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.bench.report import Check, Report
+from diloco.comm.codec import CODECS, Codec
+from diloco.comm.noise import NoiseKey
+from diloco.place import pick_device
+from diloco.trainer import describe_device
+
+KEY = NoiseKey(round=1, fragment=0, role="bench")
+SPEED_LIMIT = {"cpu": 0.10, "cuda": 0.8}
+
+
+def measure(*, device: str, count: int, repeats: int) -> Report:
+    place = pick_device(device)
+    data = {name: make(count, place) for name, make in DISTRIBUTIONS.items()}
+    copy_s = _time_copy(data["normal"], repeats, place)
+    table = {name: _row(codec, data, copy_s, repeats, place) for name, codec in CODECS.items()}
+    checks = [
+        Check(f"codec.{name}.encode_over_memcpy", table[name]["encode_over_memcpy"], SPEED_LIMIT[place.type], "higher")
+        for name in ("int8", "int4")
+    ]
+    checks += [
+        Check(f"codec.{name}.bias_sigma", row["normal"]["bias_sigma"], 1e-3, "lower") for name, row in table.items()
+    ]
+    figures = {"device": describe_device(place), "values": count, "copy_s": copy_s, "codecs": table}
+    return Report(checks, figures)
+
+
+def _time_copy(source: Tensor, repeats: int, device: torch.device) -> float:
+    target = torch.empty_like(source)
+    return _median_s(lambda: target.copy_(source), repeats, device)
+
+
+def _row(codec: Codec, data: dict[str, Tensor], copy_s: float, repeats: int, device: torch.device) -> dict[str, Any]:
+    values = data["normal"]
+    payload = codec.encode(values, KEY)
+    encode_s = _median_s(lambda: codec.encode(values, KEY), repeats, device)
+    decode_s = _median_s(lambda: codec.decode(payload, len(values)), repeats, device)
+    speed = {"encode_s": encode_s, "decode_s": decode_s, "encode_over_memcpy": copy_s / encode_s}
+    return {"bytes": payload.numel(), **speed, **{name: _errors(codec, sample) for name, sample in data.items()}}
+
+
+def _errors(codec: Codec, values: Tensor) -> dict[str, float]:
+    """Relative L2 error, and bias in standard deviations: of the error itself and of the error towards zero."""
+    error = (codec.decode(codec.encode(values, KEY), len(values)) - values).double()
+    sigma = values.double().std().item()
+    bias = max(abs(error.mean().item()), abs((error * values.sign()).mean().item())) / sigma
+    relative = (error.square().sum() / values.double().square().sum()).sqrt().item()
+    return {"relative_l2": relative, "bias_sigma": bias}
+
+
+def _median_s(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    work()
+    seconds = []
+    for _ in range(repeats):
+        _synchronize(device)
+        started = time.perf_counter()
+        work()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _normal(count: int, device: torch.device) -> Tensor:
+    return torch.randn(count, generator=_generator(device), device=device)
+
+
+def _laplace(count: int, device: torch.device) -> Tensor:
+    uniform = torch.rand(count, generator=_generator(device), device=device).sub_(0.5)
+    return -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp_(max=0.4999999))
+
+
+def _student_t3(count: int, device: torch.device) -> Tensor:
+    """Normal over the root of a chi-squared with 3 degrees of freedom, divided by 3."""
+    generator = _generator(device)
+    normals = torch.randn(4, count, generator=generator, device=device)
+    return normals[0] / (normals[1:].square().sum(0) / 3).sqrt()
+
+
+DISTRIBUTIONS: dict[str, Callable[[int, torch.device], Tensor]] = {
+    "normal": _normal,
+    "laplace": _laplace,
+    "student-t(3)": _student_t3,
+}

@@ -1,0 +1,153 @@
+"""Every codec is held to its declared size and error bound, and to bytes that depend on nothing else."""
+
+import pytest
+import torch
+from golden import GOLDEN, KEY, golden_digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.comm.codec import BLOCK, CODECS, _whole_blocks
+from diloco.comm.feedback import ErrorFeedback
+from diloco.comm.noise import PAGE, NoiseKey, add_noise
+from diloco.errors import CodecError
+
+NAMES = list(CODECS)
+COUNT = 2 * PAGE + 1000
+
+
+def normal(count: int = COUNT) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(0))
+
+
+def student_t(count: int = COUNT) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.distributions.StudentT(3.0).sample((count,))
+
+
+INPUTS = {
+    "normal": normal(),
+    "heavy tails": student_t(),
+    "zeros": torch.zeros(1000),
+    "one huge outlier": torch.cat((normal(999) * 1e-6, torch.tensor([3e38]))),
+    "denormals": normal(1000) * 2.0**-140,
+    "near the smallest scale": normal(1000) * 2.0**-100,
+    "the largest": torch.full((300,), -torch.finfo(torch.float32).max),
+    **{f"length {n}": normal(n) for n in (0, 1, 255, 257, PAGE - 1, PAGE, PAGE + 1)},
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_size_is_exact_and_error_within_the_bound(name, kind):
+    codec, values = CODECS[name], INPUTS[kind]
+    payload = codec.encode(values, KEY)
+    decoded = codec.decode(payload, len(values))
+    assert payload.numel() == codec.size(len(values))
+    bound = codec.bound(_whole_blocks(values)).flatten()[: len(values)] if len(values) else values
+    assert ((decoded - values).abs() <= bound).all()
+
+
+def test_declared_sizes():
+    assert {name: codec.size(BLOCK) for name, codec in CODECS.items()} == {
+        "fp32": 1024, "bf16": 512, "int8": 260, "int4": 132, "fp4": 132,
+    }  # fmt: skip
+    assert CODECS["int4"].size(0) == 0
+    assert CODECS["int4"].size(257) == 264
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_do_not_depend_on_how_the_vector_is_cut(name):
+    codec, values = CODECS[name], normal(5 * PAGE + 77)
+    whole = codec.encode(values, KEY)
+    for cuts in ([0, PAGE, 2 * PAGE], [0, 3 * PAGE], [0, PAGE, 4 * PAGE, 5 * PAGE]):
+        pieces = [
+            codec.encode(values[lo:hi], KEY, start=lo) for lo, hi in zip(cuts, [*cuts[1:], len(values)], strict=True)
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_rounding_depends_on_the_key_and_is_unbiased(name):
+    codec, values = CODECS[name], normal(40 * PAGE)
+    first, again, other = (codec.encode(values, NoiseKey(r, 0, "a")) for r in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    error = (codec.decode(first, len(values)) - values).double()
+    assert abs(error.mean().item()) < 1e-3
+    assert abs((error * values.sign()).mean().item()) < 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_bits_are_the_same_on_every_platform(name, device):
+    assert golden_digest(name, device) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_and_infinity_are_refused_before_encoding(name, bad):
+    values = normal(PAGE + 10)
+    values[PAGE + 3] = bad
+    with pytest.raises(CodecError, match="NaN or infinity"):
+        CODECS[name].encode(values, KEY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_is_a_factor_and_sums_add_up(name):
+    codec, values = CODECS[name], normal()
+    payload = codec.encode(values, KEY)
+    total = torch.ones(len(values))
+    codec.accumulate(payload, total, share=0.25)
+    torch.testing.assert_close(total, 1 + 0.25 * codec.decode(payload, len(values)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_bytes_from_elsewhere_give_finite_values_or_our_error(name, data):
+    codec = CODECS[name]
+    payload = codec.encode(normal(300), KEY)
+    if data.draw(st.booleans()):
+        payload = torch.frombuffer(bytearray(data.draw(st.binary(min_size=1, max_size=700))), dtype=torch.uint8)
+    if data.draw(st.booleans()):
+        payload[data.draw(st.integers(0, payload.numel() - 1))] = data.draw(st.integers(0, 255))
+    before = torch.zeros(300)
+    try:
+        codec.accumulate(payload, before, share=0.5)
+    except CodecError:
+        assert not before.any()
+    assert torch.isfinite(before).all()
+
+
+def test_noise_walks_through_every_step_once():
+    noise = add_noise(torch.zeros(2 * PAGE), KEY, first=0)
+    assert noise.min() >= 0 and noise.max() < 1
+    assert len((noise[:PAGE] * 65536).unique()) == PAGE
+    assert not torch.equal(noise[:PAGE], noise[PAGE:])
+    assert not torch.equal(noise, add_noise(torch.zeros(2 * PAGE), NoiseKey(3, 0, "b"), first=0))
+
+
+def test_error_feedback_brings_back_what_was_lost_once_committed():
+    values = normal(1000)
+    feedback = ErrorFeedback(CODECS["int4"], 1000)
+    total = torch.zeros(1000)
+    for round in range(200):
+        payload = feedback.encode(values, NoiseKey(round, 0, "a"))
+        assert torch.equal(payload, feedback.encode(values, NoiseKey(round, 0, "a")))  # not committed: nothing changed
+        total += feedback.codec.decode(payload, 1000)
+        feedback.commit()
+    plain = CODECS["int4"].bound(_whole_blocks(values)).max()
+    assert (total / 200 - values).abs().max() < plain / 50
+
+
+def test_error_feedback_goes_on_after_a_restart():
+    first = ErrorFeedback(CODECS["int4"], 1000)
+    first.encode(normal(1000), KEY)
+    second = ErrorFeedback(CODECS["int4"], 1000)
+    second.set_state({name: tensor.clone() for name, tensor in first.state().items()})
+    first.commit()
+    second.commit()
+    assert torch.equal(first.residual, second.residual)
+    assert first.residual.any()
