@@ -93,6 +93,12 @@ def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
 
 
 @pytest.mark.parametrize(("mesh", "model"), CUT)
+def test_every_gradient_is_whole(results, mesh, model):
+    alone, cut = results["1x1"][model]["gradients"], results[mesh][model]["gradients"]
+    assert cut == pytest.approx(alone, rel=1e-2, abs=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
     result = results[mesh][model]
     assert len(result["ties"]) == (0 if "untied" in model else 1)
