@@ -1,0 +1,142 @@
+"""The part of the directory that touches hivemind. Import it late: hivemind takes seconds and brings torch along.
+
+hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
+honest peer would ever have stored: it does not look at whether a record has expired.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic.v1 as pydantic
+from hivemind.dht.node import DHTID, DHTNode
+from hivemind.dht.protocol import DHTProtocol, ValidationError
+from hivemind.dht.schema import SchemaValidator, conbytes
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+
+from diloco.comm import guard
+from diloco.comm.identity import PUBLIC_KEY_BYTES, Identity
+from diloco.comm.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long
+from diloco.errors import RecordRefused
+
+FIELD = "peers"
+# What hivemind raises when the network, a peer or p2pd fails; RuntimeError is its "bootstrap failed".
+FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, RuntimeError, OSError, EOFError)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    bootstrap: Sequence[str] = ()
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    announce: Sequence[str] = ()  # multiaddrs under which others see this peer, where they differ from its own
+    behind_nat: bool = False  # look for relays and open a port on the router
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]
+    """hivemind leaves p2pd behind when its parent is killed; under the guard it ends with the parent."""
+
+    @staticmethod
+    def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
+        command = P2P._make_process_args(*arguments, **options)
+        return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
+
+    @property
+    def guard_pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.returncode is None
+
+
+class RunValidator(SchemaValidator):  # type: ignore[misc]
+    """Holds every record of this DHT to its form, its signature, its subkey and its expiry, and counts refusals."""
+
+    def __init__(self, run_id: bytes, refusals: Counter[str]) -> None:
+        super().__init__(_schema(), allow_extra_keys=False, prefix=run_id.hex())
+        self._run_id, self._refusals = run_id, refusals
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            if not super().validate(record):
+                raise RecordRefused("malformed", "not what this run keeps in its DHT")
+            load = DHTProtocol.serializer.loads
+            peer = authenticate_entry(load(record.subkey), load(record.value), self._run_id)
+            check_not_too_long(peer, time.time())
+            if record.expiration_time != peer.expires_at:
+                raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
+        except RecordRefused as refused:
+            self._refusals[refused.reason] += 1
+            return False
+        except TypeError:  # hivemind's schema validator, on a subkey that cannot be hashed
+            self._refusals["malformed"] += 1
+            return False
+        return True
+
+
+def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerRecord:
+    """The record in one entry of the run's dictionary, if it is its own peer's and of this run."""
+    if not isinstance(value, bytes):
+        raise RecordRefused("malformed", "it is not bytes")
+    record = authenticate(value)
+    if record.public_key != subkey:
+        raise RecordRefused("foreign key", "it was copied to another peer's place")
+    if record.run_id != run_id:
+        raise RecordRefused("foreign run", "it was copied from another run")
+    return record
+
+
+def dht_key(run_id: bytes) -> str:
+    """The name under which hivemind's SchemaValidator knows the field."""
+    return f"{run_id.hex()}_{FIELD}"
+
+
+async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
+    family = "ip6" if ":" in options.listen_host else "ip4"
+    p2p = await GuardedP2P.create(
+        initial_peers=list(options.bootstrap),
+        host_maddrs=[f"/{family}/{options.listen_host}/tcp/{options.listen_port}"],
+        announce_maddrs=list(options.announce) or None,
+        identity_path=str(identity.path),
+        check_if_identity_free=False,  # hivemind's check can read RSA keys only
+        nat_port_map=options.behind_nat,
+        use_auto_relay=options.behind_nat,
+        startup_timeout=30,
+    )
+    try:
+        return await DHTNode.create(
+            p2p=p2p,
+            node_id=DHTID.generate(source=identity.public_key),
+            initial_peers=list(options.bootstrap) or None,
+            record_validator=RunValidator(run_id, refusals),
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
+    except BaseException:
+        await p2p.shutdown()
+        raise
+
+
+async def close_node(node: DHTNode) -> None:
+    if node.p2p.running:  # else it would wait for a dead daemon's answers
+        await node.shutdown()
+    await node.p2p.shutdown()
+    with suppress(FileNotFoundError):  # still there if the guard was killed
+        os.remove(node.p2p._daemon_listen_maddr["unix"])
+
+
+def _schema() -> type[pydantic.BaseModel]:
+    """Made anew each time: SchemaValidator changes the class it is given."""
+    key = conbytes(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES, strict=True)
+    value = conbytes(max_length=RECORD_LIMIT, strict=True)
+    return pydantic.create_model("Run", **{FIELD: (dict[key, value], ...)})  # type: ignore[call-overload,valid-type]

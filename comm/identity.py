@@ -1,0 +1,117 @@
+"""Who a peer is: one Ed25519 key in one file, which p2pd reads too.
+
+The file is libp2p's own private-key message, so the same key signs tickets and records and secures libp2p streams,
+and a peer's libp2p id follows from its public key alone.
+"""
+
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from diloco.errors import IdentityError
+
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+# Protobuf of libp2p's PrivateKey and PublicKey: field 1 = type 1 (Ed25519), field 2 = 64 or 32 bytes.
+PRIVATE_HEADER = b"\x08\x01\x12\x40"
+PUBLIC_HEADER = b"\x08\x01\x12\x20"
+IDENTITY_MULTIHASH = b"\x00\x24"
+FILE_BYTES = len(PRIVATE_HEADER) + 64
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Identity:
+    path: Path
+    public_key: bytes
+    _key: Ed25519PrivateKey = field(repr=False, compare=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Identity":
+        """The identity in this file. Made on first use; several processes may do so at once and get the same one."""
+        path = Path(path).absolute()
+        try:
+            if not path.exists():
+                _create(path)
+            raw = _read_private(path)
+        except OSError as error:
+            raise IdentityError(f"cannot use the key file {path}: {error.strerror}") from error
+        key = _parse(path, raw)
+        return cls(path, key.public_key().public_bytes_raw(), key)
+
+    @property
+    def peer_id(self) -> str:
+        return peer_id_of(self.public_key)
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key.sign(data)
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """libp2p's name for the holder of this key: short keys are not hashed, only wrapped."""
+    return _base58(IDENTITY_MULTIHASH + PUBLIC_HEADER + public_key)
+
+
+def _create(path: Path) -> None:
+    """A link is made only where nothing is: a key that another process made first is never replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = Ed25519PrivateKey.generate()
+    raw = PRIVATE_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)
+    except FileExistsError:
+        return
+    finally:
+        draft.unlink()
+
+
+def _read_private(path: Path) -> bytes:
+    # Non-blocking: opening a named pipe would otherwise wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise IdentityError(f"the key file {path} is not a file: name another one")
+        if mode & 0o077:
+            shown = f"mode {stat.S_IMODE(mode):04o}"
+            raise IdentityError(f"others can read the key file {path} ({shown}): chmod 600 '{path}'")
+        return file.read(FILE_BYTES + 1)
+
+
+def _parse(path: Path, raw: bytes) -> Ed25519PrivateKey:
+    secret, public = raw[len(PRIVATE_HEADER) :][:32], raw[-PUBLIC_KEY_BYTES:]
+    if len(raw) == FILE_BYTES and raw.startswith(PRIVATE_HEADER):
+        key = Ed25519PrivateKey.from_private_bytes(secret)
+        if key.public_key().public_bytes_raw() == public:
+            return key
+    raise IdentityError(
+        f"the key file {path} is damaged or of another kind: restore it from a copy,"
+        " or move it away to start with a new identity"
+    )
+
+
+def _base58(raw: bytes) -> str:
+    number, digits = int.from_bytes(raw, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = BASE58[digit] + digits
+    return "1" * (len(raw) - len(raw.lstrip(b"\0"))) + digits

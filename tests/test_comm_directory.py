@@ -1,0 +1,313 @@
+"""Real DHT nodes on loopback: peers find each other, forgeries are refused, no daemon outlives its process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.comm.directory import Directory
+from diloco.comm.identity import Identity
+from diloco.comm.loop import LoopThread
+from diloco.comm.record import CONTEXT, PeerRecord, encode
+from diloco.errors import DirectoryError
+
+RUN = b"r" * 32
+RECORD = PeerRecord(
+    run_id=RUN,
+    public_key=bytes(32),
+    control=(),
+    bulk=(("127.0.0.1", 31338),),
+    certificate=b"certificate",
+    name="island",
+    devices="cpu",
+    mesh="1",
+    up_bits_per_s=10**9,
+    down_bits_per_s=10**9,
+    round=1,
+    chain_digest=bytes(32),
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Directory]]:
+    started: list[Directory] = []
+
+    def make(name: str, **options: Any) -> Directory:
+        started.append(Directory.start(Identity.load(tmp_path / name), RUN, **options))
+        return started[-1]
+
+    yield make
+    for directory in started:
+        directory.close()
+
+
+@pytest.fixture
+def three(start: Callable[..., Directory]) -> list[Directory]:
+    first = start("a")
+    return [first, start("b", bootstrap=first.addresses), start("c", bootstrap=first.addresses)]
+
+
+def eventually(what: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not (held := what()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return held
+
+
+def test_three_peers_find_each_other_through_one_bootstrap(three: list[Directory]) -> None:
+    published = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
+    assert [peer.peers() for peer in three] == [published] * 3
+    assert all(peer.identity.peer_id in peer.addresses[0] for peer in three)
+    assert not any(peer.refusals for peer in three)
+
+
+def test_a_later_record_replaces_an_earlier_one(three: list[Directory]) -> None:
+    three[1].publish(RECORD, expires_s=60)
+    three[1].publish(replace(RECORD, round=2), expires_s=61)
+    assert [record.round for record in three[2].peers().values()] == [2]
+    with pytest.raises(DirectoryError, match="later expiry"):
+        three[1].publish(replace(RECORD, round=3), expires_s=5)
+
+
+def test_expired_records_vanish(three: list[Directory]) -> None:
+    three[0].publish(RECORD, expires_s=60)
+    three[1].publish(RECORD, expires_s=1.5)
+    assert len(three[2].peers()) == 2
+    assert eventually(lambda: list(three[2].peers()) == [three[0].identity.public_key])
+
+
+def test_a_run_outlives_its_founder(three: list[Directory]) -> None:
+    for peer in three[1:]:
+        peer.publish(RECORD, expires_s=60)
+    three[0].close()
+    assert eventually(lambda: len(three[1].peers()) == len(three[2].peers()) == 2)
+
+
+class Forger:
+    """A node of the same DHT that checks nothing and says anything."""
+
+    def __init__(self, path: Path, bootstrap: tuple[str, ...]) -> None:
+        from hivemind.dht.node import DHTNode
+
+        from diloco.comm.dht import GuardedP2P, close_node
+
+        self.identity = Identity.load(path)
+        self.thread = LoopThread("forger")
+        options = {"initial_peers": list(bootstrap), "identity_path": str(path), "check_if_identity_free": False}
+        p2p = self.thread.call(GuardedP2P.create(**options), 30)
+        self.node = self.thread.call(DHTNode.create(p2p=p2p, initial_peers=list(bootstrap)), 30)
+        self.thread.at_end(lambda: close_node(self.node))
+
+    def store(self, value: object, expires_at: float, subkey: object, run_id: bytes = RUN) -> None:
+        from diloco.comm.dht import dht_key
+
+        self.thread.call(self.node.store(dht_key(run_id), value, expires_at, subkey=subkey), 30)
+
+
+@pytest.fixture
+def forger(three: list[Directory], tmp_path: Path) -> Iterator[Forger]:
+    forger = Forger(tmp_path / "forger", three[0].addresses)
+    yield forger
+    forger.thread.stop()
+
+
+def body_of(record: PeerRecord, identity: Identity) -> bytes:
+    return encode(record, identity)[:-64]
+
+
+def test_forgeries_are_refused_by_reason_and_the_truth_remains(three: list[Directory], forger: Forger) -> None:
+    truth = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
+    victim = three[0].identity
+    mine = truth[victim.public_key]
+    later = replace(mine, expires_ms=mine.expires_ms + 9000)
+    unsigned = body_of(later, victim)
+    own = replace(later, public_key=forger.identity.public_key)
+    lies: dict[str, tuple[object, float, object]] = {
+        "bad signature": (unsigned + forger.identity.sign(CONTEXT + unsigned), later.expires_at, victim.public_key),
+        "foreign key": (encode(own, forger.identity), own.expires_at, victim.public_key),
+        "foreign run": (
+            encode(replace(own, run_id=b"x" * 32), forger.identity),
+            own.expires_at,
+            forger.identity.public_key,
+        ),
+        "expiry changed": (encode(mine, victim), later.expires_at, victim.public_key),
+        "malformed": ("no record", later.expires_at, None),
+        "expiry too far": (
+            encode(replace(own, expires_ms=own.expires_ms * 2), forger.identity),
+            own.expires_at * 2,
+            forger.identity.public_key,
+        ),
+    }
+    for reason, (value, expires_at, subkey) in lies.items():
+        forger.store(value, expires_at, subkey)
+        assert [peer.peers() for peer in three] == [truth] * 3, reason
+        assert all(peer.refusals[reason] for peer in three), (reason, [peer.refusals for peer in three])
+
+
+def test_odd_keys_are_refused(three: list[Directory], forger: Forger) -> None:
+    for subkey in (b"short", "text", 7, (1, 2), "[owner:ssh-rsa x]"):
+        forger.store(b"anything", time.time() + 60, subkey)
+    forger.store(b"anything", time.time() + 60, b"k" * 32, run_id=b"other")
+    assert [peer.peers() for peer in three] == [{}] * 3
+    three[0].publish(RECORD, expires_s=60)
+    assert [len(peer.peers()) for peer in three] == [1] * 3
+
+
+def test_an_old_record_does_not_come_back(three: list[Directory]) -> None:
+    three[1].publish(RECORD, expires_s=60)
+    peer = three[1].identity.public_key
+    three[2]._sequences[peer] = 2**63  # as if a newer one had been seen before
+    assert three[2].peers() == {} and three[2].refusals["stale"] == 1
+
+
+def test_the_death_of_the_thread_is_noticed(start: Callable[..., Directory]) -> None:
+    directory = start("a")
+    guard_pid = directory.p2p.guard_pid
+
+    def fail() -> None:
+        raise SystemExit("the loop dies")
+
+    directory.thread.loop.call_soon_threadsafe(fail)
+    assert eventually(lambda: not directory.thread.alive)
+    for call in (directory.peers, lambda: directory.publish(RECORD, expires_s=60)):
+        with pytest.raises(DirectoryError, match="thread has ended"):
+            call()
+    assert eventually(lambda: not lives(guard_pid))
+
+
+def test_the_death_of_the_daemon_is_noticed(start: Callable[..., Directory]) -> None:
+    directory = start("a")
+    os.kill(daemon_of(directory.p2p.guard_pid), signal.SIGKILL)
+    assert eventually(lambda: not directory.p2p.running)
+    with pytest.raises(DirectoryError, match="p2pd has ended"):
+        directory.peers()
+
+
+def test_the_daemon_dies_with_its_guard(start: Callable[..., Directory]) -> None:
+    directory = start("a")
+    daemon = daemon_of(directory.p2p.guard_pid)
+    os.kill(directory.p2p.guard_pid, signal.SIGKILL)
+    assert eventually(lambda: not lives(daemon))
+
+
+def test_closing_twice_and_after_that(start: Callable[..., Directory]) -> None:
+    directory = start("a")
+    guard_pid = directory.p2p.guard_pid
+    directory.close()
+    directory.close()
+    assert not lives(guard_pid)
+    with pytest.raises(DirectoryError, match="thread has ended"):
+        directory.peers()
+
+
+def test_one_identity_serves_one_directory(start: Callable[..., Directory]) -> None:
+    start("a").close()
+    start("a")
+    with pytest.raises(DirectoryError, match="key file of its own"):
+        start("a")
+
+
+def test_nobody_at_the_bootstrap_address(start: Callable[..., Directory], tmp_path: Path) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load(tmp_path / 'nobody').peer_id}"
+    with pytest.raises(DirectoryError, match="cannot start at /ip4/127"):
+        start("a", bootstrap=[nobody])
+
+
+@pytest.mark.parametrize("expires_s", [0, -1, 1e9, float("nan")])
+def test_impossible_expiries_are_refused(start: Callable[..., Directory], expires_s: float) -> None:
+    directory = start("a")
+    with pytest.raises(DirectoryError, match="cannot be valid"):
+        directory.publish(RECORD, expires_s=expires_s)
+
+
+PROCESS = """
+import os, sys, time
+from diloco.comm.directory import Directory
+from diloco.comm.identity import Identity
+
+directory = Directory.start(Identity.load(sys.argv[1]), b"r" * 32)
+worker = os.fork()  # holds on to the daemon's sockets and pipes, as a data loader's workers do
+if not worker:
+    time.sleep(60)
+    os._exit(0)
+print(directory.p2p.guard_pid, worker, flush=True)
+sys.stdin.readline()
+if sys.argv[2] == "exception":
+    raise ValueError("as asked")
+"""
+ENDINGS = {"normal": None, "exception": None, "term": signal.SIGTERM, "kill": signal.SIGKILL}
+
+
+@pytest.mark.slow
+def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
+    """All at once: most of the time is spent importing hivemind."""
+    sockets = set(Path("/tmp").glob("hivemind-*"))
+    commands = {how: [sys.executable, "-c", PROCESS, str(tmp_path / how), how] for how in ENDINGS}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    processes = {how: subprocess.Popen(command, text=True, **pipes) for how, command in commands.items()}
+    pids = {how: [int(pid) for pid in process.stdout.readline().split()] for how, process in processes.items()}
+    daemons = {how: [guard, daemon_of(guard)] for how, (guard, _) in pids.items()}
+    assert all(lives(pid) for pair in daemons.values() for pid in pair)
+    for how, process in processes.items():
+        process.send_signal(ending) if (ending := ENDINGS[how]) else process.stdin.write("go\n")
+        process.stdin.close()
+        process.wait(60)
+    left = {how for how in ENDINGS if not eventually(lambda: not any(map(lives, daemons[how])))}  # noqa: B023
+    for how, (_, worker) in pids.items():
+        os.kill(worker, signal.SIGKILL)
+        processes[how].stdout.close()
+    assert left == set()
+    assert set(Path("/tmp").glob("hivemind-*")) <= sockets
+
+
+GUARDED = """
+import os, subprocess, sys, threading, time
+from diloco.comm import guard
+command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "/bin/sh", "-c", sys.argv[1]]
+start = threading.Thread(target=lambda: print(subprocess.Popen(command).pid, flush=True))
+start.start()
+start.join()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("ending", [None, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "shell", ["exec sleep 60", "trap '' TERM; while :; do sleep 0.2; done"], ids=["polite", "stubborn"]
+)
+def test_the_guard_ends_what_it_runs_with_its_parent(ending: signal.Signals | None, shell: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GUARDED, shell], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdin and parent.stdout
+    guard = int(parent.stdout.readline())
+    assert eventually(lambda: has_child(guard))
+    daemon = daemon_of(guard)
+    time.sleep(0.5)
+    assert lives(daemon)  # the thread that started it is long gone
+    parent.send_signal(ending) if ending else parent.stdin.write("go\n")
+    parent.stdin.close()
+    parent.wait(10)
+    assert eventually(lambda: not lives(daemon) and not lives(guard))
+    parent.stdout.close()
+
+
+def has_child(pid: int) -> bool:
+    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True).returncode == 0
+
+
+def daemon_of(guard_pid: int) -> int:
+    return int(subprocess.run(["pgrep", "-P", str(guard_pid)], check=True, capture_output=True, text=True).stdout)
+
+
+def lives(pid: int) -> bool:
+    """A zombie is dead: who reaps it is not our business."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")

@@ -1,0 +1,163 @@
+"""Tickets: whole, signed, in time, for this run and this peer; anything else is refused with the reason."""
+
+import random
+import string
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.comm.identity import Identity
+from diloco.comm.ticket import PREFIX, TEXT_LIMIT, Ticket, check_admission, run_id_of
+from diloco.errors import TicketError
+
+NOW = 1_800_000_000.0
+ADDRESS = "/ip4/10.0.0.7/tcp/31337/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+URL_SAFE = string.ascii_letters + string.digits + "-_"
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity.load(tmp_path_factory.mktemp("owner") / "key")
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity.load(tmp_path_factory.mktemp("peer") / "key")
+
+
+@pytest.fixture
+def ticket(owner: Identity) -> Ticket:
+    return Ticket.issue(owner, [ADDRESS], now=NOW, lifetime_s=3600)
+
+
+@given(
+    addresses=st.lists(st.text(URL_SAFE + ".:%", min_size=1, max_size=200).map("/dns4/{}".format), max_size=8),
+    lifetime_s=st.floats(1, 1e9),
+    bound=st.none() | st.binary(min_size=32, max_size=32),
+)
+def test_what_is_rendered_is_parsed(
+    owner: Identity, addresses: list[str], lifetime_s: float, bound: bytes | None
+) -> None:
+    ticket = Ticket.issue(owner, addresses, now=NOW, lifetime_s=lifetime_s, peer=bound)
+    text = ticket.render()
+    assert Ticket.parse(text, NOW) == ticket
+    assert set(text) <= set(URL_SAFE) and text.startswith(PREFIX)
+
+
+def test_the_longest_ticket_fits(owner: Identity) -> None:
+    longest = Ticket.issue(owner, ["/" + "a" * 254] * 8, now=NOW, lifetime_s=1, peer=bytes(32))
+    assert len(longest.render()) <= TEXT_LIMIT
+    assert Ticket.parse(f"  {longest.render()}\n", NOW) == longest
+
+
+def test_any_changed_character_is_refused(ticket: Ticket) -> None:
+    text = ticket.render()
+    for position, old in enumerate(text):
+        for new in {*URL_SAFE, "=", " ", "+", "é"} - {old}:
+            with pytest.raises(TicketError):
+                Ticket.parse(text[:position] + new + text[position + 1 :], NOW)
+
+
+def test_open_tickets_admit_anybody(ticket: Ticket, owner: Identity, peer: Identity) -> None:
+    for key in (owner.public_key, peer.public_key):
+        check_admission(ticket, run_id_of(owner.public_key), key, NOW)
+
+
+def test_bound_tickets_admit_one_peer(owner: Identity, peer: Identity) -> None:
+    bound = Ticket.issue(owner, [ADDRESS], now=NOW, lifetime_s=60, peer=peer.public_key)
+    check_admission(bound, bound.run_id, peer.public_key, NOW)
+    with pytest.raises(TicketError, match="another peer"):
+        check_admission(bound, bound.run_id, owner.public_key, NOW)
+
+
+def test_expired_tickets_say_when(ticket: Ticket) -> None:
+    Ticket.parse(ticket.render(), NOW + 3599)
+    with pytest.raises(TicketError, match="expired at 2027-01-15 09:00:00 UTC: ask"):
+        Ticket.parse(ticket.render(), NOW + 3600)
+    with pytest.raises(TicketError, match="expired"):
+        check_admission(ticket, ticket.run_id, bytes(32), NOW + 3600)
+
+
+def test_foreign_tickets_name_both_runs(ticket: Ticket, peer: Identity) -> None:
+    here = run_id_of(peer.public_key)
+    with pytest.raises(TicketError, match=f"for run {ticket.run_id.hex()[:12]}, not for run {here.hex()[:12]}"):
+        check_admission(ticket, here, peer.public_key, NOW)
+
+
+def test_tampered_tickets_are_refused(ticket: Ticket, peer: Identity) -> None:
+    for changed in (
+        replace(ticket, expires_at=ticket.expires_at + 1),
+        replace(ticket, addresses=("/ip4/6.6.6.6/tcp/1",)),
+        replace(ticket, owner=peer.public_key),
+        replace(ticket, peer=peer.public_key),
+    ):
+        with pytest.raises(TicketError, match="changed or is forged"):
+            Ticket.parse(changed.render(), NOW)
+        with pytest.raises(TicketError, match="changed or is forged"):
+            check_admission(changed, ticket.run_id, peer.public_key, NOW)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", PREFIX, PREFIX + "A", PREFIX + "é", PREFIX + "A" * 10**6, "diloco2-" + "A" * 300, "\0"]
+)
+def test_what_is_no_ticket_is_refused(text: str) -> None:
+    with pytest.raises(TicketError, match="no whole ticket"):
+        Ticket.parse(text, NOW)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.7:31337", "/ip4/1.2.3.4/tcp/1,/ip4/6.6.6.6/tcp/1", "/a b", "/" + "a" * 255]
+)
+def test_bad_addresses_are_refused_when_issued(owner: Identity, address: str) -> None:
+    with pytest.raises(TicketError, match="no ticket can be made"):
+        Ticket.issue(owner, [address], now=NOW, lifetime_s=60)
+
+
+def test_bad_arguments_are_refused_when_issued(owner: Identity) -> None:
+    for arguments in ({"lifetime_s": 0.0}, {"lifetime_s": 1e30}, {"lifetime_s": 60.0, "peer": b"short"}):
+        with pytest.raises(TicketError):
+            Ticket.issue(owner, [ADDRESS], now=NOW, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TicketError):
+        Ticket.issue(owner, [ADDRESS] * 9, now=NOW, lifetime_s=60)
+
+
+@pytest.mark.slow
+def test_50_000_mutations_raise_only_ticket_errors(ticket: Ticket) -> None:
+    text, chance = ticket.render(), random.Random(3)
+    for _ in range(50_000):
+        with pytest.raises(TicketError):
+            Ticket.parse(mutate(text, chance), NOW)
+
+
+def test_refusing_takes_little_memory(ticket: Ticket) -> None:
+    text, chance = ticket.render(), random.Random(3)
+    tracemalloc.start()
+    for _ in range(1000):
+        with pytest.raises(TicketError):
+            Ticket.parse(mutate(text, chance), NOW)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 128 * 1024  # pytest's own bookkeeping included
+
+
+def mutate(text: str, chance: random.Random) -> str:
+    characters = list(text)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        position = chance.randrange(len(PREFIX), len(characters))
+        match chance.randrange(3):
+            case 0:
+                characters[position] = chance.choice([c for c in URL_SAFE if c != characters[position]])
+            case 1:
+                del characters[position]
+            case _:
+                characters.insert(position, chance.choice(URL_SAFE))
+    mutated = "".join(characters)
+    return mutated if mutated != text else mutated[:-1]
+
+
+def test_a_key_file_is_not_needed_to_check(ticket: Ticket, tmp_path: Path) -> None:
+    check_admission(Ticket.parse(ticket.render(), NOW), ticket.run_id, bytes(32), NOW)
