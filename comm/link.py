@@ -1,0 +1,123 @@
+"""What a network link does to traffic: rate, delay, jitter, stalls, cuts. Times are arguments; nothing here sleeps.
+
+An island has one `Link` for all its streams. `Paths` says how far apart two peers are. shaped.py applies both.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
+MAX_PIECE_BYTES = 256 * 1024
+PIECE_S = 0.002
+# A sleep that ends late must not lose rate for good. This much may be made up for, and sent at once after idling.
+BURST_S = 0.008
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A token bucket in its simplest form: the moment until which the link is busy."""
+
+    bytes_per_s: float = math.inf
+    burst_s: float = 0.0
+    busy_until: float = -math.inf
+
+    def reserve(self, size: int, now: float) -> tuple["Bucket", float]:
+        """The bucket after `size` bytes that are ready at `now`, and when the last of them is through."""
+        finish = max(self.busy_until, now - self.burst_s) + size / self.bytes_per_s
+        return replace(self, busy_until=finish), max(finish, now)
+
+
+class Line:
+    """One direction of a link, shared by threads."""
+
+    def __init__(self, bits_per_s: float | None, *, burst_s: float = 0.0) -> None:
+        self.bytes_per_s = math.inf if bits_per_s is None else bits_per_s / 8
+        self._bucket = Bucket(self.bytes_per_s, burst_s)
+        self._lock = threading.Lock()
+
+    def reserve(self, size: int, now: float) -> float:
+        with self._lock:
+            self._bucket, finish = self._bucket.reserve(size, now)
+        return finish
+
+    def reserve_arriving(self, size: int, last_at: float) -> float:
+        """For bytes of which the last arrives at `last_at`: the first ones have been passing through before it.
+
+        Waiting for a whole piece first would add a piece's time to every transfer, which no real router does.
+        """
+        return max(last_at, self.reserve(size, last_at - size / self.bytes_per_s))
+
+
+class Link:
+    """An island's access to the network. None: as fast as the machine goes."""
+
+    def __init__(self, up_bits_per_s: float | None = None, down_bits_per_s: float | None = None) -> None:
+        self.up = Line(up_bits_per_s, burst_s=BURST_S)
+        self.down = Line(down_bits_per_s)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Small enough that streams take turns every few milliseconds."""
+        slower = min(self.up.bytes_per_s, self.down.bytes_per_s)
+        return int(min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, slower * PIECE_S)))
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way between two peers. A lost piece shows as a stall, as under TCP: nothing behind it gets past it."""
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0  # on top of the delay, uniform
+    loss: float = 0.0  # probability for each piece
+    stall_s: float = 0.2
+
+    def arrival(self, sent: float, random: Random) -> float:
+        stall = self.stall_s if self.loss and random.random() < self.loss else 0.0
+        return sent + self.delay_s + random.uniform(0.0, self.jitter_s) + stall
+
+
+class Paths:
+    """The paths between all peers of this process, and which of them are cut."""
+
+    def __init__(self, default: Path | None = None, *, seed: int = 0) -> None:
+        self.default = default or Path()
+        self.seed = seed
+        self._paths: dict[frozenset[str], Path] = {}
+        self._cut: set[frozenset[str]] = set()
+        self._watchers: list[Callable[[frozenset[str]], None]] = []
+        self._lock = threading.Lock()
+
+    def set(self, one: str, other: str, path: Path) -> None:
+        """For streams opened from now on."""
+        self._paths[frozenset((one, other))] = path
+
+    def between(self, one: str, other: str) -> Path:
+        return self._paths.get(frozenset((one, other)), self.default)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) in self._cut
+
+    def cut(self, one: str, other: str) -> None:
+        """Their streams break, new ones fail, until heal()."""
+        pair = frozenset((one, other))
+        with self._lock:
+            self._cut.add(pair)
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher(pair)
+
+    def heal(self, one: str, other: str) -> None:
+        with self._lock:
+            self._cut.discard(frozenset((one, other)))
+
+    def watch(self, watcher: Callable[[frozenset[str]], None]) -> None:
+        with self._lock:
+            self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[frozenset[str]], None]) -> None:
+        with self._lock:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)

@@ -1,0 +1,170 @@
+import math
+import time
+from random import Random
+
+import pytest
+
+from diloco.comm.link import Bucket, Line, Link, Path, Paths
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.shaped import ShapedTransport, cut_piece, window_bytes
+from diloco.comm.transport import Stream
+from diloco.comm.wire import Piece
+from diloco.errors import PeerLost
+
+SOON = 20.0
+RATES = [1e6, 20e6, 200e6, 1e9, 2e9]
+
+
+def drain(bucket: Bucket, sizes: list[int], oversleep_s: float, start: float = 100.0) -> float:
+    """How long a sender needs that sleeps until each piece is through, and wakes up late each time."""
+    now = start
+    for size in sizes:
+        bucket, finish = bucket.reserve(size, now)
+        now = finish + oversleep_s if finish > now else now
+    return now - start
+
+
+@pytest.mark.parametrize("bits_per_s", RATES)
+@pytest.mark.parametrize("oversleep_s", [0.0, 0.0001, 0.003])
+def test_the_rate_holds_although_sleeps_end_late(bits_per_s: float, oversleep_s: float) -> None:
+    link = Link(bits_per_s, bits_per_s)
+    size = link.piece_bytes
+    count = math.ceil(bits_per_s / 8 * 2 / size)  # two seconds' worth
+    took = drain(Bucket(bits_per_s / 8, burst_s=0.008), [size] * count, oversleep_s)
+    assert took == pytest.approx(count * size * 8 / bits_per_s, rel=0.02)
+
+
+def test_idling_saves_up_no_more_than_the_burst() -> None:
+    bucket, _ = Bucket(1000.0, burst_s=0.01).reserve(10, now=0.0)
+    _, finish = bucket.reserve(1000, now=500.0)
+    assert finish == pytest.approx(500.99)
+
+
+def test_two_streams_share_one_line() -> None:
+    line = Line(8000)
+    finishes = [line.reserve(500, now=10.0) for _ in range(4)]
+    assert finishes == pytest.approx([10.5, 11.0, 11.5, 12.0])
+
+
+def test_equal_lines_behind_each_other_cost_no_more_than_one() -> None:
+    up, down = Line(8000), Line(8000)
+    assert [down.reserve_arriving(500, up.reserve(500, now=10.0)) for _ in range(3)] == pytest.approx([10.5, 11, 11.5])
+
+
+def test_a_slower_line_behind_a_faster_one_sets_the_rate() -> None:
+    up, down = Line(80_000), Line(8000)
+    assert [down.reserve_arriving(500, up.reserve(500, now=10.0)) for _ in range(3)] == pytest.approx(
+        [10.05, 10.55, 11.05]
+    )
+
+
+def test_no_limit_means_no_wait() -> None:
+    assert Line(None).reserve(10**12, now=5.0) == 5.0
+
+
+@pytest.mark.parametrize("bits_per_s", RATES)
+def test_pieces_are_small_in_time_or_in_bytes(bits_per_s: float) -> None:
+    size = Link(bits_per_s, None).piece_bytes
+    assert 8 * 1024 <= size <= 256 * 1024
+    assert size == 8 * 1024 or size * 8 / bits_per_s <= 0.0021
+
+
+def test_cut_pieces_join_to_the_whole() -> None:
+    payload = bytes(range(256)) * 10
+    parts = list(cut_piece(Piece(5, b"head", memoryview(payload)), 1000))
+    assert b"".join(part.payload for part in parts) == payload
+    assert [(part.head, part.continues, part.rest) for part in parts] == [
+        (b"head", False, 1560),
+        (b"", True, 560),
+        (b"", True, 0),
+    ]
+
+
+def test_arrival_is_delay_plus_jitter_plus_stall() -> None:
+    random = Random(1)
+    arrivals = [Path(delay_s=0.1, jitter_s=0.05).arrival(10.0, random) for _ in range(1000)]
+    assert 10.1 <= min(arrivals) < 10.105 and 10.145 < max(arrivals) <= 10.15
+    stalls = [Path(loss=0.25, stall_s=1.0).arrival(0.0, random) for _ in range(4000)]
+    assert set(stalls) == {0.0, 1.0}
+    assert sum(stalls) / 4000 == pytest.approx(0.25, abs=0.04)
+
+
+def test_the_window_holds_what_is_on_its_way() -> None:
+    assert window_bytes(Link(None, 2e9), Path(delay_s=0.08)) >= 2e9 / 8 * 0.08
+    assert window_bytes(Link(None, 1e6), Path(delay_s=0.08)) == 4 * 1024 * 1024
+    assert window_bytes(Link(), Path(delay_s=60)) == 256 * 1024 * 1024
+
+
+class Net:
+    def __init__(self, paths: Paths, rates: dict[str, tuple[float | None, float | None]]) -> None:
+        network = MemoryNetwork()
+        self.plain = {name: network.transport(name) for name in rates}
+        self.shaped = {name: ShapedTransport(self.plain[name], Link(*rates[name]), paths) for name in rates}
+
+    def streams(self, one: str, other: str) -> tuple[Stream, Stream]:
+        near = self.shaped[one].connect(self.plain[other].address(), "data", timeout_s=SOON)
+        return near, self.shaped[other].accept("data", timeout_s=SOON)
+
+    def close(self) -> None:
+        for transport in self.shaped.values():
+            transport.close()
+
+
+def transfer_s(near: Stream, far: Stream, size: int) -> float:
+    start = time.monotonic()
+    near.send(1, payload=bytes(size))
+    far.receive(timeout_s=SOON)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(("up", "down"), [(50e6, None), (None, 50e6), (50e6, 50e6)])
+def test_a_real_transfer_takes_about_as_long_as_the_link_says(up: float | None, down: float | None) -> None:
+    net = Net(Paths(), {"a": (up, None), "b": (None, down)})
+    assert 0.4 < transfer_s(*net.streams("a", "b"), 3_125_000) < 2.0  # 0.5 s at 50 Mbit/s
+    net.close()
+
+
+def test_delay_is_paid_once_and_not_per_piece() -> None:
+    net = Net(Paths(Path(delay_s=0.3, jitter_s=0.01)), {"a": (None, None), "b": (None, None)})
+    assert 0.3 <= transfer_s(*net.streams("a", "b"), 20_000_000) < 3.0  # 77 pieces
+    net.close()
+
+
+def test_streams_of_an_island_share_its_uplink() -> None:
+    net = Net(Paths(), {"a": (50e6, None), "b": (None, None), "c": (None, None)})
+    (a1, b), (a2, c) = net.streams("a", "b"), net.streams("a", "c")
+    start = time.monotonic()
+    for stream in (a1, a2):
+        stream.send(1, payload=bytes(1_500_000))
+    for stream in (b, c):
+        stream.receive(timeout_s=SOON)
+    assert time.monotonic() - start > 0.4
+    net.close()
+
+
+def test_order_is_kept_under_jitter_and_stalls() -> None:
+    net = Net(Paths(Path(jitter_s=0.01, loss=0.05, stall_s=0.02), seed=4), {"a": (None, None), "b": (None, None)})
+    near, far = net.streams("a", "b")
+    for number in range(100):
+        near.send(number)
+    assert [far.receive(timeout_s=SOON).kind for _ in range(100)] == list(range(100))
+    net.close()
+
+
+def test_a_cut_link_breaks_streams_on_both_sides_and_only_those() -> None:
+    paths = Paths()
+    net = Net(paths, {"a": (None, None), "b": (None, None), "c": (None, None)})
+    (a, b), (a2, c) = net.streams("a", "b"), net.streams("a", "c")
+    paths.cut("b", "a")
+    for stream in (a, b):
+        with pytest.raises(PeerLost, match="cut"):
+            stream.receive(timeout_s=SOON)
+        with pytest.raises(PeerLost, match="cut"):
+            stream.send(1)
+    with pytest.raises(PeerLost, match="cut"):
+        net.streams("a", "b")
+    a2.send(1, b"still there")
+    assert c.receive(timeout_s=SOON).head == b"still there"
+    paths.heal("a", "b")
+    assert net.streams("a", "b")[0].peer == "b"
+    net.close()

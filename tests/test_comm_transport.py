@@ -1,0 +1,360 @@
+"""One suite for every transport, shaped and not."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from diloco.comm.certificate import create_certificate
+from diloco.comm.direct import DirectTransport
+from diloco.comm.frame import Limits, pack_header
+from diloco.comm.link import Link, Path, Paths
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.transport import PeerAddress, Stream, Transport
+from diloco.comm.wire import WireCarrier
+from diloco.errors import (
+    FrameError,
+    PeerLost,
+    PeerRefused,
+    StreamClosed,
+    StreamEnded,
+    TransportError,
+    TransportTimeout,
+)
+
+SOON = 10.0  # no test waits that long unless it fails
+
+
+@dataclass
+class Two:
+    a: Transport
+    b: Transport
+    address_b: PeerAddress
+
+    def streams(self, channel: str = "data") -> tuple[Stream, Stream]:
+        one = self.a.connect(self.address_b, channel, timeout_s=SOON)
+        return one, self.b.accept(channel, timeout_s=SOON)
+
+
+def memory_pair() -> Two:
+    network = MemoryNetwork()
+    a, b = network.transport("a"), network.transport("b")
+    return Two(a, b, b.address())
+
+
+def direct_pair() -> Two:
+    a, b = DirectTransport("a", "127.0.0.1"), DirectTransport("b", "127.0.0.1")
+    b.allow([a.address("127.0.0.1")])
+    return Two(a, b, b.address("127.0.0.1"))
+
+
+def shaped(pair: Two) -> Two:
+    paths = Paths(Path(delay_s=0.002, jitter_s=0.001))
+    a, b = (ShapedTransport(transport, Link(2e9, 2e9), paths) for transport in (pair.a, pair.b))
+    return Two(a, b, pair.address_b)
+
+
+def shaped_on_one_side(pair: Two) -> Two:
+    return Two(ShapedTransport(pair.a, Link(1e9, 1e9)), pair.b, pair.address_b)
+
+
+KINDS: dict[str, Callable[[], Two]] = {
+    "memory": memory_pair,
+    "direct": direct_pair,
+    "memory-shaped": lambda: shaped(memory_pair()),
+    "direct-shaped": lambda: shaped(direct_pair()),
+    "direct-capped": lambda: shaped_on_one_side(direct_pair()),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    pair = KINDS[request.param]()
+    yield pair
+    pair.a.close()
+    pair.b.close()
+
+
+@pytest.fixture
+def direct() -> Iterator[Two]:
+    pair = direct_pair()
+    yield pair
+    pair.a.close()
+    pair.b.close()
+
+
+class Background:
+    """A call in a thread: `result()` gives what it returned or raises what it raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:  # noqa: BLE001 -- handed to the waiting test
+            self._error = error
+
+    def blocked(self) -> bool:
+        self._thread.join(0.1)
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(SOON)
+        assert not self._thread.is_alive(), "still blocked"
+        if self._error:
+            raise self._error
+        return self._value
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 * 1024, 70_001, 5_000_000])
+def test_a_frame_arrives_as_it_was_sent_in_both_directions(two: Two, size: int) -> None:
+    payload = os.urandom(size)
+    for sender, receiver in (two.streams(), two.streams()[::-1]):
+        sending = Background(lambda sender=sender: sender.send(3, b"head", payload))
+        frame = receiver.receive(timeout_s=SOON)
+        sending.result()
+        assert (frame.kind, frame.head) == (3, b"head")
+        assert frame.payload == payload
+
+
+def test_both_directions_at_once_many_frames(two: Two) -> None:
+    a, b = two.streams()
+    frames = [os.urandom(n * 7919) for n in range(40)]
+
+    def send_all(stream: Stream) -> None:
+        for number, frame in enumerate(frames):
+            stream.send(number, payload=frame)
+        stream.end()
+
+    def receive_all(stream: Stream) -> list[bytes]:
+        received = []
+        while True:
+            try:
+                received.append(bytes(stream.receive(timeout_s=SOON).payload))
+            except StreamEnded:
+                return received
+
+    sending = [Background(lambda s=s: send_all(s)) for s in (a, b)]
+    receiving = [Background(lambda s=s: receive_all(s)) for s in (a, b)]
+    assert [work.result() for work in receiving] == [frames, frames]
+    for work in sending:
+        work.result()
+
+
+def test_identities_and_channels(two: Two) -> None:
+    first, second = two.a.connect(two.address_b, "x", timeout_s=SOON), two.a.connect(two.address_b, "y", timeout_s=SOON)
+    first.send(1, b"on x")
+    second.send(1, b"on y")
+    y, x = two.b.accept("y", timeout_s=SOON), two.b.accept("x", timeout_s=SOON)
+    assert (first.peer, x.peer) == ("b", "a")
+    assert (x.receive(timeout_s=SOON).head, y.receive(timeout_s=SOON).head) == (b"on x", b"on y")
+
+
+def test_the_payload_goes_where_the_receiver_says(two: Two) -> None:
+    a, b = two.streams()
+    buffer = bytearray(300_000)
+
+    def place(kind: int, head: bytes, length: int) -> memoryview:
+        start = int(head)
+        return memoryview(buffer)[start : start + length]
+
+    a.send(1, b"100000", b"x" * 100_000)
+    frame = b.receive(place, timeout_s=SOON)
+    assert buffer == bytes(100_000) + b"x" * 100_000 + bytes(100_000)
+    assert frame.payload.obj is buffer
+
+
+def test_a_stream_that_ends_and_one_that_is_cut_differ(two: Two) -> None:
+    a, b = two.streams()
+    a.send(1)
+    a.end()
+    b.receive(timeout_s=SOON)
+    for _ in range(2):
+        with pytest.raises(StreamEnded):
+            b.receive(timeout_s=SOON)
+    a, b = two.streams()
+    a.send(1)
+    a.close()
+    b.receive(timeout_s=SOON)
+    with pytest.raises(PeerLost, match=r"^a\b"):
+        b.receive(timeout_s=SOON)
+
+
+def wire_of(stream: Stream) -> Any:
+    carrier: Any = stream.carrier
+    while not isinstance(carrier, WireCarrier):
+        carrier = carrier.inner
+    return carrier.wire
+
+
+def test_a_frame_cut_in_its_middle_is_no_frame(two: Two) -> None:
+    a, b = two.streams()
+    wire = wire_of(a)
+    flags = 2 if wire.secure else 0
+    wire.write(memoryview(pack_header(1, b"", bytes(1000), flags=flags) + bytes(500)), None)
+    a.close()
+    with pytest.raises(PeerLost, match=r"^a: "):
+        b.receive(timeout_s=SOON)
+
+
+def test_bad_bytes_end_the_stream_and_name_the_peer(two: Two) -> None:
+    a, b = two.streams()
+    wire_of(a).write(memoryview(os.urandom(1000)), None)
+    with pytest.raises(FrameError, match=r"^a: "):
+        b.receive(timeout_s=SOON)
+    with pytest.raises(TransportError):
+        b.send(1)
+    one, other = two.streams()
+    one.send(1, b"others are not disturbed")
+    assert other.receive(timeout_s=SOON).head == b"others are not disturbed"
+
+
+def test_a_peer_cannot_make_us_allocate(two: Two) -> None:
+    a, b = two.streams()
+    header = bytearray(pack_header(1, b"", b"", flags=2 if wire_of(a).secure else 0))
+    header[12:20] = (2**40).to_bytes(8, "little")
+    wire_of(a).write(memoryview(header), None)
+    with pytest.raises(FrameError, match="at most"):
+        b.receive(timeout_s=SOON)
+
+
+def test_nothing_is_lost_by_a_timeout(two: Two) -> None:
+    a, b = two.streams()
+    with pytest.raises(TransportTimeout):
+        b.receive(timeout_s=0.05)
+    a.send(1, b"late")
+    assert b.receive(timeout_s=SOON).head == b"late"
+    with pytest.raises(TransportTimeout):
+        two.b.accept("nobody", timeout_s=0.05)
+
+
+@pytest.mark.parametrize("closer", ["own", "peer", "transport"])
+def test_close_unblocks_a_receive(two: Two, closer: str) -> None:
+    a, b = two.streams()
+    receiving = Background(b.receive)
+    assert receiving.blocked()
+    {"own": b, "peer": a, "transport": two.b}[closer].close()
+    with pytest.raises(PeerLost if closer == "peer" else StreamClosed):
+        receiving.result()
+
+
+@pytest.mark.parametrize("closer", ["own", "peer"])
+def test_back_pressure_blocks_a_send_and_close_unblocks_it(two: Two, closer: str) -> None:
+    a, b = two.streams()
+    sending = Background(lambda: [a.send(1, payload=bytes(2**20)) for _ in range(400)])
+    time.sleep(0.3)
+    assert sending.blocked()
+    assert a.bytes_sent < 100 * 2**20
+    (a if closer == "own" else b).close()
+    with pytest.raises(StreamClosed if closer == "own" else PeerLost):
+        sending.result()
+
+
+def test_a_send_that_is_stuck_times_out(two: Two) -> None:
+    a, _b = two.streams()
+    with pytest.raises(TransportError):
+        for _ in range(400):
+            a.send(1, payload=bytes(2**20), timeout_s=0.3)
+
+
+def test_closing_a_transport_unblocks_accept(two: Two) -> None:
+    accepting = Background(lambda: two.b.accept("data", timeout_s=None))
+    assert accepting.blocked()
+    two.b.close()
+    with pytest.raises(StreamClosed):
+        accepting.result()
+
+
+def test_connecting_to_nobody_fails(two: Two) -> None:
+    two.b.close()
+    with pytest.raises(PeerLost, match="b"):
+        two.a.connect(two.address_b, "data", timeout_s=SOON)
+
+
+def test_both_sides_count_the_same_bytes(two: Two) -> None:
+    a, b = two.streams()
+    before = a.bytes_sent, b.bytes_received
+    a.send(1, b"head", bytes(1_000_000))
+    b.receive(timeout_s=SOON)
+    sent, received = a.bytes_sent - before[0], b.bytes_received - before[1]
+    assert sent == received
+    assert 1_000_044 < sent < 1_010_000
+
+
+def test_reserved_kinds_are_refused(two: Two) -> None:
+    a, _ = two.streams()
+    with pytest.raises(ValueError, match="kind"):
+        a.send(255)
+
+
+def test_memory_is_bounded_by_the_pipe() -> None:
+    network = MemoryNetwork(pipe_bytes=100_000, limits=Limits(max_payload=2**20))
+    a, b = network.transport("a"), network.transport("b")
+    stream = a.connect(b.address(), "data", timeout_s=SOON)
+    sending = Background(lambda: stream.send(1, payload=bytes(2**20)))
+    assert sending.blocked()
+    assert wire_of(stream).outgoing.held <= 100_000
+    assert len(b.accept("data", timeout_s=SOON).receive().payload) == 2**20
+    sending.result()
+
+
+def test_damage_in_memory_is_seen_by_the_checksum() -> None:
+    near, far = MemoryNetwork().wires("a", "b")
+    raw = bytearray(pack_header(1, b"", b"payload") + b"payload")
+    raw[-1] ^= 1
+    near.write(memoryview(raw), None)
+    with pytest.raises(FrameError, match="a: checksum"):
+        Stream(WireCarrier(far)).receive()
+
+
+def test_a_server_with_another_certificate_is_refused(direct: Two) -> None:
+    forged = replace(direct.address_b, certificate_der=create_certificate().der)
+    with pytest.raises(PeerRefused, match="b: its certificate is not that of its record"):
+        direct.a.connect(forged, "data", timeout_s=SOON)
+
+
+def test_an_unknown_client_is_refused(direct: Two, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = DirectTransport("stranger", "127.0.0.1")
+    with pytest.raises(PeerRefused, match="b refused the certificate of stranger"):
+        stranger.connect(direct.address_b, "data", timeout_s=SOON)
+    stranger.close()
+    a, b = direct.streams()
+    a.send(1)
+    assert b.receive(timeout_s=SOON).kind == 1
+    assert "b refused a connection" in caplog.text
+
+
+def test_a_client_that_is_no_longer_allowed_is_refused(direct: Two) -> None:
+    direct.b.allow([])  # type: ignore[attr-defined]
+    with pytest.raises(PeerRefused):
+        direct.a.connect(direct.address_b, "data", timeout_s=SOON)
+
+
+def test_garbage_on_the_port_disturbs_nobody(direct: Two) -> None:
+    a, b = direct.streams()
+    where = ("127.0.0.1", direct.address_b.port)
+    silent = [socket.create_connection(where) for _ in range(5)]
+    for _ in range(20):
+        with socket.create_connection(where) as garbage:
+            garbage.sendall(os.urandom(500))
+    a.send(1, payload=bytes(100_000))
+    assert len(b.receive(timeout_s=SOON).payload) == 100_000
+    direct.streams("another")
+    for connection in silent:
+        connection.close()
+
+
+def test_it_is_tls_1_3(direct: Two) -> None:
+    a, _ = direct.streams()
+    assert wire_of(a)._socket.version() == "TLSv1.3"
