@@ -11,6 +11,7 @@ app = typer.Typer(
     help="Train one large model together on computers that sit far apart.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain help: loading rich's markdown would take longer than everything else together
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,7 +60,7 @@ def config(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: the defaults.")] = None,
     set_: Overrides = None,
 ) -> None:
-    """Print the full effective configuration, each key with its meaning."""
+    """Print every setting of a run with its meaning."""
     from diloco.configfile import load_config, render_config
 
     print(render_config(load_config(config, set_ or [])), end="")
@@ -73,7 +74,10 @@ def tokenize(
     raw: Annotated[str | None, typer.Option(help="The input is one headerless token file: uint16 or uint32.")] = None,
     vocab: Annotated[int | None, typer.Option(help="With --raw: size of its vocabulary.")] = None,
 ) -> None:
-    """Turn text (or a headerless token file) into a token file for `data: {source: tokens, path: …}`."""
+    """Turn text into a token file.
+
+    Also a headerless token file with --raw. Train on it with data: {source: tokens, path: …}
+    """
     from diloco.cli.tokenize import tokenize_command
 
     tokenize_command(inputs, out, tokenizer, raw, vocab)
@@ -84,7 +88,7 @@ def doctor(
     dir: Annotated[Path, typer.Option(help="Where runs will be kept.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What this machine can do, what is missing, and how to mend it."""
+    """What this machine can do, and what is missing."""
     from diloco.cli.doctor import doctor_command
 
     doctor_command(dir, as_json=json)
@@ -103,7 +107,7 @@ def overhead(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Alternating blocks of each loop.")] = 12,
 ) -> None:
-    """Seconds a step of our loop over a bare PyTorch loop on the same model and data."""
+    """Our step time over a bare PyTorch loop's."""
     from diloco.bench.overhead import measure
     from diloco.bench.report import show
 
@@ -121,7 +125,7 @@ def speed(
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Tokens a second and MFU of one process, through the whole training loop."""
+    """Tokens a second and MFU of one process."""
     from diloco.bench.report import show
     from diloco.bench.speed import measure
 
@@ -140,7 +144,7 @@ def codec(
     values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, of which the median counts.")] = 9,
 ) -> None:
-    """Speed of each codec against a plain copy, its error and its bias."""
+    """Speed, error and bias of each codec."""
     from diloco.bench.codec import measure
     from diloco.bench.report import show
 
