@@ -61,19 +61,20 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     """
     if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
+    kept = None
     if folder.exists():
         _lock(folder)
-    kept = None
-    if fresh and folder.exists():
-        kept = _free_name(folder.resolve())
-        folder.rename(kept)
+        if fresh:
+            kept = _free_name(folder.resolve())
+            folder.rename(kept)
     if not resume and (found := saves(folder)):
         raise SaveError(
             f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume to "
             "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    _lock(folder)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _lock(folder)
     return kept
 
 
@@ -83,15 +84,14 @@ def _lock(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        if str(folder.resolve()) not in _locks:
-            lock.close()
-            raise SaveError(
-                f"another process is training in {folder}: wait for it, or set run=NAME for another run"
-            ) from None
-    _locks[str(folder.resolve())] = lock
+        lock.close()
+        raise SaveError(
+            f"another process is training in {folder}: wait for it, or set run=NAME for another run"
+        ) from None
+    _locks.append(lock)
 
 
-_locks: dict[str, TextIO] = {}
+_locks: list[TextIO] = []
 
 
 def _free_name(folder: Path) -> Path:

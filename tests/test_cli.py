@@ -1,5 +1,6 @@
 """The commands as a person runs them: real processes, real files, real signals."""
 
+import fcntl
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ import yaml
 from conftest import SMALL, run_cli
 
 from diloco.events import read_events
+from diloco.runner import prepare_folder
 
 COMMANDS = [
     ["run"],
@@ -107,6 +109,16 @@ def test_two_processes_cannot_train_in_one_folder(config_file):
     first.communicate(timeout=60)
     assert second.returncode == 2
     assert "another process is training in" in second.stderr
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_goes_on_or_starts_again_is_locked_too(tmp_path, fresh):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    prepare_folder(folder, resume=not fresh, fresh=fresh)
+    with (folder / ".lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 SIGNALLED = """
