@@ -9,12 +9,14 @@ Encoding and decoding use individually rounded fp32 operations, so that ARM, x86
 a page goes through all its operations in scratch memory that stays in the cache.
 """
 
+import importlib
 import importlib.util
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ GROUP = (
     8  # pages that a CPU works on at once: few enough to stay in the cache, enough to pay for each operation's start
 )
 REFUSED = "the vector holds NaN or infinity: it was not encoded"
+NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 
 
@@ -80,11 +83,13 @@ class Codec(ABC):
         """Exactly this many bytes carry `count` values."""
         return -(-count // BLOCK) * (BLOCK * self.bits // 8 + self.scale_bytes)
 
-    def encode(self, values: Tensor, key: NoiseKey, start: int = 0) -> Tensor:
+    def encode(self, values: Tensor, key: NoiseKey, start: int = 0, out: Tensor | None = None) -> Tensor:
         """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page."""
         assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
-        payload = torch.empty(self.size(len(values)), dtype=torch.uint8, device=values.device)
-        if values.is_cuda and len(values) and self._encode_fused(values, key, start // PAGE, payload):
+        size = self.size(len(values))
+        payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
+        assert payload.numel() == size
+        if len(values) and self._encode_fused(values, key, start // PAGE, payload):
             return payload
         peaks = [values.new_zeros(1, 1)]
         for part in self._parts(values, payload):
@@ -99,6 +104,9 @@ class Codec(ABC):
         """In one kernel, where the codec has one and the machine can build it."""
         return False
 
+    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
+        return False
+
     def decode(self, payload: Tensor, count: int) -> Tensor:
         """The values behind `size(count)` bytes."""
         values = torch.zeros(count, device=payload.device)
@@ -111,6 +119,8 @@ class Codec(ABC):
             raise CodecError(
                 f"{self.name}: {len(into)} values take {self.size(len(into))} bytes, not {payload.numel()}"
             )
+        if len(into) and self._accumulate_fused(payload, into, share):
+            return
         self._refuse_nonfinite(payload, into)
         factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
         for part in self._parts(into, payload):
@@ -121,7 +131,7 @@ class Codec(ABC):
         """Before anything is added: bytes from elsewhere may say anything."""
         for part in self._parts(values, payload):
             if not torch.isfinite(self._largest_possible(part)).all():
-                raise CodecError(f"{self.name}: the bytes hold NaN or infinity: nothing was decoded")
+                raise CodecError(f"{self.name}: {NOT_DECODED}")
 
     def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
         """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
@@ -221,13 +231,22 @@ class Scaled(Codec):
 
 
 class Integer(Scaled):
-    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
-        if not _has_triton():
-            return False
-        from diloco.comm.codec_cuda import encode
+    """Has kernels of its own where Triton (CUDA) or Numba (CPU) can compile them; elsewhere torch does."""
 
-        if not encode(values, key, first_page, self.levels, payload):
+    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
+        kernels = _kernels(values.device.type)
+        if kernels is None:
+            return False
+        if not kernels.encode(values, key, first_page, self.levels, payload):
             raise CodecError(REFUSED)
+        return True
+
+    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
+        kernels = _kernels(into.device.type)
+        if kernels is None or not hasattr(kernels, "accumulate"):
+            return False
+        if not kernels.accumulate(payload, into, share, self.levels):
+            raise CodecError(f"{self.name}: {NOT_DECODED}")
         return True
 
 
@@ -288,8 +307,11 @@ class Fp4(Scaled):
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernels(device: str) -> ModuleType | None:
+    compiler, module = {"cuda": ("triton", "codec_cuda"), "cpu": ("numba", "codec_cpu")}.get(device, ("", ""))
+    if not compiler or importlib.util.find_spec(compiler) is None:
+        return None
+    return importlib.import_module(f"diloco.comm.{module}")
 
 
 def _cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:

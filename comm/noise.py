@@ -33,7 +33,7 @@ class NoiseKey:
 
 def add_noise(values: Tensor, key: NoiseKey, first: int) -> Tensor:
     """Add the noise of pages `first`, `first` + 1, … to fp32 values: whole pages, or the beginning of one."""
-    table, flat = _table(key.seeds[0], key.seeds[1]), values.view(-1)
+    table, flat = table_of(key.seeds[0], key.seeds[1]), values.view(-1)
     starts = [start_of(first + page, key.seeds[2]) for page in range(-(-flat.numel() // PAGE))]
     if flat.device.type == "cpu":
         for page, start in enumerate(starts):
@@ -54,7 +54,7 @@ def start_of(page: int, seed: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _table(first: int, second: int) -> Tensor:
+def table_of(first: int, second: int) -> Tensor:
     """The permutation of all steps, its beginning repeated at the end so that every page is one slice."""
     x = torch.arange(STEPS + PAGE, dtype=torch.int32)
     x = (x + first) & 0xFFFF

@@ -47,6 +47,19 @@ def test_size_is_exact_and_error_within_the_bound(name, kind):
     assert ((decoded - values).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_compiled_loops_and_torch_give_the_same_bytes(name, kind, monkeypatch):
+    codec, values = CODECS[name], INPUTS[kind]
+    payload, sums = codec.encode(values, KEY, start=PAGE), torch.ones(len(values))
+    codec.accumulate(payload, sums, share=0.3)
+    monkeypatch.setattr("diloco.comm.codec._kernels", lambda device: None)
+    expected, expected_sums = codec.encode(values, KEY, start=PAGE), torch.ones(len(values))
+    codec.accumulate(payload, expected_sums, share=0.3)
+    assert torch.equal(payload, expected)
+    assert torch.equal(sums, expected_sums)
+
+
 def test_declared_sizes():
     assert {name: codec.size(BLOCK) for name, codec in CODECS.items()} == {
         "fp32": 1024, "bf16": 512, "int8": 260, "int4": 132, "fp4": 132,

@@ -1,0 +1,195 @@
+"""int8 and int4 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec` computes with torch.
+
+Numba compiles these loops on first use (a second; kept on disk) and needs no compiler on the machine. They hold no GIL,
+so several threads encode and decode at once. Multiplication and addition stay apart: Numba fuses them only when asked.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.comm.noise import PAGE, NoiseKey, start_of, table_of
+
+BLOCK = 256
+HALF = 128
+PAGE_BLOCKS = PAGE // BLOCK
+SCALE_BYTES = 4
+WORTH_A_THREAD = 32 * PAGE  # values; below that, starting one costs more than it saves
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITE = np.int32(0x7F800000)  # magnitudes from here on are infinity and NaN, and compare as integers do
+TINY = np.float32(2.0**-100)
+SHRINK = np.float32(1 - 2.0**-22)
+HAIR = np.float32(2.0**-12)
+NOTHING = np.float32(0)
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.int8]
+log = logging.getLogger(__name__)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError as nowhere:  # neither the package's folder nor the user's cache can be written
+        log.info("compiled code is not kept on disk: %s", nowhere)
+        return numba.njit(**options)(function)
+
+
+_start_of = _compiled(start_of)
+
+
+@_compiled
+def _largest(bits: Any) -> Any:
+    """The largest magnitude as an integer: fp32 magnitudes compare as their bits do, with NaN above infinity."""
+    largest = np.int32(0)
+    for i in range(len(bits)):
+        largest = max(largest, np.int32(bits[i] & MAGNITUDE))
+    return largest
+
+
+@_compiled
+def _round(row: Floats, steps: Any, noise: Floats, numbers: Bytes) -> None:
+    for i in range(len(row)):
+        numbers[i] = np.int8(np.int32(np.floor(row[i] * steps + noise[i])))
+    numbers[len(row) :] = 0
+
+
+@_compiled
+def _pack(numbers: Bytes, out: Bytes) -> None:
+    for i in range(HALF):
+        out[i] = (numbers[i] & 15) | (numbers[HALF + i] << 4)
+
+
+@_compiled
+def _unpack(packed: Bytes, numbers: Bytes) -> None:
+    for i in range(HALF):
+        numbers[i] = np.int8(packed[i] << 4) >> 4
+        numbers[HALF + i] = packed[i] >> 4
+
+
+@_compiled
+def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> bool:
+    """`packed` begins behind the page's scales. False if a value is NaN or infinite."""
+    width = len(packed) // len(scales)
+    numbers = np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        row = values[block * BLOCK : (block + 1) * BLOCK]
+        largest = np.int32(_largest(row.view(np.int32)))
+        if largest >= INFINITE:
+            return False
+        peak = largest.view(np.float32)
+        empty = peak < TINY
+        scales[block] = NOTHING if empty else peak * SHRINK / levels
+        steps = NOTHING if empty else (levels - HAIR) / peak
+        out = packed[block * width : (block + 1) * width]
+        if width == BLOCK:
+            _round(row, steps, noise[block * BLOCK :], out)
+        else:
+            _round(row, steps, noise[block * BLOCK :], numbers)
+            _pack(numbers, out)
+    return True
+
+
+@_compiled
+def _encode(values: Floats, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes) -> bool:
+    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    for page in range(-(-len(values) // PAGE)):
+        part = values[page * PAGE : (page + 1) * PAGE]
+        raw = packed[page * page_bytes : (page + 1) * page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        noise = table[_start_of(first_page + page, seed) :]
+        if not _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32)):
+            return False
+    return True
+
+
+@_compiled
+def _all_finite(scales: Floats, levels: Any) -> bool:
+    """Whether every value that these scales allow is finite."""
+    return bool(np.isfinite(scales * levels).all())
+
+
+@_compiled
+def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats) -> None:
+    width = len(packed) // len(scales)
+    unpacked = np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        numbers = packed[block * width : (block + 1) * width]
+        if width == HALF:
+            _unpack(numbers, unpacked)
+            numbers = unpacked
+        scale = scales[block] * share
+        row = into[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(len(row)):
+            row[i] += np.float32(numbers[i]) * scale
+
+
+@_compiled
+def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, dry: bool) -> bool:
+    """With `dry` nothing is added, only asked whether all of it is finite."""
+    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    for page in range(-(-len(into) // PAGE)):
+        part = into[page * PAGE : (page + 1) * PAGE]
+        raw = packed[page * page_bytes : (page + 1) * page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        scales = raw[:cut].view(np.float32)
+        if dry and not _all_finite(scales, levels):
+            return False
+        if not dry:
+            _accumulate_page(raw[cut:], scales, share, part)
+    return True
+
+
+def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> bool:
+    """Fill `payload`; False if a value was NaN or infinite."""
+    first, second, seed = key.seeds
+    table = table_of(first, second).numpy()
+    source, target = values.detach().contiguous().numpy(), payload.view(torch.int8).numpy()
+    page_bytes = _page_bytes(levels)
+
+    def work(lo: int, hi: int) -> bool:
+        part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
+        return bool(_encode(part, table, seed, first_page + lo, np.float32(levels), raw))
+
+    return _spread(work, len(values))
+
+
+def accumulate(payload: Tensor, into: Tensor, share: float, levels: int) -> bool:
+    """Add what `payload` says to `into`; False, and nothing added, if it says NaN or infinity."""
+    source, target = payload.contiguous().view(torch.int8).numpy(), into.numpy()
+    page_bytes = _page_bytes(levels)
+    if not _accumulate(source, np.float32(levels), np.float32(share), target, True):
+        return False
+
+    def work(lo: int, hi: int) -> bool:
+        part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
+        return bool(_accumulate(raw, np.float32(levels), np.float32(share), part, False))
+
+    return _spread(work, len(into))
+
+
+def _page_bytes(levels: int) -> int:
+    return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+
+
+def _spread(work: Callable[[int, int], bool], count: int) -> bool:
+    """Work on pages [lo, hi), in as many threads as torch uses when that is worth it; whether all of it is well."""
+    pages, threads = -(-count // PAGE), min(torch.get_num_threads(), count // WORTH_A_THREAD)
+    if threads < 2:
+        return work(0, pages)
+    cuts = [pages * i // threads for i in range(threads + 1)]
+    return all(list(_threads().map(work, cuts, cuts[1:])))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="codec")
