@@ -83,28 +83,27 @@ class Codec(ABC):
         """Exactly this many bytes carry `count` values."""
         return -(-count // BLOCK) * (BLOCK * self.bits // 8 + self.scale_bytes)
 
-    def encode(self, values: Tensor, key: NoiseKey, start: int = 0, out: Tensor | None = None) -> Tensor:
-        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page."""
+    def encode(
+        self, values: Tensor, key: NoiseKey, start: int = 0, *, out: Tensor | None = None, defer: bool = False
+    ) -> Tensor:
+        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page.
+
+        NaN and infinity are refused, for which a GPU must be waited for. With `defer` nobody waits: the bytes then say
+        NaN where the values do, and the caller asks `refuse_nonfinite` before it uses them.
+        """
         assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
         size = self.size(len(values))
         payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
         assert payload.numel() == size
-        if len(values) and self._encode_fused(values, key, start // PAGE, payload):
-            return payload
-        peaks = [values.new_zeros(1, 1)]
-        for part in self._parts(values, payload):
-            rows = _whole_blocks(part.values)
-            peaks.append(torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True))
-            self._encode(rows, peaks[-1], Noise(key, start // PAGE + part.first_page), part)
-        if not torch.isfinite(torch.cat(peaks)).all():
-            raise CodecError(REFUSED)
+        if len(values) and not self._encode_fused(values, key, start // PAGE, payload):
+            for part in self._parts(values, payload):
+                self._encode(_whole_blocks(part.values), Noise(key, start // PAGE + part.first_page), part)
+        if not defer:
+            self.refuse_nonfinite(payload, len(values), REFUSED)
         return payload
 
     def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
         """In one kernel, where the codec has one and the machine can build it."""
-        return False
-
-    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
         return False
 
     def decode(self, payload: Tensor, count: int) -> Tensor:
@@ -119,40 +118,51 @@ class Codec(ABC):
             raise CodecError(
                 f"{self.name}: {len(into)} values take {self.size(len(into))} bytes, not {payload.numel()}"
             )
-        if len(into) and self._accumulate_fused(payload, into, share):
-            return
-        self._refuse_nonfinite(payload, into)
-        factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
-        for part in self._parts(into, payload):
-            decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
-            part.values.add_(decoded.flatten()[: len(part.values)])
+        self.refuse_nonfinite(payload, len(into), NOT_DECODED)
+        if len(into) and not self._accumulate_fused(payload, into, share):
+            factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
+            for part in self._parts(into, payload):
+                decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
+                part.values.add_(decoded.flatten()[: len(part.values)])
 
-    def _refuse_nonfinite(self, payload: Tensor, values: Tensor) -> None:
-        """Before anything is added: bytes from elsewhere may say anything."""
-        for part in self._parts(values, payload):
-            if not torch.isfinite(self._largest_possible(part)).all():
-                raise CodecError(f"{self.name}: {NOT_DECODED}")
+    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
+        return False
+
+    def refuse_nonfinite(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
+        """Bytes from elsewhere may say anything: whether every one of `count` values would be finite."""
+        for scales, packed in self._views(payload, count):
+            if not torch.isfinite(self._largest_possible(scales, packed)).all():
+                raise CodecError(f"{self.name}: {what_then}")
+
+    def _views(self, payload: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and packed values, [pages, …] each: of the whole pages, then of the short last one."""
+        for pages, lo, hi in _cuts(count, max(count, 1)):
+            yield self._split(payload, pages, lo, hi)
+
+    def _split(self, payload: Tensor, pages: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
+        cut = self.scale_bytes * -(-(hi - lo) // BLOCK) // pages
+        return raw[:, :cut].view(torch.float32), raw[:, cut:]
 
     def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
         """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
-        for pages, lo, hi in _cuts(len(values), GROUP if values.device.type == "cpu" else len(values)):
-            raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
+        on_cpu = values.device.type == "cpu"
+        for pages, lo, hi in _cuts(len(values), GROUP if on_cpu else len(values)):
             blocks = -(-(hi - lo) // BLOCK)
-            cut = self.scale_bytes * blocks // pages
-            scratch = _scratch().of(blocks) if values.device.type == "cpu" else Scratch.new(blocks, values.device)
-            yield Part(lo // PAGE, values[lo:hi], raw[:, :cut].view(torch.float32), raw[:, cut:], scratch)
+            scratch = _scratch().of(blocks) if on_cpu else Scratch.new(blocks, values.device)
+            yield Part(lo // PAGE, values[lo:hi], *self._split(payload, pages, lo, hi), scratch)
 
     @abstractmethod
     def bound(self, rows: Tensor) -> Tensor:
         """The largest error that a value may show after decoding; fp32 [blocks, BLOCK] in and out."""
 
     @abstractmethod
-    def _largest_possible(self, part: Part) -> Tensor:
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
         """Numbers that are finite only if every decoded value is."""
 
     @abstractmethod
-    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
-        """Fill the part's scales and packed values from fp32 [blocks, BLOCK] with largest magnitudes [blocks, 1]."""
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        """Fill the part's scales and packed values from fp32 [blocks, BLOCK]; what is not finite stays so."""
 
     @abstractmethod
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
@@ -165,10 +175,10 @@ class Fp32(Codec):
     def bound(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows)
 
-    def _largest_possible(self, part: Part) -> Tensor:
-        return part.packed.view(torch.float32)
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return packed.view(torch.float32)
 
-    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
         part.packed.view(torch.float32).copy_(rows.view(len(part.packed), -1))
 
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
@@ -183,14 +193,15 @@ class Bf16(Codec):
     def bound(self, rows: Tensor) -> Tensor:
         return (rows.abs() * 2.0**-7).clamp(min=2.0**-133)  # one step of 7 bits, or of the denormals
 
-    def _largest_possible(self, part: Part) -> Tensor:
-        return part.packed.view(torch.bfloat16)
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return packed.view(torch.bfloat16)
 
-    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
         bits = part.scratch.floats.copy_(rows).view(torch.int32)
         sign = bits & -0x80000000
-        bits.bitwise_and_(0x7FFFFFFF).add_(noise.whole_numbers(rows, 65536))
-        bits.clamp_(max=0x7F7FFFFF).bitwise_or_(sign).bitwise_right_shift_(16)  # never up to infinity
+        infinite = bits.bitwise_and_(0x7FFFFFFF) >= 0x7F800000
+        bits.add_(noise.whole_numbers(rows, 65536)).clamp_(max=0x7F7FFFFF)  # never up to infinity
+        bits.masked_fill_(infinite, 0x7FC00000).bitwise_or_(sign).bitwise_right_shift_(16)
         part.packed.view(torch.int16).copy_(bits.view(len(part.packed), -1))
 
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
@@ -208,10 +219,11 @@ class Scaled(Codec):
         peak = rows.abs().amax(1, keepdim=True)
         return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
 
-    def _largest_possible(self, part: Part) -> Tensor:
-        return part.scales * float(self.levels)
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return scales * float(self.levels)
 
-    def _encode(self, rows: Tensor, peak: Tensor, noise: Noise, part: Part) -> None:
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        peak = torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True)
         empty = peak < TINY
         shrunk = peak * (1 - 2.0**-22)  # so that levels times the rounded scale is never beyond the largest number
         scales = (shrunk / torch.full_like(peak, float(self.levels))).masked_fill_(empty, 0.0)
@@ -235,19 +247,15 @@ class Integer(Scaled):
 
     def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
         kernels = _kernels(values.device.type)
-        if kernels is None:
-            return False
-        if not kernels.encode(values, key, first_page, self.levels, payload):
-            raise CodecError(REFUSED)
-        return True
+        if kernels is not None:
+            kernels.encode(values, key, first_page, self.levels, payload)
+        return kernels is not None
 
     def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
         kernels = _kernels(into.device.type)
-        if kernels is None or not hasattr(kernels, "accumulate"):
-            return False
-        if not kernels.accumulate(payload, into, share, self.levels):
-            raise CodecError(f"{self.name}: {NOT_DECODED}")
-        return True
+        if kernels is not None:
+            kernels.accumulate(payload, into, share, self.levels)
+        return kernels is not None
 
 
 class Int8(Integer):

@@ -77,15 +77,16 @@ def _unpack(packed: Bytes, numbers: Bytes) -> None:
 
 
 @_compiled
-def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> bool:
-    """`packed` begins behind the page's scales. False if a value is NaN or infinite."""
+def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
+    """`packed` begins behind the page's scales."""
     width = len(packed) // len(scales)
     numbers = np.empty(BLOCK, np.int8)
     for block in range(len(scales)):
         row = values[block * BLOCK : (block + 1) * BLOCK]
         largest = np.int32(_largest(row.view(np.int32)))
         if largest >= INFINITE:
-            return False
+            scales[block] = np.nan  # the mark of a block that cannot be encoded
+            continue
         peak = largest.view(np.float32)
         empty = peak < TINY
         scales[block] = NOTHING if empty else peak * SHRINK / levels
@@ -96,26 +97,17 @@ def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scal
         else:
             _round(row, steps, noise[block * BLOCK :], numbers)
             _pack(numbers, out)
-    return True
 
 
 @_compiled
-def _encode(values: Floats, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes) -> bool:
+def _encode(values: Floats, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes) -> None:
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
     for page in range(-(-len(values) // PAGE)):
         part = values[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
         cut = SCALE_BYTES * -(-len(part) // BLOCK)
         noise = table[_start_of(first_page + page, seed) :]
-        if not _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32)):
-            return False
-    return True
-
-
-@_compiled
-def _all_finite(scales: Floats, levels: Any) -> bool:
-    """Whether every value that these scales allow is finite."""
-    return bool(np.isfinite(scales * levels).all())
+        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
 
 
 @_compiled
@@ -134,60 +126,54 @@ def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats) ->
 
 
 @_compiled
-def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, dry: bool) -> bool:
-    """With `dry` nothing is added, only asked whether all of it is finite."""
+def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats) -> None:
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
     for page in range(-(-len(into) // PAGE)):
         part = into[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
         cut = SCALE_BYTES * -(-len(part) // BLOCK)
-        scales = raw[:cut].view(np.float32)
-        if dry and not _all_finite(scales, levels):
-            return False
-        if not dry:
-            _accumulate_page(raw[cut:], scales, share, part)
-    return True
+        _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part)
 
 
-def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> bool:
-    """Fill `payload`; False if a value was NaN or infinite."""
+def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
+    """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
     first, second, seed = key.seeds
     table = table_of(first, second).numpy()
     source, target = values.detach().contiguous().numpy(), payload.view(torch.int8).numpy()
     page_bytes = _page_bytes(levels)
 
-    def work(lo: int, hi: int) -> bool:
+    def work(lo: int, hi: int) -> None:
         part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
-        return bool(_encode(part, table, seed, first_page + lo, np.float32(levels), raw))
+        _encode(part, table, seed, first_page + lo, np.float32(levels), raw)
 
-    return _spread(work, len(values))
+    _spread(work, len(values))
 
 
-def accumulate(payload: Tensor, into: Tensor, share: float, levels: int) -> bool:
-    """Add what `payload` says to `into`; False, and nothing added, if it says NaN or infinity."""
+def accumulate(payload: Tensor, into: Tensor, share: float, levels: int) -> None:
+    """Add what `payload` says to `into`. The caller has looked at its scales."""
     source, target = payload.contiguous().view(torch.int8).numpy(), into.numpy()
     page_bytes = _page_bytes(levels)
-    if not _accumulate(source, np.float32(levels), np.float32(share), target, True):
-        return False
 
-    def work(lo: int, hi: int) -> bool:
+    def work(lo: int, hi: int) -> None:
         part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
-        return bool(_accumulate(raw, np.float32(levels), np.float32(share), part, False))
+        _accumulate(raw, np.float32(levels), np.float32(share), part)
 
-    return _spread(work, len(into))
+    _spread(work, len(into))
 
 
 def _page_bytes(levels: int) -> int:
     return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
 
 
-def _spread(work: Callable[[int, int], bool], count: int) -> bool:
-    """Work on pages [lo, hi), in as many threads as torch uses when that is worth it; whether all of it is well."""
+def _spread(work: Callable[[int, int], None], count: int) -> None:
+    """Work on pages [lo, hi), in as many threads as torch uses when that is worth it."""
     pages, threads = -(-count // PAGE), min(torch.get_num_threads(), count // WORTH_A_THREAD)
     if threads < 2:
         return work(0, pages)
     cuts = [pages * i // threads for i in range(threads + 1)]
-    return all(list(_threads().map(work, cuts, cuts[1:])))
+    for _ in _threads().map(work, cuts, cuts[1:]):
+        pass
+    return None
 
 
 @cache
