@@ -4,6 +4,7 @@ hivemind refuses a whole reply for one record that its validator refuses, so the
 honest peer would ever have stored: it does not look at whether a record has expired.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -18,8 +19,9 @@ from hivemind.dht.node import DHTID, DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.comm import guard
 from diloco.comm.identity import PUBLIC_KEY_BYTES, Identity
@@ -38,6 +40,8 @@ class NodeOptions:
     listen_port: int = 0
     announce: Sequence[str] = ()  # multiaddrs under which others see this peer, where they differ from its own
     behind_nat: bool = False  # look for relays and open a port on the router
+    # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes
+    reachability: str | None = None
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
@@ -55,6 +59,25 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     @property
     def running(self) -> bool:
         return self._child.returncode is None
+
+    async def ended(self) -> None:
+        await self._child.wait()
+
+    async def open_stream(
+        self, peer: str, addresses: Sequence[str], protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to the peer of this id: p2pd has verified that it holds the id's key."""
+        peer_id, places = _dialable(peer, addresses)
+        if places:
+            await self._client.connect(peer_id, places)
+        opening = asyncio.ensure_future(self.call_binary_stream_handler(peer_id, protocol))
+        try:
+            _, reader, writer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # p2pd cannot be told that nobody waits any more, and hivemind would forget the open connection to it
+            opening.add_done_callback(_close_unused)
+            raise
+        return reader, writer
 
 
 class RunValidator(SchemaValidator):  # type: ignore[misc]
@@ -99,6 +122,29 @@ def dht_key(run_id: bytes) -> str:
     return f"{run_id.hex()}_{FIELD}"
 
 
+def _dialable(peer: str, addresses: Sequence[str]) -> tuple[PeerID, list[Multiaddr]]:
+    try:
+        places = [_for_p2pd(Multiaddr(address.removesuffix(f"/p2p/{peer}"))) for address in addresses]
+        return PeerID.from_base58(peer), places
+    except ValueError as error:
+        raise P2PDaemonError(f"{peer} cannot be dialled: {error}") from None
+
+
+def _for_p2pd(address: Multiaddr) -> Multiaddr:
+    """hivemind writes a relay's peer id as a CID of version 1, which its own p2pd cannot read."""
+    parts = [bytes(part) for part in address.split()]
+    for index, (protocol, value) in enumerate(address.items()):
+        if protocol.name == "p2p":
+            raw = PeerID.from_base58(value).to_bytes()
+            parts[index] = protocol.vcode + bytes([len(raw)]) + raw
+    return Multiaddr(b"".join(parts))
+
+
+def _close_unused(opening: asyncio.Future[Any]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[2].close()
+
+
 async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
     family = "ip6" if ":" in options.listen_host else "ip4"
     p2p = await GuardedP2P.create(
@@ -109,6 +155,7 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
         check_if_identity_free=False,  # hivemind's check can read RSA keys only
         nat_port_map=options.behind_nat,
         use_auto_relay=options.behind_nat,
+        force_reachability=options.reachability,
         startup_timeout=30,
     )
     try:
@@ -128,9 +175,17 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
 
 
 async def close_node(node: DHTNode) -> None:
-    if node.p2p.running:  # else it would wait for a dead daemon's answers
-        await node.shutdown()
+    writer = node.p2p._client.control._write_task
+    goodbye, end = asyncio.ensure_future(node.shutdown()), asyncio.ensure_future(node.p2p.ended())
+    # a dead daemon gives no answers, and its death may be noticed only now
+    done, others = await asyncio.wait({goodbye, end}, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
     await node.p2p.shutdown()
+    # hivemind never asks how its writer ended; asyncio would complain of that at some later garbage collection
+    await asyncio.gather(writer, return_exceptions=True)
+    for task in done:
+        task.result()
     with suppress(FileNotFoundError):  # still there if the guard was killed
         os.remove(node.p2p._daemon_listen_maddr["unix"])
 

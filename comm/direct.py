@@ -26,10 +26,18 @@ log = logging.getLogger(__name__)
 
 
 class DirectTransport:
-    def __init__(self, identity: str, host: str = "0.0.0.0", port: int = 0, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        identity: str,
+        host: str = "0.0.0.0",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
         self.identity = identity
         self.limits = limits or Limits()
-        self.inbox = Inbox()
+        self.inbox = inbox or Inbox()
         self._certificate = create_certificate()
         self._identities: dict[bytes, str] = {}
         self._context = server_context(self._certificate, [])
@@ -95,13 +103,13 @@ class DirectTransport:
         self._listener.close()
 
     def _welcome(self, plain: socket.socket, where: tuple[str, int]) -> None:
+        stream = None
         try:
             stream = self._admit(plain)
-            channel = read_channel(stream, HANDSHAKE_S)
-            self.inbox.put(channel, stream)
+            self.inbox.put(read_channel(stream, HANDSHAKE_S), stream)
         except (OSError, TransportError) as error:
             log.warning("%s refused a connection from %s: %s", self.identity, where[0], error)
-            plain.close()
+            (stream or plain).close()
         finally:
             self._handshakes.release()
 
@@ -115,6 +123,9 @@ class DirectTransport:
             connection.close()
             raise PeerRefused("its certificate belongs to no peer we know")
         return Stream(WireCarrier(TlsWire(connection, identity), self.limits))
+
+    def forget(self, channel: str) -> None:
+        self.inbox.forget(channel)
 
     def close(self) -> None:
         self._closed = True

@@ -71,7 +71,7 @@ class Directory:
             sequence=now_ms,  # rises across restarts too
             expires_ms=now_ms + int(expires_s * 1000),
         )
-        stored = self._call(self._store(encode(record, self.identity), record.expires_at))
+        stored = self.call(self._store(encode(record, self.identity), record.expires_at))
         # hivemind's answer is that of the slowest replica alone: one that refuses does not undo the others.
         if not stored and self.peers().get(record.public_key) != record:
             raise DirectoryError(
@@ -82,7 +82,7 @@ class Directory:
 
     def peers(self) -> dict[bytes, PeerRecord]:
         """Every peer with a valid record, this one included. Bad records are left out and counted in `refusals`."""
-        entries = self._call(self._find())
+        entries = self.call(self._find())
         found: dict[bytes, PeerRecord] = {}
         for subkey, value in entries.items():
             try:
@@ -90,6 +90,18 @@ class Directory:
             except RecordRefused as refused:
                 self.refusals[refused.reason] += 1
         return found
+
+    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = CALL_TIMEOUT_S) -> Result:
+        """Run this on the directory's loop and wait for it; whatever the network does wrong is a DirectoryError."""
+        from diloco.comm.dht import FAILURES
+
+        if self._thread.alive and not self.p2p.running:
+            work.close()
+            raise DirectoryError("the network daemon p2pd has ended: start the directory again")
+        try:
+            return self._thread.call(work, timeout_s)
+        except FAILURES as error:
+            raise DirectoryError(f"the network failed: {error}. Try again") from error
 
     def close(self) -> None:
         """End the node, its daemon and the thread. Safe to call twice."""
@@ -116,18 +128,7 @@ class Directory:
             where = ", ".join(options.bootstrap) or f"{options.listen_host}:{options.listen_port}"
             raise DirectoryError(f"cannot start at {where}: {error}. Clocks must agree within 3 s") from error
         self._thread.at_end(lambda: close_node(node))
-        self.addresses = tuple(str(address) for address in self._call(self.p2p.get_visible_maddrs(latest=True)))
-
-    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        from diloco.comm.dht import FAILURES
-
-        if self._thread.alive and not self.p2p.running:
-            work.close()
-            raise DirectoryError("the network daemon p2pd has ended: start the directory again")
-        try:
-            return self._thread.call(work, CALL_TIMEOUT_S)
-        except FAILURES as error:
-            raise DirectoryError(f"the network failed: {error}. Try again") from error
+        self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
 
     async def _store(self, value: bytes, expires_at: float) -> bool:
         from diloco.comm.dht import dht_key

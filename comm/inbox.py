@@ -1,16 +1,21 @@
-"""Streams that others opened, sorted by channel until somebody accepts them. Bounded: a peer cannot pile them up."""
+"""Streams that others opened, sorted by channel until somebody accepts them. Bounded: a peer cannot pile them up.
+
+Several transports of one peer may share an inbox: whoever accepts need not know which way a stream came.
+"""
 
 import threading
 from collections import deque
 from weakref import WeakSet
 
-from diloco.comm.frame import HELLO
+from diloco.comm.frame import HELLO, pack_header
 from diloco.comm.transport import Stream
 from diloco.comm.wire import deadline_in, seconds_to
 from diloco.errors import FrameError, PeerRefused, StreamClosed, TransportTimeout
 
 MAX_WAITING = 1024  # streams opened by peers that nobody has accepted yet
+MAX_WAITING_OF_ONE = 64
 MAX_CHANNEL_BYTES = 256
+MAX_REASON_BYTES = 256
 
 
 class Inbox:
@@ -20,15 +25,44 @@ class Inbox:
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[Stream]] = {}
         self._open: WeakSet[Stream] = WeakSet()
+        self._forgotten: deque[str] = deque(maxlen=MAX_WAITING)
         self._closed = False
 
     def put(self, channel: str, stream: Stream) -> None:
         with self._changed:
-            if sum(map(len, self._waiting.values())) >= MAX_WAITING:
-                raise PeerRefused(f"{MAX_WAITING} streams wait to be accepted, no more are taken")
+            if channel in self._forgotten:
+                raise PeerRefused(f"nobody listens to {channel!r} any more")
+            oldest = self._make_room(stream.peer)
             self.keep(stream)
             self._waiting.setdefault(channel, deque()).append(stream)
             self._changed.notify_all()
+        if oldest is not None:
+            oldest.close()
+
+    def forget(self, channel: str) -> None:
+        """Nobody will accept from it again: close what waits there, and what still comes."""
+        with self._changed:
+            self._forgotten.append(channel)
+            waiting = self._waiting.pop(channel, ())
+        for stream in waiting:
+            stream.close()
+
+    def _make_room(self, peer: str) -> Stream | None:
+        """A peer's oldest stream goes when it has too many: what nobody took for so long, nobody will."""
+        waiting = [(channel, stream) for channel, queue in self._waiting.items() for stream in queue]
+        of_peer = [(channel, stream) for channel, stream in waiting if stream.peer == peer]
+        if len(of_peer) >= MAX_WAITING_OF_ONE:
+            channel, oldest = of_peer[0]
+            self._remove(channel, oldest)
+            return oldest
+        if len(waiting) >= MAX_WAITING:
+            raise PeerRefused(f"{MAX_WAITING} streams wait to be accepted, no more are taken")
+        return None
+
+    def _remove(self, channel: str, stream: Stream) -> None:
+        self._waiting[channel].remove(stream)
+        if not self._waiting[channel]:
+            del self._waiting[channel]
 
     def keep(self, stream: Stream) -> Stream:
         with self._changed:
@@ -46,10 +80,8 @@ class Inbox:
                     raise StreamClosed("the transport is closed")
                 if not self._changed.wait(seconds_to(deadline)):
                     raise TransportTimeout(f"nobody opened {channel!r} within {timeout_s} s")
-            queue = self._waiting[channel]
-            stream = queue.popleft()
-            if not queue:
-                del self._waiting[channel]
+            stream = self._waiting[channel][0]
+            self._remove(channel, stream)
             return stream
 
     def close(self) -> None:
@@ -65,8 +97,11 @@ class Inbox:
 def open_channel(stream: Stream, channel: str, timeout_s: float) -> Stream:
     """The connecting side. It hears first and speaks then: a refusal must not be lost behind a failed write."""
     try:
-        if stream.receive(_no_payload, timeout_s=timeout_s).kind != HELLO:
+        greeting = stream.receive(_no_payload, timeout_s=timeout_s)
+        if greeting.kind != HELLO:
             raise FrameError(f"{stream.peer} did not greet")
+        if greeting.head:
+            raise PeerRefused(f"{stream.peer} refused the stream: {greeting.head[:MAX_REASON_BYTES]!r}")
         stream.send_reserved(HELLO, channel.encode(), timeout_s=timeout_s)
     except BaseException:
         stream.close()
@@ -74,9 +109,19 @@ def open_channel(stream: Stream, channel: str, timeout_s: float) -> Stream:
     return stream
 
 
+def refusal(reason: str) -> bytes:
+    """What the accepting side says instead of a plain greeting, where the wire itself does not refuse strangers."""
+    head = reason.encode()
+    return pack_header(HELLO, head, b"") + head
+
+
 def read_channel(stream: Stream, timeout_s: float) -> str:
     """The accepting side, once it knows who the other is."""
     stream.send_reserved(HELLO, timeout_s=timeout_s)
+    return hear_channel(stream, timeout_s)
+
+
+def hear_channel(stream: Stream, timeout_s: float | None) -> str:
     hello = stream.receive(_no_payload, timeout_s=timeout_s)
     if hello.kind != HELLO or len(hello.head) > MAX_CHANNEL_BYTES:
         raise FrameError(f"{stream.peer} did not start with the name of a channel")

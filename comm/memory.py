@@ -154,6 +154,9 @@ class MemoryTransport:
     def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
         return self.inbox.take(channel, timeout_s)
 
+    def forget(self, channel: str) -> None:
+        self.inbox.forget(channel)
+
     def close(self) -> None:
         self.network.peers.pop(self.identity, None)
         self.inbox.close()

@@ -24,6 +24,7 @@ class PeerAddress:
     host: str = ""
     port: int = 0
     certificate_der: bytes = b""
+    control: tuple[str, ...] = ()  # multiaddrs, for libp2p; without any it looks the peer up itself
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class Transport(Protocol):
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream: ...
     def accept(self, channel: str, *, timeout_s: float | None) -> Stream: ...
+    def forget(self, channel: str) -> None:
+        """Nobody will accept from this channel again: streams that wait there are closed, later ones refused."""
+
     def close(self) -> None: ...
 
 

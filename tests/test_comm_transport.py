@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from diloco.comm.auto import AutoTransport
 from diloco.comm.certificate import create_certificate
 from diloco.comm.direct import DirectTransport
+from diloco.comm.directory import Directory
 from diloco.comm.frame import Limits, pack_header
+from diloco.comm.identity import Identity
+from diloco.comm.inbox import Inbox
+from diloco.comm.libp2p import Libp2pTransport
 from diloco.comm.link import Link, Path, Paths
 from diloco.comm.memory import MemoryNetwork
 from diloco.comm.shaped import ShapedTransport
@@ -54,6 +59,30 @@ def direct_pair() -> Two:
     return Two(a, b, b.address("127.0.0.1"))
 
 
+def libp2p_pair(request: pytest.FixtureRequest) -> Two:
+    a, b = (Libp2pTransport(directory) for directory in request.getfixturevalue("directories"))
+    b.allow([a.address()])
+    return Two(a, b, b.address())
+
+
+def auto_pair(request: pytest.FixtureRequest, *, port_open: bool) -> Two:
+    a, b = (auto_on(directory) for directory in request.getfixturevalue("directories"))
+    b.allow([a.address("127.0.0.1")])
+    address = b.address("127.0.0.1")
+    return Two(a, b, address if port_open else replace(address, port=free_port()))
+
+
+def auto_on(directory: Directory) -> AutoTransport:
+    inbox = Inbox()
+    direct = DirectTransport(directory.identity.peer_id, "127.0.0.1", inbox=inbox)
+    return AutoTransport(direct, Libp2pTransport(directory, inbox=inbox))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def shaped(pair: Two) -> Two:
     paths = Paths(Path(delay_s=0.002, jitter_s=0.001))
     a, b = (ShapedTransport(transport, Link(2e9, 2e9), paths) for transport in (pair.a, pair.b))
@@ -64,18 +93,32 @@ def shaped_on_one_side(pair: Two) -> Two:
     return Two(ShapedTransport(pair.a, Link(1e9, 1e9)), pair.b, pair.address_b)
 
 
-KINDS: dict[str, Callable[[], Two]] = {
-    "memory": memory_pair,
-    "direct": direct_pair,
-    "memory-shaped": lambda: shaped(memory_pair()),
-    "direct-shaped": lambda: shaped(direct_pair()),
-    "direct-capped": lambda: shaped_on_one_side(direct_pair()),
+KINDS: dict[str, Callable[[pytest.FixtureRequest], Two]] = {
+    "memory": lambda _: memory_pair(),
+    "direct": lambda _: direct_pair(),
+    "memory-shaped": lambda _: shaped(memory_pair()),
+    "direct-shaped": lambda _: shaped(direct_pair()),
+    "direct-capped": lambda _: shaped_on_one_side(direct_pair()),
+    "libp2p": libp2p_pair,
+    "libp2p-shaped": lambda request: shaped(libp2p_pair(request)),
+    "auto-direct": lambda request: auto_pair(request, port_open=True),
+    "auto-libp2p": lambda request: auto_pair(request, port_open=False),
 }
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Directory]]:
+    """Two that do not know each other: addresses must be enough."""
+    folder = tmp_path_factory.mktemp("identities")
+    started = [Directory.start(Identity.load(folder / name), b"r" * 32) for name in "ab"]
+    yield started
+    for directory in started:
+        directory.close()
 
 
 @pytest.fixture(params=list(KINDS))
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
-    pair = KINDS[request.param]()
+    pair = KINDS[request.param](request)
     yield pair
     pair.a.close()
     pair.b.close()
@@ -157,7 +200,7 @@ def test_identities_and_channels(two: Two) -> None:
     first.send(1, b"on x")
     second.send(1, b"on y")
     y, x = two.b.accept("y", timeout_s=SOON), two.b.accept("x", timeout_s=SOON)
-    assert (first.peer, x.peer) == ("b", "a")
+    assert (first.peer, x.peer) == (two.b.identity, two.a.identity)
     assert (x.receive(timeout_s=SOON).head, y.receive(timeout_s=SOON).head) == (b"on x", b"on y")
 
 
@@ -187,7 +230,7 @@ def test_a_stream_that_ends_and_one_that_is_cut_differ(two: Two) -> None:
     a.send(1)
     a.close()
     b.receive(timeout_s=SOON)
-    with pytest.raises(PeerLost, match=r"^a\b"):
+    with pytest.raises(PeerLost, match=rf"^{two.a.identity}\b"):
         b.receive(timeout_s=SOON)
 
 
@@ -204,14 +247,14 @@ def test_a_frame_cut_in_its_middle_is_no_frame(two: Two) -> None:
     flags = 2 if wire.secure else 0
     wire.write(memoryview(pack_header(1, b"", bytes(1000), flags=flags) + bytes(500)), None)
     a.close()
-    with pytest.raises(PeerLost, match=r"^a: "):
+    with pytest.raises(PeerLost, match=f"^{two.a.identity}: "):
         b.receive(timeout_s=SOON)
 
 
 def test_bad_bytes_end_the_stream_and_name_the_peer(two: Two) -> None:
     a, b = two.streams()
     wire_of(a).write(memoryview(os.urandom(1000)), None)
-    with pytest.raises(FrameError, match=r"^a: "):
+    with pytest.raises(FrameError, match=f"^{two.a.identity}: "):
         b.receive(timeout_s=SOON)
     with pytest.raises(TransportError):
         b.send(1)
@@ -278,7 +321,7 @@ def test_closing_a_transport_unblocks_accept(two: Two) -> None:
 
 def test_connecting_to_nobody_fails(two: Two) -> None:
     two.b.close()
-    with pytest.raises(PeerLost, match="b"):
+    with pytest.raises(PeerLost, match=two.b.identity):
         two.a.connect(two.address_b, "data", timeout_s=SOON)
 
 

@@ -1,0 +1,199 @@
+"""Which way a connection takes: scripted ways for the decisions, real ones for a black hole and a dead daemon."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.comm.auto import AutoTransport
+from diloco.comm.direct import DirectTransport
+from diloco.comm.directory import Directory
+from diloco.comm.identity import Identity
+from diloco.comm.inbox import Inbox
+from diloco.comm.libp2p import Libp2pTransport
+from diloco.comm.transport import PeerAddress
+from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout
+
+SOON = 10.0
+PEER = PeerAddress("peer", "10.0.0.7", 31337, b"certificate")
+LOST = PeerLost("peer: gone")
+
+
+@dataclass
+class Scripted:
+    """A way that answers with its own name, or with an error while it has one."""
+
+    name: str
+    inbox: Inbox
+    tried: list[str]
+    error: TransportError | None = None
+    identity: str = "me"
+    given_s: list[float] = field(default_factory=list)
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Any:
+        self.tried.append(self.name)
+        self.given_s.append(timeout_s)
+        if self.error:
+            raise self.error
+        return self.name
+
+
+class Scene:
+    def __init__(self) -> None:
+        inbox = Inbox()
+        self.tried: list[str] = []
+        self.now = 0.0
+        self.direct, self.libp2p = Scripted("direct", inbox, self.tried), Scripted("libp2p", inbox, self.tried)
+        ways: Any = (self.direct, self.libp2p)
+        self.auto = AutoTransport(*ways, retry_direct_s=100.0, clock=lambda: self.now)
+
+    def connect(self, peer: PeerAddress = PEER) -> list[str]:
+        """The ways that were tried, in order; the last one is the one that was taken."""
+        self.tried.clear()
+        taken: Any = self.auto.connect(peer, "data", timeout_s=SOON)
+        assert taken == self.tried[-1]
+        return list(self.tried)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_direct_is_preferred(scene: Scene) -> None:
+    assert [scene.connect(), scene.connect()] == [["direct"], ["direct"]]
+
+
+def test_without_a_direct_address_libp2p_it_is(scene: Scene) -> None:
+    assert scene.connect(PeerAddress("peer")) == ["libp2p"]
+
+
+@pytest.mark.parametrize("error", [LOST, TransportTimeout("peer: no greeting")])
+def test_where_direct_fails_libp2p_is_taken_and_remembered_for_a_while(scene: Scene, error: TransportError) -> None:
+    scene.direct.error = error
+    assert scene.connect() == ["direct", "libp2p"]
+    scene.now = 99.0
+    assert scene.connect() == ["libp2p"]
+    scene.now = 100.0
+    assert scene.connect() == ["direct", "libp2p"]
+    scene.now = 150.0
+    assert scene.connect() == ["libp2p"]
+    scene.now, scene.direct.error = 250.0, None
+    assert [scene.connect(), scene.connect()] == [["direct"], ["direct"]]
+
+
+def test_a_new_address_is_a_new_chance(scene: Scene) -> None:
+    scene.direct.error = LOST
+    scene.connect()
+    assert scene.connect(replace(PEER, port=4)) == ["direct", "libp2p"]
+
+
+def test_peers_are_remembered_one_by_one(scene: Scene) -> None:
+    scene.direct.error = LOST
+    scene.connect()
+    assert scene.connect(replace(PEER, identity="other")) == ["direct", "libp2p"]
+
+
+def test_a_remembered_way_that_breaks_gives_way_to_the_other(scene: Scene) -> None:
+    scene.direct.error = LOST
+    scene.connect()
+    scene.direct.error, scene.libp2p.error = None, LOST
+    assert [scene.connect(), scene.connect()] == [["libp2p", "direct"], ["direct"]]
+
+
+def test_a_peer_that_is_away_is_not_held_to_libp2p(scene: Scene) -> None:
+    scene.direct.error, scene.libp2p.error = LOST, PeerLost("peer: not found")
+    with pytest.raises(PeerLost, match="peer: not found; peer: gone"):
+        scene.connect()
+    scene.direct.error = scene.libp2p.error = None
+    assert scene.connect() == ["direct"]
+
+
+@pytest.mark.parametrize("way", ["direct", "libp2p"])
+def test_a_refusal_is_an_answer(scene: Scene, way: str) -> None:
+    scene.direct.error, scene.libp2p.error = (PeerRefused("no"), None) if way == "direct" else (LOST, PeerRefused("no"))
+    with pytest.raises(PeerRefused):
+        scene.connect()
+    assert scene.tried[-1] == way
+
+
+def test_the_first_way_leaves_time_for_the_second(scene: Scene) -> None:
+    scene.direct.error = LOST
+    scene.connect()
+    scene.auto.connect(replace(PEER, identity="other"), "data", timeout_s=600.0)
+    assert scene.direct.given_s == [4.0, 5.0]
+
+
+def test_the_log_names_the_way_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene.direct.error = LOST
+    for scene.now in (0.0, 1.0, 101.0, 102.0):
+        scene.connect()
+    scene.direct.error, scene.now = None, 500.0
+    scene.connect()
+    assert [record.getMessage() for record in caplog.records] == [
+        "me reaches peer through libp2p",
+        "me reaches peer directly",
+    ]
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[tuple[AutoTransport, AutoTransport, PeerAddress]]:
+    directories = [Directory.start(Identity.load(tmp_path / name), b"r" * 32) for name in "ab"]
+    a, b = (real_auto(directory) for directory in directories)
+    b.allow([a.address("127.0.0.1")])
+    yield a, b, b.address("127.0.0.1")
+    for auto, directory in zip((a, b), directories, strict=True):
+        auto.close()
+        directory.close()
+
+
+def real_auto(directory: Directory) -> AutoTransport:
+    inbox = Inbox()
+    direct = DirectTransport(directory.identity.peer_id, "127.0.0.1", inbox=inbox)
+    return AutoTransport(direct, Libp2pTransport(directory, inbox=inbox))
+
+
+def exchange(a: AutoTransport, b: AutoTransport, address: PeerAddress, *, timeout_s: float = SOON) -> str:
+    """Sends a frame over a new stream; the kind of wire that carried it."""
+    near: Any = a.connect(address, "data", timeout_s=timeout_s)
+    far = b.accept("data", timeout_s=SOON)
+    near.send(1, b"hello")
+    assert (far.peer, far.receive(timeout_s=SOON).head) == (a.identity, b"hello")
+    near.close()
+    return type(near.carrier.wire).__name__
+
+
+def test_a_black_hole_costs_a_share_of_the_time_once(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
+    a, b, address = real
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
+        address = replace(address, port=silent.getsockname()[1])
+        assert exchange(a, b, address, timeout_s=3.0) == "Libp2pWire"
+        silent.settimeout(0)
+        silent.accept()[0].close()
+        assert exchange(a, b, address) == "Libp2pWire"
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
+def test_without_its_daemon_a_peer_goes_on_directly(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
+    a, b, address = real
+    closed = replace(address, port=1)
+    assert [exchange(a, b, closed), exchange(a, b, address)] == ["Libp2pWire", "TlsWire"]
+    near = a.connect(address, "old", timeout_s=SOON)
+    far = b.accept("old", timeout_s=SOON)
+    guard = a.libp2p._directory.p2p.guard_pid
+    os.kill(int(subprocess.run(["pgrep", "-P", str(guard)], check=True, capture_output=True).stdout), signal.SIGKILL)
+    a.libp2p._watching.result(SOON)
+    near.send(1, b"still there")
+    assert far.receive(timeout_s=SOON).head == b"still there"
+    assert exchange(a, b, address) == "TlsWire"
+    with pytest.raises(PeerLost, match=r"p2pd has ended.*; .*cannot be reached at 127"):
+        a.connect(closed, "data", timeout_s=SOON)

@@ -1,0 +1,294 @@
+"""What is particular to libp2p streams; what all transports share is in test_comm_transport.py."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.comm import libp2p
+from diloco.comm.directory import Directory
+from diloco.comm.identity import Identity
+from diloco.comm.libp2p import Libp2pTransport, Libp2pWire, detach
+from diloco.comm.link import Link
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.transport import PeerAddress, Stream
+from diloco.comm.wire import deadline_in
+from diloco.errors import PeerLost, PeerRefused, StreamClosed, StreamEnded, TransportError
+
+SOON = 10.0
+Start = Callable[..., Libp2pTransport]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[tuple[Directory, Libp2pTransport]] = []
+
+    def make(name: str, **options: Any) -> Libp2pTransport:
+        directory = Directory.start(Identity.load(tmp_path / name), b"r" * 32, **options)
+        started.append((directory, Libp2pTransport(directory)))
+        return started[-1][1]
+
+    yield make
+    for directory, transport in started:
+        transport.close()
+        directory.close()
+
+
+@pytest.fixture
+def two(start: Start) -> tuple[Libp2pTransport, Libp2pTransport]:
+    a, b = start("a"), start("b")
+    b.allow([a.address()])
+    return a, b
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Libp2pTransport]:
+    with Directory.start(Identity.load(tmp_path_factory.mktemp("lonely") / "key"), b"r" * 32) as directory:
+        transport = Libp2pTransport(directory)
+        yield transport
+        transport.close()
+
+
+def streams(a: Libp2pTransport, b: Libp2pTransport) -> tuple[Stream, Stream]:
+    near = a.connect(b.address(), "data", timeout_s=SOON)
+    return near, b.accept("data", timeout_s=SOON)
+
+
+class Blocked:
+    """Calls that should be blocked now and end with an error later, each in its thread."""
+
+    def __init__(self, *calls: Callable[[], object]) -> None:
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(call,), daemon=True) for call in calls]
+        for thread in self._threads:
+            thread.start()
+        time.sleep(0.5)
+        assert all(thread.is_alive() for thread in self._threads)
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except TransportError as error:
+            self.errors.append(error)
+
+    def wait(self) -> set[type[BaseException]]:
+        for thread in self._threads:
+            thread.join(SOON)
+        assert len(self.errors) == len(self._threads), "still blocked, or ended without an error"
+        return {type(error) for error in self.errors}
+
+
+def send_for_ever(stream: Stream) -> None:
+    while True:
+        stream.send(1, payload=bytes(2**20))
+
+
+def kill_daemon(transport: Libp2pTransport) -> None:
+    guard = transport._directory.p2p.guard_pid
+    children = subprocess.run(["pgrep", "-P", str(guard)], check=True, capture_output=True, text=True).stdout
+    os.kill(int(children), signal.SIGKILL)
+
+
+def end_loop(transport: Libp2pTransport) -> None:
+    def fail() -> None:
+        raise SystemExit("the loop dies")
+
+    transport._directory.thread.loop.call_soon_threadsafe(fail)
+
+
+@pytest.mark.parametrize("end", [kill_daemon, end_loop])
+@pytest.mark.parametrize("side", ["own", "peer"])
+def test_the_end_of_the_daemon_wakes_everybody(
+    two: tuple[Libp2pTransport, Libp2pTransport], end: Callable[[Libp2pTransport], None], side: str
+) -> None:
+    a, b = two
+    reading, _silent = streams(a, b)
+    writing, _slow = streams(a, b)
+    blocked = Blocked(reading.receive, lambda: send_for_ever(writing))
+    end(a if side == "own" else b)
+    assert blocked.wait() <= {PeerLost, StreamClosed}
+    with pytest.raises(PeerLost):
+        a.connect(b.address(), "data", timeout_s=SOON)
+
+
+def test_the_end_of_the_daemon_ends_an_accept(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    a = start("a")
+    blocked = Blocked(lambda: a.accept("data", timeout_s=None))
+    kill_daemon(a)
+    assert blocked.wait() == {StreamClosed}
+    assert "p2pd has ended" in caplog.text
+
+
+def test_a_stranger_is_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    a, b, stranger = start("a"), start("b"), start("stranger")
+    b.allow([a.address()])
+    near, far = streams(a, b)
+    with pytest.raises(PeerRefused, match=f"{b.identity} refused the stream: b'not among the peers"):
+        stranger.connect(b.address(), "data", timeout_s=SOON)
+    assert f"{b.identity} refused a stream from {stranger.identity}" in caplog.text
+    b.allow([])
+    with pytest.raises(PeerRefused):
+        a.connect(b.address(), "data", timeout_s=SOON)
+    near.send(1, b"streams that exist stay")
+    assert far.receive(timeout_s=SOON).head == b"streams that exist stay"
+
+
+def test_a_slow_reader_stops_the_sender_within_bounded_memory(two: tuple[Libp2pTransport, Libp2pTransport]) -> None:
+    near, _far = streams(*two)
+    wire: Any = near.carrier
+    written, block = 0, memoryview(bytes(2**16))
+    with pytest.raises(PeerLost, match="stalled"):
+        while written < 2**28:
+            wire.wire.write(block, deadline_in(1.0))
+            written += len(block)
+    assert written < 2**25
+
+
+def test_a_peer_that_opens_and_says_nothing_is_dropped(
+    two: tuple[Libp2pTransport, Libp2pTransport], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = two
+    monkeypatch.setattr(libp2p, "HANDSHAKE_S", 0.3)
+    wire = a._directory.call(a._open(b.address()))
+    wire.read_into(memoryview(bytearray(44)), deadline_in(SOON))  # the greeting
+    assert wire.wait(deadline_in(SOON))
+    with pytest.raises(PeerLost, match="cut"):
+        wire.read_into(memoryview(bytearray(1)), deadline_in(SOON))
+    assert "nothing arrived in time" in caplog.text
+    assert b._handshakes._value == libp2p.MAX_HANDSHAKES
+    wire.close()
+
+
+def test_only_so_many_streams_are_opened_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(libp2p, "MAX_HANDSHAKES", 1)
+    a, b = start("a"), start("b")
+    b.allow([a.address()])
+    silent = a._directory.call(a._open(b.address()))
+    assert silent.wait(deadline_in(SOON))
+    with pytest.raises(PeerLost):
+        a.connect(b.address(), "data", timeout_s=SOON)
+    assert "others are being opened" in caplog.text
+    silent.close()
+
+
+@pytest.mark.parametrize("identity", ["{nobody}", "abc", "0OIl", ""])
+@pytest.mark.parametrize("control", [(), ("/ip4/127.0.0.1/tcp/9",), ("/no/such/protocol",)])
+def test_addresses_that_lead_nowhere(lonely: Libp2pTransport, identity: str, control: tuple[str, ...]) -> None:
+    nobody = Identity.load(lonely._directory.identity.path.with_name("nobody")).peer_id
+    with pytest.raises(PeerLost, match="no libp2p stream"):
+        lonely.connect(PeerAddress(identity.format(nobody=nobody), control=control), "data", timeout_s=SOON)
+
+
+def test_a_relay_is_asked(start: Start, tmp_path: Path) -> None:
+    a, relay = start("a"), start("relay")
+    circuits = tuple(f"{address}/p2p-circuit" for address in relay.address().control)
+    nobody = PeerAddress(Identity.load(tmp_path / "nobody").peer_id, control=circuits)
+    with pytest.raises(PeerLost, match="NO_RESERVATION"):
+        a.connect(nobody, "data", timeout_s=SOON)
+
+
+def test_an_open_that_takes_too_long_leaves_nothing_behind(
+    two: tuple[Libp2pTransport, Libp2pTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
+    streams(a, b)
+    opened: list[asyncio.StreamWriter] = []
+    released = asyncio.Event()
+    real_open = a._p2p.call_binary_stream_handler
+
+    async def slow_open(*arguments: Any) -> Any:
+        await released.wait()
+        result = await real_open(*arguments)
+        opened.append(result[2])
+        return result
+
+    monkeypatch.setattr(a._p2p, "call_binary_stream_handler", slow_open)
+    with pytest.raises(PeerLost, match="did not answer"):
+        a.connect(PeerAddress(b.identity), "data", timeout_s=0.5)
+    a._directory.thread.loop.call_soon_threadsafe(released.set)
+    deadline = time.monotonic() + SOON
+    while not (opened and opened[0].is_closing()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert opened[0].is_closing()
+
+
+@pytest.mark.parametrize("early", [0, 1, 100_000, 1_000_000])
+def test_nothing_is_lost_when_a_socket_leaves_the_loop(early: int) -> None:
+    data = os.urandom(early) + b"later"
+    near, far = socket.socketpair()
+    sender = threading.Thread(target=near.sendall, args=(data[:early],))
+    sender.start()
+
+    async def take() -> Libp2pWire:
+        reader, writer = await asyncio.open_connection(sock=far)
+        await asyncio.sleep(0.1)  # the loop reads ahead meanwhile
+        return Libp2pWire(*await detach(reader, writer), "peer")
+
+    wire = asyncio.run(take())
+    threading.Thread(target=lambda: (sender.join(), near.sendall(data[early:]))).start()
+    read = bytearray(len(data))
+    wire.read_into(memoryview(read), deadline_in(SOON))
+    assert read == data
+    near.close()
+    with pytest.raises(PeerLost, match="cut before its end mark"):
+        wire.read_into(memoryview(bytearray(1)), deadline_in(SOON))
+    wire.close()
+
+
+@pytest.mark.slow
+def test_two_peers_that_nobody_can_reach_meet_through_a_relay(start: Start) -> None:
+    """They announce the relays' circuits only. libp2p takes a place at a relay within half a minute where it knows
+    four of them, and waits three minutes where it knows fewer."""
+    relays = [start(f"relay{n}")._directory.addresses[0] for n in range(4)]
+    circuits = [f"{relay}/p2p-circuit" for relay in relays]
+    hidden = {"bootstrap": relays, "announce": circuits, "behind_nat": True, "reachability": "private"}
+    a, b = start("a", **hidden), start("b", **hidden)
+    b.allow([a.address()])
+    assert all("/p2p-circuit/" in address for address in b.address().control)
+    near = connect_patiently(a, b.address())
+    far = b.accept("data", timeout_s=SOON)
+    near.send(1, b"there", bytes(20_000))
+    assert len(far.receive(timeout_s=SOON).payload) == 20_000
+    far.send(1, b"and back")
+    far.end()
+    assert near.receive(timeout_s=SOON).head == b"and back"
+    with pytest.raises(StreamEnded):
+        near.receive(timeout_s=SOON)
+    ways = [str(way) for peer in a._directory.call(a._p2p.list_peers()) for way in ways_to(peer, b.identity)]
+    assert ways and all("p2p-circuit" in way for way in ways)
+
+
+def ways_to(peer: Any, identity: str) -> list[Any]:
+    return list(peer.addrs) if str(peer.peer_id) == identity else []
+
+
+def connect_patiently(a: Libp2pTransport, address: PeerAddress) -> Stream:
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            return a.connect(address, "data", timeout_s=SOON)
+        except PeerLost:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(5.5)  # libp2p does not dial again within five seconds
+
+
+def test_a_shaped_stream_is_cut_like_any_other(two: tuple[Libp2pTransport, Libp2pTransport]) -> None:
+    a, b = (ShapedTransport(transport, Link(1e9, 1e9)) for transport in two)
+    near = a.connect(two[1].address(), "data", timeout_s=SOON)
+    far = b.accept("data", timeout_s=SOON)
+    near.send(1, payload=bytes(300_000))
+    assert len(far.receive(timeout_s=SOON).payload) == 300_000
+    kill_daemon(two[0])
+    with pytest.raises(PeerLost):
+        far.receive(timeout_s=SOON)
