@@ -106,38 +106,44 @@ class Codec(ABC):
         """In one kernel, where the codec has one and the machine can build it."""
         return False
 
-    def decode(self, payload: Tensor, count: int) -> Tensor:
+    def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
         """The values behind `size(count)` bytes."""
-        values = torch.zeros(count, device=payload.device)
-        self.accumulate(payload, values)
+        values = torch.empty(count, device=payload.device) if out is None else out
+        assert len(values) == count
+        self._check(payload, count)
+        if count and not self._accumulate_fused(payload, values, 1.0, fresh=True):
+            self._accumulate(payload, values.zero_(), 1.0)
         return values
 
     def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
         """Add the decoded values to `into`, each block's scale times `share` (as fp32) in place of its scale."""
-        if payload.dtype != torch.uint8 or payload.numel() != self.size(len(into)):
-            raise CodecError(
-                f"{self.name}: {len(into)} values take {self.size(len(into))} bytes, not {payload.numel()}"
-            )
-        self.refuse_nonfinite(payload, len(into), NOT_DECODED)
-        if len(into) and not self._accumulate_fused(payload, into, share):
-            factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
-            for part in self._parts(into, payload):
-                decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
-                part.values.add_(decoded.flatten()[: len(part.values)])
+        self._check(payload, len(into))
+        if len(into) and not self._accumulate_fused(payload, into, share, fresh=False):
+            self._accumulate(payload, into, share)
 
-    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
+    def _accumulate(self, payload: Tensor, into: Tensor, share: float) -> None:
+        factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
+        for part in self._parts(into, payload):
+            decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
+            part.values.add_(decoded.flatten()[: len(part.values)])
+
+    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> bool:
+        """In one kernel, where there is one; `fresh` memory is taken for zeros."""
         return False
+
+    def _check(self, payload: Tensor, count: int) -> None:
+        if payload.dtype != torch.uint8 or payload.numel() != self.size(count):
+            raise CodecError(f"{self.name}: {count} values take {self.size(count)} bytes, not {payload.numel()}")
+        self.refuse_nonfinite(payload, count, NOT_DECODED)
 
     def refuse_nonfinite(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
         """Bytes from elsewhere may say anything: whether every one of `count` values would be finite."""
-        for scales, packed in self._views(payload, count):
-            if not torch.isfinite(self._largest_possible(scales, packed)).all():
-                raise CodecError(f"{self.name}: {what_then}")
+        if not self._is_finite(payload, count):
+            raise CodecError(f"{self.name}: {what_then}")
 
-    def _views(self, payload: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and packed values, [pages, …] each: of the whole pages, then of the short last one."""
-        for pages, lo, hi in _cuts(count, max(count, 1)):
-            yield self._split(payload, pages, lo, hi)
+    def _is_finite(self, payload: Tensor, count: int) -> bool:
+        views = (self._split(payload, *cut) for cut in _cuts(count, max(count, 1)))
+        return all(torch.isfinite(self._largest_possible(*view)).all() for view in views)
 
     def _split(self, payload: Tensor, pages: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
@@ -251,11 +257,18 @@ class Integer(Scaled):
             kernels.encode(values, key, first_page, self.levels, payload)
         return kernels is not None
 
-    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float) -> bool:
+    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> bool:
         kernels = _kernels(into.device.type)
         if kernels is not None:
-            kernels.accumulate(payload, into, share, self.levels)
+            kernels.accumulate(payload, into, share, self.levels, fresh)
         return kernels is not None
+
+    def _is_finite(self, payload: Tensor, count: int) -> bool:
+        kernels = _kernels(payload.device.type)
+        if kernels is None or not hasattr(kernels, "is_finite"):
+            return super()._is_finite(payload, count)
+        finite: bool = kernels.is_finite(payload, self.levels)
+        return finite
 
 
 class Int8(Integer):

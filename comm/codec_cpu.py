@@ -111,35 +111,56 @@ def _encode(values: Floats, table: Floats, seed: int, first_page: int, levels: A
 
 
 @_compiled
-def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats) -> None:
-    width = len(packed) // len(scales)
-    unpacked = np.empty(BLOCK, np.int8)
-    for block in range(len(scales)):
-        numbers = packed[block * width : (block + 1) * width]
-        if width == HALF:
-            _unpack(numbers, unpacked)
-            numbers = unpacked
-        scale = scales[block] * share
-        row = into[block * BLOCK : (block + 1) * BLOCK]
-        for i in range(len(row)):
-            row[i] += np.float32(numbers[i]) * scale
+def _is_finite(packed: Bytes, levels: Any) -> bool:
+    """Whether every value that these scales allow is finite."""
+    width = BLOCK if levels > 8 else HALF
+    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + width)
+    for first in range(0, len(packed), page_bytes):
+        raw = packed[first : first + page_bytes]
+        scales = raw[: len(raw) // (SCALE_BYTES + width) * SCALE_BYTES].view(np.float32)
+        for i in range(len(scales)):
+            if not abs(scales[i] * levels) < np.inf:
+                return False
+    return True
 
 
 @_compiled
-def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats) -> None:
+def _add(row: Floats, numbers: Bytes, scale: Any) -> None:
+    for i in range(len(row)):
+        row[i] += np.float32(numbers[i]) * scale
+
+
+@_compiled
+def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fresh: bool) -> None:
+    width = len(packed) // len(scales)
+    unpacked = np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        row = into[block * BLOCK : (block + 1) * BLOCK]
+        numbers = packed[block * width : (block + 1) * width]
+        if fresh:
+            row[:] = 0
+        if width == BLOCK:
+            _add(row, numbers, scales[block] * share)
+        else:
+            _unpack(numbers, unpacked)
+            _add(row, unpacked, scales[block] * share)
+
+
+@_compiled
+def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: bool) -> None:
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
     for page in range(-(-len(into) // PAGE)):
         part = into[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
         cut = SCALE_BYTES * -(-len(part) // BLOCK)
-        _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part)
+        _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part, fresh)
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
     """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
     first, second, seed = key.seeds
     table = table_of(first, second).numpy()
-    source, target = values.detach().contiguous().numpy(), payload.view(torch.int8).numpy()
+    source, target = values.detach().contiguous().numpy(), payload.numpy().view(np.int8)
     page_bytes = _page_bytes(levels)
 
     def work(lo: int, hi: int) -> None:
@@ -149,16 +170,20 @@ def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload:
     _spread(work, len(values))
 
 
-def accumulate(payload: Tensor, into: Tensor, share: float, levels: int) -> None:
-    """Add what `payload` says to `into`. The caller has looked at its scales."""
-    source, target = payload.contiguous().view(torch.int8).numpy(), into.numpy()
+def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
+    """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
+    source, target = payload.numpy().view(np.int8), into.numpy()
     page_bytes = _page_bytes(levels)
 
     def work(lo: int, hi: int) -> None:
         part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
-        _accumulate(raw, np.float32(levels), np.float32(share), part)
+        _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
 
     _spread(work, len(into))
+
+
+def is_finite(payload: Tensor, levels: int) -> bool:
+    return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
 
 
 def _page_bytes(levels: int) -> int:

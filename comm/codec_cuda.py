@@ -92,8 +92,9 @@ def _encode(values, payload, count, seed, first, second, levels: tl.constexpr, r
         tl.store(out + HALF, (numbers_high & 255).to(tl.uint8), there[:, None])
 
 
-@triton.jit(do_not_specialize=["count", "share"])
-def _accumulate(payload, into, count, share, levels: tl.constexpr, rows: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "share", "keep"])
+def _accumulate(payload, into, count, share, keep, levels: tl.constexpr, rows: tl.constexpr):
+    """`keep` 0: what lies in `into` is not looked at, not even for NaN."""
     block = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, HALF)
     packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
@@ -106,13 +107,13 @@ def _accumulate(payload, into, count, share, levels: tl.constexpr, rows: tl.cons
     else:
         low, high = tl.load(source, there[:, None], 0), tl.load(source + HALF, there[:, None], 0)
     place = block[:, None].to(tl.int64) * BLOCK + column[None, :]
-    _add(into, place, low, scale, count)
-    _add(into, place + HALF, high, scale, count)
+    _add(into, place, low, scale, count, keep)
+    _add(into, place + HALF, high, scale, count, keep)
 
 
 @triton.jit
-def _add(into, place, numbers, scale, count):
-    before = tl.load(into + place, place < count, 0.0)
+def _add(into, place, numbers, scale, count, keep):
+    before = tl.load(into + place, (place < count) & (keep != 0), 0.0)
     tl.store(into + place, before + numbers.to(tl.float32) * scale, place < count)
 
 
@@ -123,10 +124,10 @@ def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload:
     _launch("encode", levels, values, payload, len(values), seed, first, second)
 
 
-def accumulate(payload: Tensor, into: Tensor, share: float, levels: int) -> None:
-    """Add what `payload` says to `into`. The caller has looked at its scales."""
+def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
+    """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
     exact = torch.tensor(share, dtype=torch.float32).item()
-    _launch("accumulate", levels, payload, into, len(into), exact)
+    _launch("accumulate", levels, payload, into, len(into), exact, int(not fresh))
 
 
 def _launch(name: str, levels: int, source: Tensor, target: Tensor, count: int, *numbers: float) -> None:

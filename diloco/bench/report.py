@@ -31,16 +31,36 @@ def show(report: Report, *, as_json: bool) -> None:
         print(json.dumps({"checks": [asdict(check) for check in report.checks], **report.figures}))
         return
     console = Console(highlight=False)
-    if report.figures:
-        figures = Table.grid(padding=(0, 2))
-        for name, value in report.figures.items():
-            figures.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
-        console.print(figures)
+    for name, value in report.figures.items():
+        console.print(_table_of(name, value) if _is_table(value) else f"{name}: {_text(value)}")
     if report.checks:
-        table = Table("check", "value", "limit", "")
-        for check in report.checks:
-            sign = "≤" if check.better == "lower" else "≥"
-            table.add_row(
-                check.name, f"{check.value:.4g}", f"{sign} {check.limit:g}", "holds" if check.holds else "fails"
-            )
-        console.print(table)
+        console.print(_table_of_checks(report.checks))
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(row, dict) for row in value.values())
+
+
+def _table_of(name: str, rows: dict[str, dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    table = Table(name, *columns)
+    for title, row in rows.items():
+        table.add_row(title, *(_text(row.get(column, "")) for column in columns))
+    return table
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table_of_checks(checks: list[Check]) -> Table:
+    table = Table("check", "value", "limit", "")
+    for check in checks:
+        sign = "≤" if check.better == "lower" else "≥"
+        verdict = "holds" if check.holds else "fails"
+        table.add_row(check.name, f"{check.value:.4g}", f"{sign} {check.limit:g}", verdict)
+    return table
