@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
-MAX_PIECE_BYTES = 256 * 1024
-PIECE_S = 0.002
+MAX_PIECE_BYTES = 1024 * 1024
+PIECE_S = 0.004
 # A sleep that ends late must not lose rate for good. This much may be made up for, and sent at once after idling.
 BURST_S = 0.008
 
@@ -38,6 +38,11 @@ class Line:
         self._bucket = Bucket(self.bytes_per_s, burst_s)
         self._lock = threading.Lock()
 
+    @property
+    def piece_bytes(self) -> int:
+        """Small enough that streams take turns every few milliseconds."""
+        return int(min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, self.bytes_per_s * PIECE_S)))
+
     def reserve(self, size: int, now: float) -> float:
         with self._lock:
             self._bucket, finish = self._bucket.reserve(size, now)
@@ -46,9 +51,27 @@ class Line:
     def reserve_arriving(self, size: int, last_at: float) -> float:
         """For bytes of which the last arrives at `last_at`: the first ones have been passing through before it.
 
-        Waiting for a whole piece first would add a piece's time to every transfer, which no real router does.
+        Waiting for a whole piece first would add a piece's time to every transfer, which no real router does. That
+        holds for pieces of this line's size; of a larger one, a faster line has sent all at nearly the same time.
         """
-        return max(last_at, self.reserve(size, last_at - size / self.bytes_per_s))
+        passing_s = min(size, self.piece_bytes) / self.bytes_per_s
+        return max(last_at, self.reserve(size, last_at - passing_s))
+
+
+class Pace:
+    """How one stream waits for a line. What it overslept, the line could have been in use: that is made up for."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self._overslept_s = 0.0
+
+    def reserve(self, size: int, now: float) -> float:
+        return self.line.reserve(size, now - self._overslept_s)
+
+    def passed(self, finish: float, now: float, *, slept: bool) -> None:
+        """Bytes that should have been through at `finish` go out at `now`."""
+        behind_s = max(0.0, now - finish)
+        self._overslept_s = behind_s if slept else min(self._overslept_s, behind_s)
 
 
 class Link:
@@ -60,9 +83,7 @@ class Link:
 
     @property
     def piece_bytes(self) -> int:
-        """Small enough that streams take turns every few milliseconds."""
-        slower = min(self.up.bytes_per_s, self.down.bytes_per_s)
-        return int(min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, slower * PIECE_S)))
+        return min(self.up.piece_bytes, self.down.piece_bytes)
 
 
 @dataclass(frozen=True)

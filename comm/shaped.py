@@ -16,12 +16,17 @@ from random import Random
 from weakref import WeakSet
 
 from diloco.comm.frame import FrameHeader
-from diloco.comm.link import Link, Path, Paths
+from diloco.comm.link import Link, Pace, Path, Paths
 from diloco.comm.transport import PeerAddress, Stream, Transport
 from diloco.comm.wire import Carrier, Deadline, Piece, PlacePiece, deadline_in, seconds_to
 from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
 
 NO_SLEEP_S = 0.0003  # shorter sleeps end late anyway; the stamps keep the exact time
+# A sender may run this far ahead of its uplink, and a receiver may take in this early what belongs to a frame whose
+# end is still to come: one sleep for several pieces.
+AHEAD_S = 0.004
+SPARE_BUFFERS = 32
+MIN_SPARE_BYTES = 64 * 1024  # smaller buffers are cheap to make, and a peer could have us hold many
 MIN_WINDOW_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_BYTES = 256 * 1024 * 1024
 TRUSTED_STAMP_S = 5.0  # stamps further from now come from another machine's clock
@@ -61,9 +66,11 @@ class ShapedCarrier:
         self.link = link
         self.path = path
         self._random = random
+        self._pace = Pace(link.up)
         self._window = window_bytes(link, path)
         self._changed = threading.Condition()
         self._arrivals: deque[Arrival] = deque()
+        self._spare: deque[bytearray] = deque(maxlen=SPARE_BUFFERS)
         self._held = 0
         self._last_at = 0.0
         self._end: TransportError | None = None  # why nothing more will arrive
@@ -84,13 +91,19 @@ class ShapedCarrier:
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
         for part in cut_piece(piece, self.link.piece_bytes):
-            finish = self.link.up.reserve(self.bytes_for(part), time.monotonic())
-            if not self._sleep_until(finish, deadline):
-                raise PeerLost(f"{self.peer}: the uplink did not get a frame out in time")
+            finish = self._pass_uplink(self.bytes_for(part), deadline)
             try:
                 self.inner.send(replace(part, stamp_ns=int(finish * 1e9)), deadline)
             except TransportError as error:
                 raise self._reason(error) from None
+
+    def _pass_uplink(self, size: int, deadline: Deadline) -> float:
+        started = time.monotonic()
+        finish = self._pace.reserve(size, started)
+        if not self._sleep_until(finish, deadline, AHEAD_S):
+            raise PeerLost(f"{self.peer}: the uplink did not get a frame out in time")
+        self._pace.passed(finish, time.monotonic(), slept=finish - started > AHEAD_S)
+        return finish
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
         arrival = self._wait_visible(deadline)
@@ -103,6 +116,7 @@ class ShapedCarrier:
         with self._changed:
             self._arrivals.popleft()
             self._held -= arrival.size
+            self._keep_spare(arrival.piece.payload)
             self._changed.notify_all()
         return replace(arrival.piece, payload=target)
 
@@ -114,18 +128,19 @@ class ShapedCarrier:
             if not there:
                 raise TransportTimeout(f"{self.peer}: nothing arrived in time")
             arrival = self._arrivals[0]
-        if arrival.visible_at is None and self._sleep_until(arrival.at, deadline):
+        early_s = AHEAD_S if arrival.header.rest else NO_SLEEP_S
+        if arrival.visible_at is None and self._sleep_until(arrival.at, deadline, early_s):
             # only now: pieces of nearer peers that arrive earlier use the downlink first
             arrival.visible_at = self.link.down.reserve_arriving(arrival.size, arrival.at)
-        if arrival.visible_at is None or not self._sleep_until(arrival.visible_at, deadline):
+        if arrival.visible_at is None or not self._sleep_until(arrival.visible_at, deadline, early_s):
             raise TransportTimeout(f"{self.peer}: nothing arrived in time")
         return arrival
 
-    def _sleep_until(self, moment: float, deadline: Deadline) -> bool:
-        """False when the deadline comes first."""
+    def _sleep_until(self, moment: float, deadline: Deadline, early_s: float) -> bool:
+        """Not at all if it is no more than `early_s` away. False when the deadline comes first."""
         late = deadline is not None and deadline < moment
         pause = (deadline if late and deadline is not None else moment) - time.monotonic()
-        if pause > NO_SLEEP_S:
+        if pause > early_s:
             self._closed.wait(pause)
         if self._closed.is_set():
             raise self._reason(None)
@@ -145,7 +160,7 @@ class ShapedCarrier:
 
         def place(header: FrameHeader, head: bytes) -> memoryview:
             headers.append(header)
-            return memoryview(bytearray(header.length))
+            return self._make_room(header.length)
 
         piece = self.inner.receive(place, None)
         size = self.bytes_for(piece)
@@ -155,6 +170,16 @@ class ShapedCarrier:
             self._arrivals.append(Arrival(self._last_at, headers[0], piece, size))
             self._held += size
             self._changed.notify_all()
+
+    def _make_room(self, length: int) -> memoryview:
+        if self._spare and MIN_SPARE_BYTES <= length <= len(self._spare[-1]) <= 2 * length:
+            return memoryview(self._spare.pop())[:length]
+        return memoryview(bytearray(length))
+
+    def _keep_spare(self, payload: memoryview) -> None:
+        if len(payload) >= MIN_SPARE_BYTES:
+            assert isinstance(payload.obj, bytearray)  # from _make_room
+            self._spare.append(payload.obj)
 
     def _sent_at(self, piece: Piece) -> float:
         now, stamp = time.monotonic(), piece.stamp_ns / 1e9
@@ -218,6 +243,9 @@ class ShapedTransport:
             carriers = [carrier for carrier in self._carriers if {self.identity, carrier.peer} == pair]
         for carrier in carriers:
             carrier.lose("the link is cut")
+
+    def forget(self, channel: str) -> None:
+        self.transport.forget(channel)
 
     def close(self) -> None:
         self.paths.unwatch(self._on_cut)

@@ -18,6 +18,7 @@ WRITE_BYTES = 256 * 1024
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 RECORD_BYTES = 16 * 1024
 RECORD_OVERHEAD = 22  # 5 header, 1 content type, 16 tag
+TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux only
 
 
 def tune(connection: socket.socket) -> None:
@@ -38,7 +39,14 @@ class TlsWire:
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
         with self._in_use():
-            self._write(data, deadline)
+            if len(data) <= RECORD_BYTES:
+                self._write(data, deadline)
+                return
+            self._cork(True)
+            try:
+                self._write(data, deadline)
+            finally:
+                self._cork(False)
 
     def read_into(self, view: memoryview, deadline: Deadline) -> None:
         with self._in_use():
@@ -49,6 +57,12 @@ class TlsWire:
             with self._lock:
                 pending = self._socket.pending()
             return bool(pending) or self._poll(select.POLLIN, deadline)
+
+    def _cork(self, corked: bool) -> None:
+        """OpenSSL writes record by record. The kernel should send full segments, not wake the peer for each record."""
+        if TCP_CORK is not None:
+            with suppress(OSError):  # on a broken connection, of which the write tells
+                self._socket.setsockopt(socket.IPPROTO_TCP, TCP_CORK, corked)
 
     def _write(self, data: memoryview, deadline: Deadline) -> None:
         sent = 0

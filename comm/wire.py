@@ -21,7 +21,7 @@ from diloco.comm.frame import (
 )
 from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
 
-COALESCE_BYTES = 16 * 1024  # below this one write (one TLS record) is worth a copy
+JOIN_BYTES = 16 * 1024  # a header goes out with the payload's beginning: that copy costs less than a TLS record more
 
 PlacePiece = Callable[[FrameHeader, bytes], memoryview]  # (header, head) -> writable view for the piece's payload
 Deadline = float | None  # a value of time.monotonic()
@@ -89,11 +89,10 @@ class WireCarrier:
         header = pack_header(
             piece.kind, piece.head, piece.payload, rest=piece.rest, flags=flags, stamp_ns=piece.stamp_ns
         )
-        if len(piece.payload) <= COALESCE_BYTES:
-            self.wire.write(memoryview(b"".join((header, piece.head, piece.payload))), deadline)
-        else:
-            self.wire.write(memoryview(header + piece.head), deadline)
-            self.wire.write(piece.payload, deadline)
+        joined = _joined_bytes(piece)
+        self.wire.write(memoryview(b"".join((header, piece.head, piece.payload[:joined]))), deadline)
+        if joined < len(piece.payload):
+            self.wire.write(piece.payload[joined:], deadline)
         self.bytes_sent += self.bytes_for(piece)
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
@@ -124,13 +123,18 @@ class WireCarrier:
         return piece
 
     def bytes_for(self, piece: Piece) -> int:
-        front, length = HEADER_BYTES + len(piece.head), len(piece.payload)
-        if length <= COALESCE_BYTES:
-            return self.wire.bytes_for(front + length)
-        return self.wire.bytes_for(front) + self.wire.bytes_for(length)
+        joined = _joined_bytes(piece)
+        first = self.wire.bytes_for(HEADER_BYTES + len(piece.head) + joined)
+        apart = len(piece.payload) - joined
+        return first + (self.wire.bytes_for(apart) if apart else 0)
 
     def close(self) -> None:
         self.wire.close()
+
+
+def _joined_bytes(piece: Piece) -> int:
+    """How much of the payload is written together with the header."""
+    return min(len(piece.payload), max(0, JOIN_BYTES - HEADER_BYTES - len(piece.head)))
 
 
 def as_bytes(data: Buffer) -> memoryview:

@@ -64,6 +64,34 @@ class CodecError(DilocoError):
     code = "codec"
 
 
+class PlanRefused(DilocoError):
+    """A plan for an all-reduce cannot be right. Nothing was sent."""
+
+    code = "reduce-plan"
+
+
+class ReduceFailed(DilocoError):
+    """An all-reduce did not come about. Nothing was applied, the contribution is kept: safe to try again."""
+
+    code = "reduce"
+
+
+class ReduceCancelled(ReduceFailed):
+    """This side gave an all-reduce up."""
+
+    code = "reduce-cancelled"
+
+
+class ContributionRefused(ReduceFailed):
+    """A member's contribution holds NaN or infinity: try again without that member."""
+
+    code = "contribution"
+
+    def __init__(self, peer: str, reason: object) -> None:
+        super().__init__(f"the contribution of {peer} is refused: {reason}")
+        self.peer = peer
+
+
 class TransportError(DilocoError):
     """Bytes could not be moved. The stream or connection named in the message is of no more use."""
 

@@ -24,6 +24,15 @@ def parse_duration(value: object) -> float:
     return _parse(value, DURATION_UNITS, "a duration such as 80ms, 5s or 2min", bare=1.0)
 
 
+def parse_link(value: str) -> tuple[float, float]:
+    """Bits per second and one-way delay in seconds: `100mbit,40ms`, or `100mbit` alone."""
+    rate, _, delay = value.partition(",")
+    bits_per_s = parse_rate(rate.strip())
+    if not bits_per_s:
+        raise ValueError("a link without any rate carries nothing")
+    return bits_per_s, parse_duration(delay.strip()) if delay else 0.0
+
+
 def parse_count(value: object) -> int:
     """A whole number: `25M`, `1_000`, `2k`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:

@@ -39,11 +39,11 @@ class Claim:
     show_quick: Callable[[], Iterator[Result]] | None = None  # for CI: scaled down, and never a matter of time
 
 
-def tests(*arguments: str) -> Callable[[], Iterator[Result]]:
+def tests(*arguments: str, environment: dict[str, str] | None = None) -> Callable[[], Iterator[Result]]:
     """The claim is what these tests check."""
 
     def show() -> Iterator[Result]:
-        done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments])
+        done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], environment)
         summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
         yield Result(" ".join(arguments), summary, "all pass", done.returncode == 0)
 
@@ -99,6 +99,22 @@ def help_is_quick() -> Iterator[Result]:
     yield Result("seconds, median of 5", f"{median(times):.2f}", "< 0.3", median(times) < 0.3)
 
 
+def sixteen_peers() -> Iterator[Result]:
+    """Real processes; the memory of each stays below what its vectors and windows take."""
+    done = run([*DILOCO, "bench", "allreduce", "--json", "--peers", "16", "--values", "4000000", "--against", "none"])
+    if done.returncode:
+        yield Result("bench allreduce --peers 16", done.stderr.strip()[-80:], "runs", False)
+        return
+    row = json.loads(done.stdout)["unshaped"]
+    memory, limit = row["extra_memory_bytes"], 100e6
+    yield Result("seconds", f"{row['seconds']:.2f}", "ends", True)
+    yield Result("memory beyond the vectors, MB", f"{memory / 1e6:.0f}", f"≤ {limit / 1e6:.0f}", memory <= limit)
+
+
+def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
+    return tests("tests/test_comm_fuzz.py", environment={"DILOCO_FUZZ": str(inputs)})
+
+
 CLAIMS = [
     Claim("the demo trains in under 3 minutes, with falling loss", demo(300, limit_s=180), demo(75, limit_s=None)),
     Claim("losses do not depend on the mesh", tests("tests/test_mesh.py")),
@@ -107,12 +123,20 @@ CLAIMS = [
     Claim("every command has help with an example; help loads no torch", tests("tests", "-k", "help")),
     Claim("bad input is one clear line", tests("tests/test_cli.py", "-k", "bad_input")),
     Claim("a stopped and resumed run equals an uninterrupted one", tests("tests/test_trainer.py", "-k", "resumed")),
+    Claim("no p2pd is left behind, however its parent ends", tests("tests/test_comm_directory.py")),
+    Claim("codecs: encode speed and bias", bench("codec")),
+    Claim("codecs and the mean have the same bits everywhere", tests("tests", "-k", "every_platform or do_not_depend")),
+    Claim("a shaped link holds its rate", bench("link")),
+    Claim("the all-reduce against hivemind, gloo and the link", bench("allreduce")),
+    Claim("sixteen peers in one group", sixteen_peers),
+    Claim("cancelled at any moment, an all-reduce leaves nothing behind", tests("tests/test_comm_allreduce.py")),
+    Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),
     Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),
 ]  # fmt: skip
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run(command: list[str], more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(more or {})}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 

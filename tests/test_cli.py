@@ -26,6 +26,8 @@ COMMANDS = [
     ["bench", "overhead"],
     ["bench", "speed"],
     ["bench", "codec"],
+    ["bench", "allreduce"],
+    ["bench", "link"],
 ]
 
 

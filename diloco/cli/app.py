@@ -142,10 +142,44 @@ def codec(
     json: Json = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, of which the median counts.")] = 9,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed runs of each, of which the median counts: 25, or 200 on a GPU.")
+    ] = None,
 ) -> None:
     """Speed, error and bias of each codec."""
     from diloco.bench.codec import measure
     from diloco.bench.report import show
 
     show(measure(device=device, count=values, repeats=repeats), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench allreduce --against gloo --link 100mbit,40ms")
+def allreduce(
+    json: Json = False,
+    peers: Annotated[int, typer.Option(min=2, max=64, help="Processes on this machine.")] = 4,
+    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    codec: Annotated[str, typer.Option(help="fp32, bf16, int8, int4 or fp4.")] = "int8",
+    link: Annotated[str, typer.Option(help="Each peer's rate, and one-way delay.")] = "200mbit,20ms",
+    against: Annotated[str, typer.Option(help="Whom to compare with; none for nobody.")] = "hivemind,gloo",
+) -> None:
+    """Peers average a vector: against others, and against what a link allows."""
+    from diloco.bench.allreduce import measure
+    from diloco.bench.report import show
+
+    show(measure(peers=peers, count=values, codec=codec, link=link, against=against), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench link --rate 200mbit --delay 20ms")
+def link(
+    json: Json = False,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="To be held; repeat it or use commas. None: from 1mbit to 2gbit.")
+    ] = None,
+    delay: Annotated[str, typer.Option(help="One way, between the two processes.")] = "20ms",
+    streams: Annotated[int, typer.Option(min=1, max=64, help="Streams that share the link.")] = 4,
+) -> None:
+    """How well an emulated link holds its rate and delay."""
+    from diloco.bench.link import LADDER, measure
+    from diloco.bench.report import show
+
+    show(measure(rates=rate or LADDER, delay=delay, streams=streams), as_json=json)

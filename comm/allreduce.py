@@ -1,0 +1,258 @@
+"""The pipelined butterfly: every member reduces one span of the vector for everybody.
+
+Each member sends the chunks of its encoded contribution to the spans' owners. An owner adds up the contributions to a
+chunk in the plan's order, encodes the mean once and sends those bytes to all. So each contribution and the result are
+quantised once, the bytes are the same on all members, and each moves 2 (n-1)/n encoded vectors each way.
+
+A stream goes one way: contributions first, then results. Contributions never wait for results, so nobody waits in a
+circle; a slow owner holds its senders back, so that only a few chunks of each member lie in its memory.
+"""
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diloco.comm.noise import PAGE
+from diloco.comm.spans import ReducePlan, Span
+from diloco.comm.transport import PeerAddress, Place, Stream, Transport
+from diloco.comm.window import Count, Stopped, Window
+from diloco.errors import (
+    CodecError,
+    ContributionRefused,
+    FrameError,
+    PeerLost,
+    ReduceCancelled,
+    ReduceFailed,
+    StreamEnded,
+    TransportError,
+    TransportTimeout,
+)
+
+CONTRIBUTION, RESULT = 1, 2
+CHUNK_NUMBER = struct.Struct("<I")
+ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
+
+
+@dataclass
+class Progress:
+    """What has passed between this member and another one, and when it last did."""
+
+    sent_chunks: int = 0
+    received_chunks: int = 0
+    last_at: float = 0.0  # time.monotonic()
+
+
+class Reduction:
+    """One attempt. `run()` blocks and returns the encoded mean; any thread may `cancel()` it or ask for `progress`."""
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        contribution: Tensor,
+        transport: Transport,
+        addresses: Mapping[str, PeerAddress],
+        *,
+        result: Tensor | None = None,
+        patience_s: float = 30.0,
+    ) -> None:
+        """`contribution` is this member's encoded vector, `result` room for the mean's; `patience_s` is the time for
+        others to be reached and to appear."""
+        assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
+        self.plan = plan
+        self.me = plan.members.index(transport.identity)
+        self.others = [peer for peer in plan.members if peer != transport.identity]
+        self.result = torch.empty_like(contribution) if result is None else result
+        assert self.result.numel() == contribution.numel()
+        self.progress = {peer: Progress() for peer in self.others}
+        self._contribution = contribution
+        self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
+        self._mine = plan.chunks(self.me)
+        self._windows = {peer: Window(self._largest_chunk()) for peer in self.others}
+        self._reduced = Count()
+        self._streams: list[Stream] = []
+        self._heard: set[str] = set()  # members whose stream has come
+        self._connecting: set[threading.Thread] = set()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> Tensor:
+        works: list[Callable[[], None]] = [partial(self._send_to, peer) for peer in self.others]
+        works += [self._receive] * len(self.others)
+        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        self._guarded(self._reduce)
+        for thread in threads:
+            # one that still connects closes what it gets by itself
+            while thread.is_alive() and thread not in self._connecting:
+                thread.join(ACCEPT_SLICE_S)
+        self._transport.forget(self.plan.channel)
+        self._close_streams()
+        if self._error is not None:
+            raise self._error
+        return self.result
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        self._fail(ReduceCancelled(f"{self.plan.channel}: {reason}"))
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(stream.bytes_sent for stream in self._streams)
+
+    def _largest_chunk(self) -> int:
+        return max((self._size(chunk) for chunk in self._mine), default=0)
+
+    def _size(self, chunk: Span) -> int:
+        return self.plan.codec.size(chunk.hi - chunk.lo)
+
+    def _send_to(self, peer: str) -> None:
+        stream = self._connect(peer)
+        contribution, result = _bytes(self._contribution), _bytes(self.result)
+        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
+            stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
+            self._sent(peer)
+        for number, chunk in enumerate(self._mine):
+            self._reduced.reach(number + 1)
+            stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.bytes_of(chunk)])
+            self._sent(peer)
+        stream.end()
+
+    def _receive(self) -> None:
+        stream = self._accept()
+        peer = stream.peer
+        window, result = self._windows[peer], self.result
+        for number, chunk in enumerate(self._mine):
+            room = window.place(number, self._size(chunk))
+            stream.receive(_expect(CONTRIBUTION, number, room))
+            window.filled()
+            self._received(peer)
+        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
+            stream.receive(_expect(RESULT, number, result[self.plan.bytes_of(chunk)]))
+            self._received(peer)
+        _expect_end(stream)
+
+    def _reduce(self) -> None:
+        """In this order and no other: sums of fp32 depend on it."""
+        codec, sums = self.plan.codec, torch.empty(self.plan.chunk_pages * PAGE)
+        for number, chunk in enumerate(self._mine):
+            total = sums[: chunk.hi - chunk.lo].zero_()
+            for peer, share in zip(self.plan.members, self.plan.shares, strict=True):
+                self._add(peer, number, chunk, total, share)
+            codec.encode(total, self.plan.key, chunk.lo, out=self.result[self.plan.bytes_of(chunk)])
+            self._reduced.add_one()
+
+    def _add(self, peer: str, number: int, chunk: Span, total: Tensor, share: float) -> None:
+        window = self._windows.get(peer)
+        own = self._contribution[self.plan.bytes_of(chunk)]
+        payload = own if window is None else window.take(number, len(own))
+        try:
+            self.plan.codec.accumulate(payload, total, share)
+        except CodecError as bad:
+            raise ContributionRefused(peer, bad) from None
+        if window is not None:
+            window.free()
+
+    def _connect(self, peer: str) -> Stream:
+        me = threading.current_thread()
+        self._connecting.add(me)
+        try:
+            address = self._addresses[peer]
+            return self._keep(self._transport.connect(address, self.plan.channel, timeout_s=self._patience_s))
+        finally:
+            self._connecting.discard(me)
+
+    def _accept(self) -> Stream:
+        """A stream of a member that has none yet."""
+        give_up_at = time.monotonic() + self._patience_s
+        while self._error is None:
+            try:
+                stream = self._transport.accept(self.plan.channel, timeout_s=ACCEPT_SLICE_S)
+            except TransportTimeout:
+                if time.monotonic() > give_up_at:
+                    raise PeerLost(f"{', '.join(self._missing())}: no stream for {self.plan.channel}") from None
+            else:
+                if self._claim(stream):
+                    return self._keep(stream)
+                stream.close()
+        raise Stopped
+
+    def _missing(self) -> list[str]:
+        return [peer for peer in self.others if peer not in self._heard]
+
+    def _claim(self, stream: Stream) -> bool:
+        with self._lock:
+            if stream.peer not in self._missing():
+                return False
+            self._heard.add(stream.peer)
+        return True
+
+    def _keep(self, stream: Stream) -> Stream:
+        with self._lock:
+            if self._error is None:
+                self._streams.append(stream)
+                return stream
+        stream.close()
+        raise Stopped
+
+    def _sent(self, peer: str) -> None:
+        self.progress[peer].sent_chunks += 1
+        self.progress[peer].last_at = time.monotonic()
+
+    def _received(self, peer: str) -> None:
+        self.progress[peer].received_chunks += 1
+        self.progress[peer].last_at = time.monotonic()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Stopped:
+            pass  # whoever stopped it has said why
+        except TransportError as error:
+            self._fail(ReduceFailed(f"{self.plan.channel}: {error}"))
+        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: run() raises it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error counts: the others are its consequences."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+        self._close_streams()
+        self._reduced.stop()
+        for window in self._windows.values():
+            window.stop()
+
+    def _close_streams(self) -> None:
+        for stream in list(self._streams):
+            stream.close()
+
+
+def _expect(kind: int, number: int, room: Tensor) -> Place:
+    """Nothing but this chunk is let in, straight into its room."""
+
+    def place(got: int, head: bytes, length: int) -> memoryview:
+        if (got, head, length) != (kind, CHUNK_NUMBER.pack(number), len(room)):
+            raise FrameError(f"frame of kind {got} with {length} bytes, chunk {number} of kind {kind} was due")
+        return _bytes(room)
+
+    return place
+
+
+def _expect_end(stream: Stream) -> None:
+    try:
+        stream.receive()
+    except StreamEnded:
+        return
+    raise FrameError(f"{stream.peer} sent more than its plan says")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Its memory, not a copy."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]

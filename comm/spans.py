@@ -1,0 +1,113 @@
+"""Who reduces which part of a vector. Pure: the plan is made by one member and the same for all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from diloco.comm.codec import CODECS, Codec
+from diloco.comm.noise import PAGE, NoiseKey
+from diloco.errors import PlanRefused
+
+CHUNK_PAGES = 8  # a quarter of a million values: small beside a round, large beside a frame's header
+MAX_CHUNK_PAGES = 256
+MAX_MEMBERS = 1024
+MAX_TOTAL_WEIGHT = 2**53  # shares are exact quotients of whole numbers up to here
+
+
+@dataclass(frozen=True)
+class Span:
+    """Values [lo, hi). lo begins a page; so does hi, unless the vector ends there."""
+
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """One attempt at a mean. Every member holds the same plan; who is not in it takes no part."""
+
+    channel: str  # names the attempt: frames of another one never get in
+    members: tuple[str, ...]  # identities, in the order in which contributions are added up
+    weights: tuple[int, ...]  # whole numbers: tokens
+    spans: tuple[Span, ...]  # one for each member, in order; together the whole vector
+    codec_name: str
+    key: NoiseKey  # for rounding the result
+    chunk_pages: int = CHUNK_PAGES
+
+    def __post_init__(self) -> None:
+        if reason := _what_is_wrong(self):
+            raise PlanRefused(f"{self.channel}: {reason}")
+
+    @property
+    def count(self) -> int:
+        return self.spans[-1].hi
+
+    @property
+    def codec(self) -> Codec:
+        return CODECS[self.codec_name]
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        total = sum(self.weights)
+        return tuple(weight / total for weight in self.weights)
+
+    def chunks(self, member: int) -> list[Span]:
+        """The pieces of a member's span, in the order in which they travel."""
+        span, step = self.spans[member], self.chunk_pages * PAGE
+        return [Span(lo, min(lo + step, span.hi)) for lo in range(span.lo, span.hi, step)]
+
+    def bytes_of(self, chunk: Span) -> slice:
+        """Where the chunk lies in the encoded vector."""
+        first = chunk.lo // PAGE * self.codec.size(PAGE)
+        return slice(first, first + self.codec.size(chunk.hi - chunk.lo))
+
+
+def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, ...]:
+    """Spans such that all members finish together, or as nearly as their links allow."""
+    pages, shares = -(-count // PAGE), _shares(bytes_per_s)
+    edges, total = [0], 0.0
+    for share in shares:
+        total += share
+        edges.append(round(total * pages))
+    edges[-1] = pages
+    return tuple(Span(min(lo * PAGE, count), min(hi * PAGE, count)) for lo, hi in pairwise(edges))
+
+
+def _shares(bytes_per_s: Sequence[float]) -> list[float]:
+    """A member with share s moves 1 + (n - 2) s vectors each way. Those too slow even with s = 0 own nothing."""
+    n = len(bytes_per_s)
+    if n <= 2:
+        return [rate / sum(bytes_per_s) for rate in bytes_per_s]
+    active = sorted(range(n), key=lambda i: bytes_per_s[i])
+    while True:
+        time = (n - 2 + len(active)) / sum(bytes_per_s[i] for i in active)
+        if time * bytes_per_s[active[0]] >= 1:
+            break
+        active.pop(0)
+    return [(time * bytes_per_s[i] - 1) / (n - 2) if i in active else 0.0 for i in range(n)]
+
+
+def _what_is_wrong(plan: ReducePlan) -> str:
+    """Plans come from peers: nothing in them is believed."""
+    n = len(plan.members)
+    if not 0 < n <= MAX_MEMBERS or len(set(plan.members)) != n:
+        return f"a plan has 1 to {MAX_MEMBERS} members, each once"
+    if len(plan.weights) != n or len(plan.spans) != n:
+        return "each member has one weight and one span"
+    if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:
+        return "weights are whole numbers, not negative, not all zero, below 2^53 together"
+    if plan.codec_name not in CODECS:
+        return f"there is no codec {plan.codec_name!r}"
+    if not 0 < plan.chunk_pages <= MAX_CHUNK_PAGES:
+        return f"a chunk has 1 to {MAX_CHUNK_PAGES} pages"
+    return _what_is_wrong_with(plan.spans)
+
+
+def _what_is_wrong_with(spans: Sequence[Span]) -> str:
+    edges = [0, *(span.hi for span in spans)]
+    if any(span.lo != lo or span.hi < lo for span, lo in zip(spans, edges, strict=False)):
+        return "spans follow each other from 0 on"
+    if any(span.lo % PAGE and span.lo != edges[-1] for span in spans):
+        return "a span begins where a page begins"
+    return ""

@@ -1,0 +1,183 @@
+"""What we are compared with, on the same vectors and this same machine: hivemind's averager and gloo's all-reduce.
+
+Each peer is a process with one thread for tensors. A result that is not the average is an error, never a time.
+"""
+
+import multiprocessing
+import os
+import time
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.bench.peers import BenchPeer, run_peers
+
+# hivemind's default is 5 s and 3 s; a group that is complete starts at once either way. Its rule is that a request
+# must time out before matchmaking does.
+MATCHMAKING_S = 2.0
+REQUEST_S = 1.0
+STEP_TIMEOUT_S = 100.0
+STAGE_LOOK_S = 0.002
+# of standard normal values: fp16 is off by 0.006 at most, without one of 16 peers the average is off by 0.2
+FP16_ERROR_LIMIT = 0.02
+FP32_ERROR_LIMIT = 1e-5
+
+
+def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, Any]:
+    """Seconds until the slowest peer has the average, matchmaking included, and of these the all-reduce alone."""
+    with TemporaryDirectory() as folder:
+        rounds = run_peers(peers, _average_by_hivemind, count, repeats, folder)
+    return {
+        "seconds": median(_slowest(rounds, "seconds")),
+        "allreduce_seconds": median(_slowest(rounds, "allreduce_seconds")),
+        "seconds_of_each": _slowest(rounds, "seconds"),
+        "max_error": max(_slowest(rounds, "error")),
+        "compression": "fp16",
+        "min_matchmaking_time": MATCHMAKING_S,
+        "request_timeout": REQUEST_S,
+    }
+
+
+def gloo_seconds(peers: int, count: int, *, repeats: int = 5) -> dict[str, Any]:
+    """Seconds of an fp32 all-reduce over loopback, on the slowest peer; after one to warm up."""
+    rounds = run_peers(peers, _reduce_by_gloo, count, repeats + 1)
+    seconds = _slowest(rounds, "seconds")[1:]
+    return {"seconds": median(seconds), "seconds_of_each": seconds, "max_error": max(_slowest(rounds, "error"))}
+
+
+def _slowest(rounds: list[list[dict[str, float]]], name: str) -> list[float]:
+    """`rounds` by peer and repeat; the largest of each repeat."""
+    return [max(one[name] for one in repeat) for repeat in zip(*rounds, strict=True)]
+
+
+def contribution(index: int, count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(index))
+
+
+def average(peers: int, count: int) -> Tensor:
+    total = contribution(0, count)
+    for index in range(1, peers):
+        total += contribution(index, count)
+    return total.div_(peers)
+
+
+def check_average(result: Tensor, expected: Tensor, limit: float) -> float:
+    error = (result - expected).abs().max().item()
+    if not error <= limit:  # NaN included
+        raise ArithmeticError(f"this is not the average: off by up to {error:g}, at most {limit:g} is rounding")
+    return error
+
+
+def _reduce_by_gloo(peer: BenchPeer, count: int, repeats: int) -> list[dict[str, float]]:
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=_gloo_store(peer), rank=peer.index, world_size=peer.count)
+    own, expected = contribution(peer.index, count), average(peer.count, count)
+    rounds = [_reduce_once(peer, own.clone(), expected) for _ in range(repeats)]
+    peer.barrier()
+    dist.destroy_process_group()
+    return rounds
+
+
+def _gloo_store(peer: BenchPeer) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if peer.index == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        peer.exchange(store.port)
+        return store
+    return TCPStore("127.0.0.1", peer.exchange(None)[0], is_master=False)
+
+
+def _reduce_once(peer: BenchPeer, vector: Tensor, expected: Tensor) -> dict[str, float]:
+    import torch.distributed as dist
+
+    peer.barrier()
+    started = time.monotonic()
+    dist.all_reduce(vector)
+    seconds = time.monotonic() - started
+    return {"seconds": seconds, "error": check_average(vector.div_(peer.count), expected, FP32_ERROR_LIMIT)}
+
+
+def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str) -> list[dict[str, float]]:
+    multiprocessing.set_start_method("fork", force=True)  # hivemind's averager cannot be pickled
+    _keep_sockets_in(folder)
+    own, expected = contribution(peer.index, count), average(peer.count, count)
+    dht = _join_dht(peer)
+    averager = _start_averager(peer, dht, own.clone())
+    try:
+        return [_step_once(peer, averager, own, expected) for _ in range(repeats)]
+    finally:
+        averager.shutdown()
+        dht.shutdown()
+
+
+def _keep_sockets_in(folder: str) -> None:
+    """hivemind leaves some behind, in /tmp."""
+    from hivemind.p2p import P2P
+
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/hivemind-"
+    os.environ["TMPDIR"] = folder
+
+
+def _join_dht(peer: BenchPeer) -> Any:
+    from hivemind import DHT
+
+    local = ["/ip4/127.0.0.1/tcp/0"]
+    if peer.index == 0:
+        dht = DHT(host_maddrs=local, start=True)
+        peer.exchange([str(address) for address in dht.get_visible_maddrs()])
+    else:
+        dht = DHT(initial_peers=peer.exchange(None)[0], host_maddrs=local, start=True)
+    return dht
+
+
+def _start_averager(peer: BenchPeer, dht: Any, vector: Tensor) -> Any:
+    from hivemind import DecentralizedAverager
+    from hivemind.compression import Float16Compression
+
+    return DecentralizedAverager(
+        [vector],
+        dht,
+        start=True,
+        prefix="bench",
+        target_group_size=peer.count,
+        min_group_size=peer.count,
+        min_matchmaking_time=MATCHMAKING_S,
+        request_timeout=REQUEST_S,
+        compression=Float16Compression(),
+    )
+
+
+def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) -> dict[str, float]:
+    with averager.get_tensors() as (vector,):
+        vector.copy_(own)
+    peer.barrier()
+    started = time.monotonic()
+    step = averager.step(timeout=STEP_TIMEOUT_S, wait=False)
+    reducing_at = _watch_for_allreduce(step)
+    group = step.result(timeout=STEP_TIMEOUT_S)
+    ended = time.monotonic()
+    if group is None or len(group) != peer.count:
+        raise RuntimeError(f"hivemind averaged {len(group or ())} peers instead of {peer.count}")
+    with averager.get_tensors() as (vector,):
+        error = check_average(vector, expected, FP16_ERROR_LIMIT)
+    return {"seconds": ended - started, "allreduce_seconds": ended - reducing_at, "error": error}
+
+
+def _watch_for_allreduce(step: Any) -> float:
+    """When its last attempt began to exchange tensors; hivemind tries again by itself."""
+    from hivemind.averaging.control import AveragingStage
+
+    began = time.monotonic()
+    reducing = False
+    while not step.done():
+        was, reducing = reducing, step.stage == AveragingStage.RUNNING_ALLREDUCE
+        if reducing and not was:
+            began = time.monotonic()
+        time.sleep(STAGE_LOOK_S)
+    return began

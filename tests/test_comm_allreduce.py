@@ -1,0 +1,354 @@
+"""The butterfly gives everybody the same bytes, whatever the spans, chunks, timing and transport; and fails cleanly."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from random import Random
+
+import pytest
+import torch
+from golden import REDUCED, RESULT_KEY, digest, golden_contribution, reduced_digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.comm.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, Reduction
+from diloco.comm.codec import CODECS
+from diloco.comm.direct import DirectTransport
+from diloco.comm.link import Link, Path, Paths
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.noise import PAGE, NoiseKey
+from diloco.comm.pooled import PooledTransport
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.spans import ReducePlan, Span, spans_by_bandwidth
+from diloco.comm.transport import PeerAddress, Transport
+from diloco.comm.window import WINDOW
+from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
+
+SOON = 20.0
+
+
+class Group:
+    """Members a, b, c, … with a contribution each, and the transports between them."""
+
+    def __init__(self, transports: Sequence[Transport], addresses: dict[str, PeerAddress]) -> None:
+        self.transports = {transport.identity: transport for transport in transports}
+        self.addresses = addresses
+        self.reductions: dict[str, Reduction] = {}
+        self.outcomes: dict[str, Tensor | BaseException] = {}
+
+    def plan(self, count: int, codec: str, **changes: object) -> ReducePlan:
+        members = tuple(self.transports)
+        fields = {
+            "channel": "reduce/1", "members": members, "weights": tuple(range(1, len(members) + 1)),
+            "spans": spans_by_bandwidth(count, [1.0] * len(members)), "codec_name": codec, "key": RESULT_KEY,
+        }  # fmt: skip
+        return ReducePlan(**(fields | changes))  # type: ignore[arg-type]
+
+    def begin(self, plan: ReducePlan, contributions: dict[str, Tensor], members: Sequence[str] | None = None) -> None:
+        members, self.outcomes = members or plan.members, {}
+        for name in members:
+            self.reductions[name] = Reduction(plan, contributions[name], self.transports[name], self.addresses)
+        self.threads = [threading.Thread(target=self._run, args=(name,)) for name in members]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, name: str) -> None:
+        try:
+            self.outcomes[name] = self.reductions[name].run()
+        except BaseException as error:  # noqa: BLE001 -- the test looks at it
+            self.outcomes[name] = error
+
+    def finish(self) -> dict[str, Tensor | BaseException]:
+        for thread in self.threads:
+            thread.join(SOON)
+            assert not thread.is_alive(), "a member still waits"
+        return self.outcomes
+
+    def reduce(self, plan: ReducePlan, contributions: dict[str, Tensor]) -> Tensor:
+        self.begin(plan, contributions)
+        outcomes = list(self.finish().values())
+        for outcome in outcomes:
+            assert isinstance(outcome, Tensor), outcome
+            assert torch.equal(outcome, outcomes[0])
+        return outcomes[0]
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.close()
+
+
+def memory_group(size: int) -> Group:
+    network = MemoryNetwork()
+    transports = [network.transport(name) for name in names(size)]
+    return Group(transports, {transport.identity: transport.address() for transport in transports})
+
+
+def direct_group(size: int) -> Group:
+    transports = [DirectTransport(name, "127.0.0.1") for name in names(size)]
+    addresses = {transport.identity: transport.address("127.0.0.1") for transport in transports}
+    for transport in transports:
+        transport.allow(addresses.values())
+    return Group(transports, addresses)
+
+
+def wrapped(group: Group, wrap: Callable[[Transport], Transport]) -> Group:
+    return Group([wrap(transport) for transport in group.transports.values()], group.addresses)
+
+
+def jittery(transport: Transport) -> Transport:
+    return ShapedTransport(transport, Link(1e9, 1e9), Paths(Path(delay_s=0.001, jitter_s=0.01), seed=3))
+
+
+def names(size: int) -> list[str]:
+    return [f"m{number:02}" for number in range(size)]
+
+
+def encoded(group: Group, count: int, codec: str) -> dict[str, Tensor]:
+    return {
+        name: CODECS[codec].encode(golden_contribution(count, number), NoiseKey(7, 0, name))
+        for number, name in enumerate(group.transports)
+    }
+
+
+KINDS: dict[str, Callable[[int], Group]] = {
+    "memory": memory_group,
+    "direct": direct_group,
+    "jittery": lambda size: wrapped(memory_group(size), jittery),
+    "pooled": lambda size: wrapped(direct_group(size), PooledTransport),
+}
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
+
+    def make(size: int = 4, kind: str = "memory") -> Group:
+        groups.append(KINDS[kind](size))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
+
+
+def by_hand(plan: ReducePlan, contributions: dict[str, Tensor]) -> Tensor:
+    total = torch.zeros(plan.count)
+    for name, weight in zip(plan.members, plan.weights, strict=True):
+        plan.codec.accumulate(contributions[name], total, weight / sum(plan.weights))
+    return plan.codec.encode(total, plan.key)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_result_is_the_encoded_weighted_mean(make, codec):
+    group, count = make(3), 5 * PAGE + 1234
+    plan, contributions = group.plan(count, codec), encoded(group, count, codec)
+    assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+@pytest.mark.parametrize("codec, kind", [*((codec, "memory") for codec in CODECS), *(("int8", kind) for kind in KINDS)])
+def test_bytes_do_not_depend_on_spans_chunks_arrival_or_transport(make, codec, kind):
+    group, count = make(4, kind), 23 * PAGE + 77
+    contributions, digests = encoded(group, count, codec), set()
+    for number, (rates, chunk_pages) in enumerate([([1, 1, 1, 1], 8), ([1, 2, 3, 9], 1), ([0.01, 1, 1, 1], 3)]):
+        spans = spans_by_bandwidth(count, rates)
+        plan = group.plan(count, codec, spans=spans, chunk_pages=chunk_pages, channel=f"reduce/{number}")
+        digests.add(digest(group.reduce(plan, contributions)))
+    assert digests == {REDUCED[codec]}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_the_mean_has_the_same_bits_on_every_platform(codec, device):
+    assert reduced_digest(codec, device) == REDUCED[codec]
+
+
+@pytest.mark.parametrize("count", [0, 1, PAGE, 3 * PAGE + 1])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_small_vectors_and_groups(make, size, count):
+    group = make(size)
+    plan, contributions = group.plan(count, "int4"), encoded(group, count, "int4")
+    assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+def test_sixteen_members(make):
+    group, count = make(16), 40 * PAGE
+    plan, contributions = group.plan(count, "int8", chunk_pages=1), encoded(group, count, "int8")
+    assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+def test_progress_counts_every_chunk(make):
+    group, count = make(3), 12 * PAGE
+    group.reduce(group.plan(count, "int8", chunk_pages=2), encoded(group, count, "int8"))
+    for reduction in group.reductions.values():
+        for progress in reduction.progress.values():
+            assert (progress.sent_chunks, progress.received_chunks) == (4, 4)  # 2 of contributions, 2 of results
+            assert progress.last_at > 0
+
+
+def test_a_slow_owner_holds_its_senders_back(make):
+    """m01 never comes, so m00 can add nothing of m02's: it must not pile up what m02 sends."""
+    group, count = make(3), 60 * PAGE
+    plan, contributions = group.plan(count, "fp32", chunk_pages=1), encoded(group, count, "fp32")
+    owner, sender = (Reduction(plan, contributions[n], group.transports[n], group.addresses) for n in ("m00", "m02"))
+    threads = [threading.Thread(target=swallow, args=(reduction.run,)) for reduction in (owner, sender)]
+    for thread in threads:
+        thread.start()
+    until(lambda: owner.progress["m02"].received_chunks == WINDOW)
+    time.sleep(0.2)
+    assert owner.progress["m02"].received_chunks == WINDOW
+    for reduction in (owner, sender):
+        reduction.cancel()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["memory", "direct", "pooled"])
+def test_cancelling_at_any_moment_leaves_nothing_behind_and_the_next_attempt_succeeds(make, kind):
+    group, count, random = make(3, kind), 30 * PAGE, Random(1)
+    contributions = encoded(group, count, "int8")
+    expected = by_hand(group.plan(count, "int8"), contributions)
+    group.reduce(group.plan(count, "int8", channel="first"), contributions)  # connections and caches exist now
+    threads_before, files_before, attempts = threading.active_count(), open_files(), []
+    for attempt in range(25):
+        group.begin(group.plan(count, "int8", chunk_pages=1, channel=f"attempt {attempt}"), contributions)
+        time.sleep(random.random() * 0.03)
+        group.reductions[random.choice(names(3))].cancel("enough")
+        assert all(isinstance(o, ReduceFailed) or torch.equal(o, expected) for o in group.finish().values())
+        attempts += [weakref.ref(reduction) for reduction in group.reductions.values()]
+        group.reductions, group.outcomes = {}, {}
+    assert torch.equal(group.reduce(group.plan(count, "int8", channel="last"), contributions), expected)
+    until(lambda: threading.active_count() <= threads_before)
+    until(lambda: open_files() <= files_before)
+    group.reductions = {}
+    gc.collect()
+    assert not [attempt for attempt in attempts if attempt() is not None], "buffers of dead attempts are kept"
+
+
+def test_cancel_says_so(make):
+    group = make(2)
+    plan, contributions = group.plan(PAGE, "int8"), encoded(group, PAGE, "int8")
+    alone = Reduction(plan, contributions["m00"], group.transports["m00"], group.addresses)
+    threading.Timer(0.1, alone.cancel, ["the round is over"]).start()
+    with pytest.raises(ReduceCancelled, match=r"reduce/1: the round is over"):
+        alone.run()
+
+
+@pytest.mark.parametrize("kind", ["memory", "direct", "pooled"])
+def test_a_member_that_dies_ends_the_attempt_for_all_and_the_next_goes_on_without_it(make, kind):
+    group, count = make(4, kind), 40 * PAGE
+    contributions, plan = encoded(group, count, "int8"), group.plan(count, "int8", chunk_pages=1)
+    dying = group.transports.pop("m03")
+    group.begin(plan, contributions, members=names(3))
+    streams = [dying.connect(group.addresses[name], plan.channel, timeout_s=SOON) for name in names(3)]
+    for member, stream in enumerate(streams):
+        chunk = plan.bytes_of(plan.chunks(member)[0])
+        stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(0), contributions["m03"][chunk].numpy())
+    until(lambda: all(group.reductions[name].progress["m03"].received_chunks for name in names(3)))
+    dying.close()
+    assert all(isinstance(outcome, ReduceFailed) for outcome in group.finish().values())
+    plan = group.plan(count, "int8", channel="reduce/2")
+    assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+def test_a_member_that_never_comes_is_named(make):
+    group = make(3)
+    plan, contributions = group.plan(PAGE, "int8"), encoded(group, PAGE, "int8")
+    here = Reduction(plan, contributions["m00"], group.transports["m00"], group.addresses, patience_s=0.3)
+    with pytest.raises(ReduceFailed, match=r"m01, m02: no stream"):
+        here.run()
+
+
+def test_nan_in_a_contribution_names_its_sender(make):
+    group, count = make(3), 9 * PAGE
+    contributions = encoded(group, count, "int8")
+    contributions["m01"].view(9, -1).view(torch.float32)[7, 0] = float("nan")
+    group.begin(group.plan(count, "int8"), contributions)
+    refused = [outcome for outcome in group.finish().values() if isinstance(outcome, ContributionRefused)]
+    assert [error.peer for error in refused] == ["m01"] * len(refused)
+    assert refused, "somebody reduces that page"
+
+
+@pytest.mark.parametrize(
+    "kind, number, size",
+    [(RESULT, 0, PAGE), (CONTRIBUTION, 1, PAGE), (CONTRIBUTION, 0, PAGE + 1), (9, 0, PAGE), (CONTRIBUTION, 0, 0)],
+)
+def test_frames_that_are_not_due_end_the_attempt(make, kind, number, size):
+    group, count = make(2), 8 * PAGE
+    plan, contributions = group.plan(count, "fp32", chunk_pages=1), encoded(group, count, "fp32")
+    honest = Reduction(plan, contributions["m00"], group.transports["m00"], group.addresses)
+    stream = group.transports["m01"].connect(group.addresses["m00"], plan.channel, timeout_s=SOON)
+    stream.send(kind, CHUNK_NUMBER.pack(number), bytes(4 * size))
+    with pytest.raises(ReduceFailed, match="m01"):
+        honest.run()
+
+
+def test_a_stranger_is_turned_away(make):
+    group, count = make(3), 8 * PAGE
+    plan = group.plan(count, "int8", members=("m00", "m01"), weights=(1, 1), spans=spans_by_bandwidth(count, [1, 1]))
+    contributions = encoded(group, count, "int8")
+    stream = group.transports["m02"].connect(group.addresses["m00"], plan.channel, timeout_s=SOON)
+    stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(0), b"nonsense")
+    assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+def test_a_plan_from_elsewhere_is_checked(make):
+    group = make(2)
+    for changes in (
+        {"members": ("m00", "m00")}, {"members": ("m00",)}, {"weights": (1, -1)}, {"weights": (0, 0)},
+        {"weights": (2**53, 1)}, {"codec_name": "int3"}, {"chunk_pages": 0}, {"chunk_pages": 10**9},
+        {"spans": (Span(0, PAGE), Span(PAGE + 256, 3 * PAGE))}, {"spans": (Span(0, 100), Span(100, 3 * PAGE))},
+        {"spans": (Span(0, 3 * PAGE), Span(3 * PAGE, PAGE))}, {"spans": (Span(PAGE, PAGE), Span(PAGE, 3 * PAGE))},
+        {"spans": (Span(0, 3 * PAGE),)},
+    ):  # fmt: skip
+        with pytest.raises(PlanRefused, match="reduce/1"):
+            group.plan(3 * PAGE, "int8", **changes)
+
+
+@given(
+    count=st.integers(0, 100 * PAGE), rates=st.lists(st.floats(1e3, 1e9), min_size=1, max_size=20),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_spans_cover_the_vector_and_nobody_finishes_much_later_than_needed(count, rates):
+    spans = spans_by_bandwidth(count, rates)
+    ReducePlan("c", tuple(map(str, range(len(rates)))), (1,) * len(rates), spans, "int8", RESULT_KEY)  # valid
+    assert spans[-1].hi == count
+    n, size = len(rates), max(count, 1)
+    times = [(size + (n - 2) * (span.hi - span.lo)) / rate for span, rate in zip(spans, rates, strict=True) if n > 1]
+    if n > 2 and count:
+        best = max((2 * n - 2) * size / sum(rates), size / min(rates))  # no plan beats these
+        assert max(times) <= best * (1 + 1e-9) + (n - 2) * PAGE / min(rates) or max(times) <= water_level(size, rates)
+
+
+def water_level(size: int, rates: list[float]) -> float:
+    """By bisection, in another way than the code: the least time in which the links can own the whole vector."""
+    n = len(rates)
+    lo, hi = 0.0, (2 * n - 2) * size / min(rates)
+    for _ in range(200):
+        middle = (lo + hi) / 2
+        owned = sum(max(0.0, (middle * rate - size) / (n - 2)) for rate in rates)
+        lo, hi = (middle, hi) if owned < size else (lo, middle)
+    return max(hi, size / min(rates)) * (1 + 1e-6) + (n - 2) * PAGE / min(rates)
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < give_up_at, threading.enumerate()
+        time.sleep(0.005)
+
+
+def swallow(call: Callable[[], object]) -> None:
+    with suppress(ReduceFailed):
+        call()
