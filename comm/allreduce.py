@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco.comm.noise import PAGE
 from diloco.comm.spans import ReducePlan, Span
 from diloco.comm.transport import PeerAddress, Place, Stream, Transport
 from diloco.comm.window import Count, Stopped, Window
@@ -36,6 +35,7 @@ from diloco.errors import (
 
 CONTRIBUTION, RESULT = 1, 2
 CHUNK_NUMBER = struct.Struct("<I")
+WINDOW = 3  # chunks of each member in memory
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
 
@@ -73,7 +73,9 @@ class Reduction:
         self._contribution = contribution
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
         self._mine = plan.chunks(self.me)
-        self._windows = {peer: Window(self._largest_chunk()) for peer in self.others}
+        # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
+        self._slots = torch.empty(WINDOW, len(plan.members), self._largest_chunk(), dtype=torch.uint8)
+        self._windows = {peer: Window(list(self._slots[:, plan.members.index(peer)])) for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
         self._heard: set[str] = set()  # members whose stream has come
@@ -138,25 +140,26 @@ class Reduction:
         _expect_end(stream)
 
     def _reduce(self) -> None:
-        """In this order and no other: sums of fp32 depend on it."""
-        codec, sums = self.plan.codec, torch.empty(self.plan.chunk_pages * PAGE)
         for number, chunk in enumerate(self._mine):
-            total = sums[: chunk.hi - chunk.lo].zero_()
-            for peer, share in zip(self.plan.members, self.plan.shares, strict=True):
-                self._add(peer, number, chunk, total, share)
-            codec.encode(total, self.plan.key, chunk.lo, out=self.result[self.plan.bytes_of(chunk)])
+            place = self.plan.bytes_of(chunk)
+            payloads = self._slots[number % WINDOW, :, : self._size(chunk)]
+            payloads[self.me].copy_(self._contribution[place])
+            for peer, payload in zip(self.plan.members, payloads, strict=True):
+                self._await_good(peer, number, payload, chunk)
+            self.plan.codec.mean(
+                payloads, self.plan.shares, self.plan.key, chunk.lo, chunk.hi - chunk.lo, self.result[place]
+            )
+            for window in self._windows.values():
+                window.free()
             self._reduced.add_one()
 
-    def _add(self, peer: str, number: int, chunk: Span, total: Tensor, share: float) -> None:
-        window = self._windows.get(peer)
-        own = self._contribution[self.plan.bytes_of(chunk)]
-        payload = own if window is None else window.take(number, len(own))
+    def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
+        if peer in self._windows:
+            self._windows[peer].wait_for(number)
         try:
-            self.plan.codec.accumulate(payload, total, share)
+            self.plan.codec.refuse_nonfinite(payload, chunk.hi - chunk.lo)
         except CodecError as bad:
             raise ContributionRefused(peer, bad) from None
-        if window is not None:
-            window.free()
 
     def _connect(self, peer: str) -> Stream:
         me = threading.current_thread()

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -120,6 +120,21 @@ class Codec(ABC):
         self._check(payload, len(into))
         if len(into) and not self._accumulate_fused(payload, into, share, fresh=False):
             self._accumulate(payload, into, share)
+
+    def mean(
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, start: int, count: int, out: Tensor
+    ) -> None:
+        """The encoded sum of `shares` of what the rows of `payloads` say, added up in their order."""
+        if count and not self._mean_fused(payloads, shares, key, start // PAGE, count, out):
+            total = torch.zeros(count, device=payloads.device)
+            for payload, share in zip(payloads, shares, strict=True):
+                self.accumulate(payload, total, share)
+            self.encode(total, key, start, out=out)
+
+    def _mean_fused(
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
+    ) -> bool:
+        return False
 
     def _accumulate(self, payload: Tensor, into: Tensor, share: float) -> None:
         factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
@@ -262,6 +277,17 @@ class Integer(Scaled):
         if kernels is not None:
             kernels.accumulate(payload, into, share, self.levels, fresh)
         return kernels is not None
+
+    def _mean_fused(
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
+    ) -> bool:
+        kernels = _kernels(payloads.device.type)
+        if kernels is None or not hasattr(kernels, "mean"):
+            return False
+        for payload in payloads:
+            self._check(payload, count)
+        kernels.mean(payloads, shares, count, key, first_page, self.levels, out)
+        return True
 
     def _is_finite(self, payload: Tensor, count: int) -> bool:
         kernels = _kernels(payload.device.type)

@@ -5,7 +5,7 @@ so several threads encode and decode at once. Multiplication and addition stay a
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -48,19 +48,9 @@ _start_of = _compiled(start_of)
 
 
 @_compiled
-def _largest(bits: Any) -> Any:
-    """The largest magnitude as an integer: fp32 magnitudes compare as their bits do, with NaN above infinity."""
-    largest = np.int32(0)
-    for i in range(len(bits)):
-        largest = max(largest, np.int32(bits[i] & MAGNITUDE))
-    return largest
-
-
-@_compiled
 def _round(row: Floats, steps: Any, noise: Floats, numbers: Bytes) -> None:
-    for i in range(len(row)):
+    for i in range(BLOCK):
         numbers[i] = np.int8(np.int32(np.floor(row[i] * steps + noise[i])))
-    numbers[len(row) :] = 0
 
 
 @_compiled
@@ -77,26 +67,43 @@ def _unpack(packed: Bytes, numbers: Bytes) -> None:
 
 
 @_compiled
+def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
+    """What a block with this largest magnitude (its bits) is divided by, and what its values are multiplied with."""
+    peak = np.int32(largest).view(np.float32)
+    if largest >= INFINITE:
+        return np.float32(np.nan), NOTHING  # the mark of a block that cannot be encoded
+    if peak < TINY:
+        return NOTHING, NOTHING
+    return peak * SHRINK / levels, (levels - HAIR) / peak
+
+
+@_compiled
+def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
+    """Whole blocks: loops of constant length, over the whole array's indices, are a third faster than over slices."""
+    width = len(packed) // max(1, len(scales))
+    bits, numbers = values.view(np.int32), np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        at, to = block * BLOCK, block * width
+        largest = np.int32(0)
+        for i in range(BLOCK):
+            largest = max(largest, np.int32(bits[at + i] & MAGNITUDE))
+        scales[block], steps = _scale_and_steps(largest, levels)
+        if width == BLOCK:
+            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], packed[to : to + BLOCK])
+        else:
+            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], numbers)
+            _pack(numbers, packed[to : to + HALF])
+
+
+@_compiled
 def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
     """`packed` begins behind the page's scales."""
-    width = len(packed) // len(scales)
-    numbers = np.empty(BLOCK, np.int8)
-    for block in range(len(scales)):
-        row = values[block * BLOCK : (block + 1) * BLOCK]
-        largest = np.int32(_largest(row.view(np.int32)))
-        if largest >= INFINITE:
-            scales[block] = np.nan  # the mark of a block that cannot be encoded
-            continue
-        peak = largest.view(np.float32)
-        empty = peak < TINY
-        scales[block] = NOTHING if empty else peak * SHRINK / levels
-        steps = NOTHING if empty else (levels - HAIR) / peak
-        out = packed[block * width : (block + 1) * width]
-        if width == BLOCK:
-            _round(row, steps, noise[block * BLOCK :], out)
-        else:
-            _round(row, steps, noise[block * BLOCK :], numbers)
-            _pack(numbers, out)
+    width, whole = len(packed) // len(scales), len(values) // BLOCK
+    _encode_blocks(values, noise, levels, packed[: whole * width], scales[:whole])
+    if whole < len(scales):
+        last = np.zeros(BLOCK, np.float32)
+        last[: len(values) - whole * BLOCK] = values[whole * BLOCK :]
+        _encode_blocks(last, noise[whole * BLOCK :], levels, packed[whole * width :], scales[whole:])
 
 
 @_compiled
@@ -131,19 +138,28 @@ def _add(row: Floats, numbers: Bytes, scale: Any) -> None:
 
 
 @_compiled
+def _set(row: Floats, numbers: Bytes, scale: Any) -> None:
+    for i in range(len(row)):
+        row[i] = NOTHING + np.float32(numbers[i]) * scale  # as if added to zero: never -0
+
+
+@_compiled
 def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fresh: bool) -> None:
     width = len(packed) // len(scales)
     unpacked = np.empty(BLOCK, np.int8)
     for block in range(len(scales)):
         row = into[block * BLOCK : (block + 1) * BLOCK]
-        numbers = packed[block * width : (block + 1) * width]
-        if fresh:
-            row[:] = 0
-        if width == BLOCK:
-            _add(row, numbers, scales[block] * share)
-        else:
+        numbers, scale = packed[block * width : (block + 1) * width], scales[block] * share
+        if width == HALF:
             _unpack(numbers, unpacked)
-            _add(row, unpacked, scales[block] * share)
+            if fresh:
+                _set(row, unpacked, scale)
+            else:
+                _add(row, unpacked, scale)
+        elif fresh:
+            _set(row, numbers, scale)
+        else:
+            _add(row, numbers, scale)
 
 
 @_compiled
@@ -154,6 +170,34 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
         cut = SCALE_BYTES * -(-len(part) // BLOCK)
         _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part, fresh)
+
+
+@_compiled
+def _mean(
+    payloads: Any, shares: Floats, count: int, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes
+) -> None:
+    """Page by page, so that the sums stay in the cache."""
+    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    sums = np.empty(PAGE, np.float32)
+    for page in range(-(-count // PAGE)):
+        first = page * page_bytes
+        part, raw = sums[: min(PAGE, count - page * PAGE)], packed[first : first + page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        for member in range(len(payloads)):
+            theirs = payloads[member][first : first + len(raw)]
+            _accumulate_page(theirs[cut:], theirs[:cut].view(np.float32), shares[member], part, member == 0)
+        noise = table[_start_of(first_page + page, seed) :]
+        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
+
+
+def mean(
+    payloads: Tensor, shares: Sequence[float], count: int, key: NoiseKey, first_page: int, levels: int, out: Tensor
+) -> None:
+    """The encoded sum of shares of what the rows of `payloads` say. The caller has looked at their scales."""
+    first, second, seed = key.seeds
+    rows, table = payloads.numpy().view(np.int8), table_of(first, second).numpy()
+    weights, target = np.array(shares, np.float32), out.numpy().view(np.int8)
+    _mean(rows, weights, count, table, seed, first_page, np.float32(levels), target)
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:

@@ -11,7 +11,7 @@ from random import Random
 
 MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
 MAX_PIECE_BYTES = 1024 * 1024
-PIECE_S = 0.004
+PIECE_S = 0.008
 # A sleep that ends late must not lose rate for good. This much may be made up for, and sent at once after idling.
 BURST_S = 0.008
 
@@ -94,6 +94,10 @@ class Path:
     jitter_s: float = 0.0  # on top of the delay, uniform
     loss: float = 0.0  # probability for each piece
     stall_s: float = 0.2
+
+    @property
+    def takes_time(self) -> bool:
+        return bool(self.delay_s or self.jitter_s or self.loss)
 
     def arrival(self, sent: float, random: Random) -> float:
         stall = self.stall_s if self.loss and random.random() < self.loss else 0.0

@@ -1,10 +1,11 @@
 """Any transport behind a link of given rate, delay and jitter. No root, any transport.
 
 The sender cuts frames into pieces, lets each pass its uplink and stamps it with the time it left. The receiver
-keeps a piece invisible until stamp + delay, then lets it pass its downlink. A thread per stream takes pieces in
-meanwhile, so that a long delay costs no throughput. Stamps are CLOCK_MONOTONIC, which all processes of one machine
-share: delays are for experiments on one machine. Rate limits need no common clock (a stamp in the future or far past
-is replaced by the time of arrival), and the other side need not be shaped.
+keeps a piece invisible until stamp + delay, then lets it pass its downlink. Where there is a delay, a thread per stream
+takes pieces in meanwhile, so that it costs no throughput; a mere cap on a rate costs neither thread nor copy. Stamps
+are CLOCK_MONOTONIC, which all processes of one machine share: delays are for experiments on one machine. Rate limits
+need no common clock (a stamp in the future or far past is replaced by the time of arrival), and the other side need not
+be shaped.
 """
 
 import threading
@@ -76,7 +77,8 @@ class ShapedCarrier:
         self._end: TransportError | None = None  # why nothing more will arrive
         self._cut = ""
         self._closed = threading.Event()
-        threading.Thread(target=self._take_in, name=f"link-{self.peer}", daemon=True).start()
+        if path.takes_time:
+            threading.Thread(target=self._take_in, name=f"link-{self.peer}", daemon=True).start()
 
     @property
     def bytes_sent(self) -> int:
@@ -106,6 +108,22 @@ class ShapedCarrier:
         return finish
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        if self.path.takes_time:
+            return self._receive_delayed(place, deadline)
+        return self._receive_at_once(place, deadline)
+
+    def _receive_at_once(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        try:
+            piece = self.inner.receive(place, deadline)
+        except TransportTimeout:
+            raise
+        except TransportError as error:
+            raise self._reason(error) from None
+        visible_at = self.link.down.reserve_arriving(self.bytes_for(piece), self._sent_at(piece))
+        self._sleep_until(visible_at, None, AHEAD_S if piece.rest else NO_SLEEP_S)
+        return piece
+
+    def _receive_delayed(self, place: PlacePiece, deadline: Deadline) -> Piece:
         arrival = self._wait_visible(deadline)
         try:
             target = place(arrival.header, arrival.piece.head)

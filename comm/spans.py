@@ -9,7 +9,8 @@ from diloco.comm.codec import CODECS, Codec
 from diloco.comm.noise import PAGE, NoiseKey
 from diloco.errors import PlanRefused
 
-CHUNK_PAGES = 8  # a quarter of a million values: small beside a round, large beside a frame's header
+CHUNKS = 6  # of the largest span: enough that results flow while contributions still come
+USUAL_CHUNK_PAGES = 32  # a million values at most: by then what a frame costs is small beside its bytes
 MAX_CHUNK_PAGES = 256
 MAX_MEMBERS = 1024
 MAX_TOTAL_WEIGHT = 2**53  # shares are exact quotients of whole numbers up to here
@@ -33,7 +34,7 @@ class ReducePlan:
     spans: tuple[Span, ...]  # one for each member, in order; together the whole vector
     codec_name: str
     key: NoiseKey  # for rounding the result
-    chunk_pages: int = CHUNK_PAGES
+    chunk_pages: int = USUAL_CHUNK_PAGES
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -72,6 +73,11 @@ def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, 
         edges.append(round(total * pages))
     edges[-1] = pages
     return tuple(Span(min(lo * PAGE, count), min(hi * PAGE, count)) for lo, hi in pairwise(edges))
+
+
+def chunk_pages_for(spans: Sequence[Span]) -> int:
+    largest = max(span.hi - span.lo for span in spans) // PAGE
+    return min(max(largest // CHUNKS, 1), USUAL_CHUNK_PAGES)
 
 
 def _shares(bytes_per_s: Sequence[float]) -> list[float]:

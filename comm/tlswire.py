@@ -1,7 +1,7 @@
 """The bytes of one TLS connection.
 
 OpenSSL forbids two threads in one connection at the same time and Python 3.11 does not guard it: the socket is
-non-blocking, a lock is held for one record or so, and waiting happens outside the lock in poll().
+non-blocking, a lock is held for a few records, and waiting happens outside the lock in poll().
 """
 
 import select
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from diloco.comm.wire import Deadline, seconds_to
 from diloco.errors import PeerLost, StreamClosed
 
-WRITE_BYTES = 256 * 1024
+TURN_BYTES = 256 * 1024  # for one direction, before the other may have the connection
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 RECORD_BYTES = 16 * 1024
 RECORD_OVERHEAD = 22  # 5 header, 1 content type, 16 tag
@@ -69,7 +69,7 @@ class TlsWire:
         while sent < len(data):
             try:
                 with self._lock:
-                    sent += self._socket.send(data[sent : sent + WRITE_BYTES])
+                    sent += self._socket.send(data[sent : sent + TURN_BYTES])
             except ssl.SSLWantWriteError:
                 self._wait_within(select.POLLOUT, deadline)
             except ssl.SSLWantReadError:
@@ -78,21 +78,31 @@ class TlsWire:
                 raise self._broken(error) from None
 
     def _read_into(self, view: memoryview, deadline: Deadline) -> None:
-        filled = 0
-        while filled < len(view):
+        while len(view):
             try:
-                with self._lock:
-                    count = self._socket.recv_into(view[filled:])
+                view = view[self._read_some(view[:TURN_BYTES]) :]
             except ssl.SSLWantReadError:
                 self._wait_within(select.POLLIN, deadline)
             except ssl.SSLWantWriteError:
                 self._wait_within(select.POLLOUT, deadline)
             except OSError as error:
                 raise self._broken(error) from None
-            else:
+
+    def _read_some(self, view: memoryview) -> int:
+        """What is at hand, at least one record: OpenSSL hands them out one by one."""
+        filled, size = 0, len(view)
+        with self._lock:
+            while filled < size:
+                try:
+                    count = int(self._socket.read(size - filled, view[filled:]))
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    if filled:
+                        break
+                    raise
                 if not count:
-                    raise self._broken("cut before its end mark")
+                    raise ConnectionError("cut before its end mark")
                 filled += count
+        return filled
 
     def _wait_within(self, event: int, deadline: Deadline) -> None:
         if not self._poll(event, deadline):

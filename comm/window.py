@@ -1,11 +1,9 @@
 """How the threads of one all-reduce wait for each other. Whatever stops the attempt wakes all of them."""
 
 import threading
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-
-WINDOW = 4  # chunks of one member in memory
 
 
 class Stopped(Exception):
@@ -40,21 +38,20 @@ class Count:
 class Window:
     """The chunks of one member that wait to be added: a ring of buffers."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._buffers = [torch.empty(chunk_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
         self._filled, self._freed = Count(), Count()
 
     def place(self, number: int, size: int) -> Tensor:
         """Room for chunk `number`, once there is some."""
-        self._freed.reach(number - WINDOW + 1)
-        return self._buffers[number % WINDOW][:size]
+        self._freed.reach(number - len(self._buffers) + 1)
+        return self._buffers[number % len(self._buffers)][:size]
 
     def filled(self) -> None:
         self._filled.add_one()
 
-    def take(self, number: int, size: int) -> Tensor:
+    def wait_for(self, number: int) -> None:
         self._filled.reach(number + 1)
-        return self._buffers[number % WINDOW][:size]
 
     def free(self) -> None:
         self._freed.add_one()

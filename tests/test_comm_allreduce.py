@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.comm.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, Reduction
+from diloco.comm.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
 from diloco.comm.codec import CODECS
 from diloco.comm.direct import DirectTransport
 from diloco.comm.link import Link, Path, Paths
@@ -26,7 +26,6 @@ from diloco.comm.pooled import PooledTransport
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.spans import ReducePlan, Span, spans_by_bandwidth
 from diloco.comm.transport import PeerAddress, Transport
-from diloco.comm.window import WINDOW
 from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
 
 SOON = 20.0

@@ -99,7 +99,7 @@ def test_no_limit_means_no_wait() -> None:
 def test_pieces_are_small_in_time_or_in_bytes(bits_per_s: float) -> None:
     size = Link(bits_per_s, None).piece_bytes
     assert 8 * 1024 <= size <= 1024 * 1024
-    assert size == 8 * 1024 or size * 8 / bits_per_s <= 0.0042
+    assert size == 8 * 1024 or size * 8 / bits_per_s <= 0.0082
 
 
 def test_cut_pieces_join_to_the_whole() -> None:
@@ -203,7 +203,7 @@ def test_held_pieces_do_not_overwrite_each_other() -> None:
 
 
 def test_a_small_piece_does_not_hold_a_large_buffer() -> None:
-    net = Net(Paths(), {"a": (None, None), "b": (None, None)})
+    net = Net(Paths(Path(delay_s=0.001)), {"a": (None, None), "b": (None, None)})
     near, far = net.streams("a", "b")
     carrier: Any = far.carrier
     for size in (1_000_000, 100_000, 10):
@@ -217,7 +217,7 @@ def test_a_small_piece_does_not_hold_a_large_buffer() -> None:
 def test_no_frame_is_there_before_its_time(cut_into: int) -> None:
     link = (1e9, 1e9)
     net = Net(Paths(Path(delay_s=0.05)), {"a": link, "b": link})
-    assert transfer_s(*net.streams("a", "b"), cut_into * Link(*link).piece_bytes) >= 0.05 + cut_into * 0.004 - 0.0085
+    assert transfer_s(*net.streams("a", "b"), cut_into * Link(*link).piece_bytes) >= 0.05 + cut_into * 0.008 - 0.0085
     net.close()
 
 

@@ -27,7 +27,7 @@ from diloco.comm.link import Link, Path, Paths
 from diloco.comm.noise import NoiseKey
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.shaped import ShapedTransport
-from diloco.comm.spans import ReducePlan, spans_by_bandwidth
+from diloco.comm.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
 from diloco.comm.transport import Transport
 from diloco.errors import ConfigError
 from diloco.units import parse_link
@@ -184,7 +184,7 @@ def _reduce_once(
     codec, members = CODECS[setting.codec], tuple(address.identity for address in addresses)
     spans = spans_by_bandwidth(setting.count, [1.0] * setting.peers)
     weights, key = (1,) * setting.peers, NoiseKey(number, 0, "result")
-    plan = ReducePlan(f"reduce/{number}", members, weights, spans, setting.codec, key)
+    plan = ReducePlan(f"reduce/{number}", members, weights, spans, setting.codec, key, chunk_pages_for(spans))
     started, started_cpu = time.monotonic(), time.process_time()
     codec.encode(own, NoiseKey(number, 0, transport.identity), out=room.contribution)
     reduction = Reduction(
