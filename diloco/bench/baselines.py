@@ -112,6 +112,7 @@ def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str)
     try:
         return [_step_once(peer, averager, own, expected) for _ in range(repeats)]
     finally:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hivemind ends its own processes with tracebacks
         averager.shutdown()
         dht.shutdown()
 
