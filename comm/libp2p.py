@@ -11,125 +11,54 @@ it with all its streams; 4 GiB or half an hour where its peers have found it to 
 import asyncio
 import logging
 import os
-import select
 import socket
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from diloco.comm.directory import Directory
 from diloco.comm.frame import Limits
 from diloco.comm.inbox import Inbox, open_channel, read_channel, refusal
+from diloco.comm.socketwire import SocketWire
 from diloco.comm.transport import PeerAddress, Stream
-from diloco.comm.wire import Deadline, WireCarrier, deadline_in, seconds_to
-from diloco.errors import DirectoryError, PeerLost, StreamClosed, TransportError
+from diloco.comm.wire import WireCarrier, deadline_in, seconds_to
+from diloco.errors import DirectoryError, PeerLost, TransportError
 
 PROTOCOL = "/diloco/stream/1"
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 256  # at the same time, of peers that may connect; strangers get no thread at all
-WRITE_BYTES = 256 * 1024
 SOCKET_BUFFER_BYTES = 1024 * 1024
 
 log = logging.getLogger(__name__)
 
 
-class Libp2pWire:
+class Libp2pWire(SocketWire):
     # libp2p authenticates what goes from daemon to daemon, relays included. The checksum also covers the way through
     # the daemons themselves, and costs a hundredth of what they do.
     secure = False
 
     def __init__(self, connection: socket.socket, early: bytes, peer: str) -> None:
         """`early` is what had been read of the connection before it came here."""
-        connection.setblocking(False)
+        super().__init__(connection, peer)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        self.peer = peer
-        self._socket = connection
         self._early = memoryview(early)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._users = 0  # threads inside a call: the last one out closes the descriptor
 
-    def write(self, data: memoryview, deadline: Deadline) -> None:
-        with self._in_use():
-            while len(data):
-                try:
-                    data = data[self._socket.send(data[:WRITE_BYTES]) :]
-                except BlockingIOError:
-                    self._wait_within(select.POLLOUT, deadline)
-                except OSError as error:
-                    raise self._broken(error) from None
+    def _send_some(self, data: memoryview) -> int:
+        return self._socket.send(data)
 
-    def wait(self, deadline: Deadline) -> bool:
-        with self._in_use():
-            return bool(self._early) or self._poll(select.POLLIN, deadline)
-
-    def read_into(self, view: memoryview, deadline: Deadline) -> None:
-        with self._in_use():
-            while len(view):
-                view = view[self._read_some(view, deadline) :]
-
-    def _read_some(self, view: memoryview, deadline: Deadline) -> int:
-        if self._early:
-            count = min(len(view), len(self._early))
-            view[:count], self._early = self._early[:count], self._early[count:]
-            return count
-        try:
-            count = self._socket.recv_into(view)
-        except BlockingIOError:
-            self._wait_within(select.POLLIN, deadline)
-            return 0
-        except OSError as error:
-            raise self._broken(error) from None
-        if not count:
-            raise self._broken("cut before its end mark")
+    def _read_some(self, view: memoryview) -> int:
+        if not self._early:
+            return self._socket.recv_into(view)
+        count = min(len(view), len(self._early))
+        view[:count], self._early = self._early[:count], self._early[count:]
         return count
 
-    def _wait_within(self, event: int, deadline: Deadline) -> None:
-        if not self._poll(event, deadline):
-            raise PeerLost(f"{self.peer} stalled within a frame")
-
-    def _poll(self, event: int, deadline: Deadline) -> bool:
-        if self._closed:
-            raise self._broken("")
-        poller = select.poll()
-        poller.register(self._socket.fileno(), event)
-        left = seconds_to(deadline)
-        return bool(poller.poll(None if left is None else left * 1000))
-
-    def _broken(self, reason: object) -> PeerLost | StreamClosed:
-        if self._closed:
-            return StreamClosed(f"the stream to {self.peer} was closed here")
-        return PeerLost(f"{self.peer}: libp2p stream lost ({reason})")
+    def _has_pending(self) -> bool:
+        return bool(self._early)
 
     def bytes_for(self, length: int) -> int:
         return length  # what p2pd adds cannot be seen from here: about one in a thousand
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        with self._lock:
-            if self._closed:
-                raise self._broken("")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                self._close_unused()
-
-    def close(self) -> None:
-        """Wakes whoever waits in poll(). A descriptor closed under a thread that polls it could be another's next."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                with suppress(OSError):  # p2pd may have closed its end
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                self._close_unused()
-
-    def _close_unused(self) -> None:
-        if self._closed and not self._users:
-            self._socket.close()
 
 
 async def detach(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[socket.socket, bytes]:
