@@ -17,7 +17,7 @@ from diloco.comm.inbox import Inbox, open_channel, read_channel
 from diloco.comm.tlswire import SOCKET_BUFFER_BYTES, TlsWire, tune
 from diloco.comm.transport import PeerAddress, Stream
 from diloco.comm.wire import WireCarrier
-from diloco.errors import PeerLost, PeerRefused, TransportError
+from diloco.errors import PeerLost, PeerRefused, TransportError, WrongPeer
 
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 64  # at the same time: strangers cannot make us hold more threads than that
@@ -77,13 +77,13 @@ class DirectTransport:
             connection = context.wrap_socket(plain)
         except ssl.SSLCertVerificationError as error:
             plain.close()
-            raise PeerRefused(f"{peer.identity}: its certificate is not that of its record ({error})") from None
+            raise WrongPeer(f"{peer.identity}: its certificate is not that of its record ({error})") from None
         except OSError as error:
             plain.close()
             raise PeerLost(f"{peer.identity} at {peer.host}:{peer.port}: no TLS ({error})") from None
         if connection.getpeercert(binary_form=True) != peer.certificate_der:
             connection.close()
-            raise PeerRefused(f"{peer.identity}: its certificate is not that of its record")
+            raise WrongPeer(f"{peer.identity}: its certificate is not that of its record")
         return connection
 
     def accept(self, channel: str, *, timeout_s: float | None) -> Stream:

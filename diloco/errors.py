@@ -110,8 +110,14 @@ class PeerLost(TransportError):
     code = "peer-lost"
 
 
+class WrongPeer(PeerLost):
+    """Somebody else answers at a peer's address, so the peer itself is not reached there. Nothing was exchanged."""
+
+    code = "wrong-peer"
+
+
 class PeerRefused(TransportError):
-    """One side does not accept the other's certificate. Nothing was exchanged."""
+    """A peer does not let us in. Nothing was exchanged."""
 
     code = "peer-refused"
 

@@ -19,7 +19,7 @@ from diloco.comm.identity import Identity
 from diloco.comm.inbox import Inbox
 from diloco.comm.libp2p import Libp2pTransport
 from diloco.comm.transport import PeerAddress
-from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout
+from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout, WrongPeer
 
 SOON = 10.0
 PEER = PeerAddress("peer", "10.0.0.7", 31337, b"certificate")
@@ -122,6 +122,11 @@ def test_a_refusal_is_an_answer(scene: Scene, way: str) -> None:
     with pytest.raises(PeerRefused):
         scene.connect()
     assert scene.tried[-1] == way
+
+
+def test_somebody_else_at_the_peers_address_is_no_answer(scene: Scene) -> None:
+    scene.direct.error = WrongPeer("another certificate")
+    assert scene.connect() == ["direct", "libp2p"]
 
 
 def test_the_first_way_leaves_time_for_the_second(scene: Scene) -> None:

@@ -31,6 +31,7 @@ from diloco.errors import (
     StreamEnded,
     TransportError,
     TransportTimeout,
+    WrongPeer,
 )
 
 SOON = 10.0  # no test waits that long unless it fails
@@ -363,7 +364,7 @@ def test_damage_in_memory_is_seen_by_the_checksum() -> None:
 
 def test_a_server_with_another_certificate_is_refused(direct: Two) -> None:
     forged = replace(direct.address_b, certificate_der=create_certificate().der)
-    with pytest.raises(PeerRefused, match="b: its certificate is not that of its record"):
+    with pytest.raises(WrongPeer, match="b: its certificate is not that of its record"):
         direct.a.connect(forged, "data", timeout_s=SOON)
 
 
