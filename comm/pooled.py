@@ -1,8 +1,8 @@
 """Connections that outlive their streams: a handshake, and a TCP window wide open, serve many rounds.
 
-For streams that go one way: the connecting side sends and ends, the accepting side only receives. When the end mark has
-passed, the connection is idle on both sides and the next stream to that peer begins on it. A stream that is closed
-before its end takes its connection with it.
+For streams that go one way: the connecting side sends and ends, the accepting side only receives. When that has read
+the end mark it says so, and the next stream to that peer begins on the same connection. Until then, and when a stream
+is closed before its end, the next one gets a connection of its own: whoever never reads a stream holds no other up.
 """
 
 import logging
@@ -13,9 +13,10 @@ from diloco.comm.frame import END, HELLO
 from diloco.comm.inbox import Inbox, hear_channel
 from diloco.comm.transport import PeerAddress, Stream, Transport
 from diloco.comm.wire import Deadline, Piece, PlacePiece
-from diloco.errors import StreamClosed, TransportError, TransportTimeout
+from diloco.errors import StreamClosed, TransportError
 
 CHANNEL = "pool"
+ANSWER_S = 10.0
 log = logging.getLogger(__name__)
 
 
@@ -101,9 +102,9 @@ class PooledTransport:
     def _take_idle(self, identity: str) -> Stream | None:
         with self._lock:
             connection = self._idle.pop(identity, None)
-        if connection is None or _is_quiet(connection):
+        if connection is None or _was_read_to_its_end(connection):
             return connection
-        connection.close()
+        connection.close()  # what was sent on it can still be read
         return None
 
     def _give_back(self, connection: Stream) -> None:
@@ -134,6 +135,7 @@ class PooledTransport:
                 lease.over.wait()
                 if not lease.ended:
                     return
+                connection.send_reserved(HELLO, timeout_s=ANSWER_S)
         except TransportError as gone:
             log.debug("%s: connection of %s is over: %s", self.identity, connection.peer, gone)
             connection.close()
@@ -146,12 +148,9 @@ class PooledTransport:
         self.transport.close()
 
 
-def _is_quiet(connection: Stream) -> bool:
-    """Its peer sends nothing on it, ever: whatever can be read is the news of its end."""
+def _was_read_to_its_end(connection: Stream) -> bool:
+    """Its peer sends one thing only: that it has read the last stream's end."""
     try:
-        connection.receive(timeout_s=0)
-    except TransportTimeout:
-        return True
-    except TransportError:
+        return connection.receive(timeout_s=0).kind == HELLO
+    except TransportError:  # nothing yet, or the connection is gone
         return False
-    return False

@@ -268,10 +268,10 @@ def test_a_member_that_never_comes_is_named(make):
 def test_nan_in_a_contribution_names_its_sender(make):
     group, count = make(3), 9 * PAGE
     contributions = encoded(group, count, "int8")
-    contributions["m01"].view(9, -1).view(torch.float32)[7, 0] = float("nan")
+    contributions["m02"].view(9, -1).view(torch.float32)[7, 0] = float("nan")
     group.begin(group.plan(count, "int8"), contributions)
     refused = [outcome for outcome in group.finish().values() if isinstance(outcome, ContributionRefused)]
-    assert [error.peer for error in refused] == ["m01"] * len(refused)
+    assert [error.peer for error in refused] == ["m02"] * len(refused)
     assert refused, "somebody reduces that page"
 
 
