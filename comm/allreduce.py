@@ -26,6 +26,7 @@ from diloco.errors import (
     ContributionRefused,
     FrameError,
     PeerLost,
+    PlanRefused,
     ReduceCancelled,
     ReduceFailed,
     StreamEnded,
@@ -63,6 +64,7 @@ class Reduction:
     ) -> None:
         """`contribution` is this member's encoded vector, `result` room for the mean's; `patience_s` is the time for
         others to be reached and to appear."""
+        _check_part(plan, transport.identity, addresses)
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
         self.plan = plan
         self.me = plan.members.index(transport.identity)
@@ -70,6 +72,7 @@ class Reduction:
         self.result = torch.empty_like(contribution) if result is None else result
         assert self.result.numel() == contribution.numel()
         self.progress = {peer: Progress() for peer in self.others}
+        self.waiting_for = ""  # whose chunk this member needs next, to go on with its own span
         self._contribution = contribution
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
         self._mine = plan.chunks(self.me)
@@ -84,21 +87,30 @@ class Reduction:
         self._lock = threading.Lock()
 
     def run(self) -> Tensor:
+        """Once only: another attempt needs another channel."""
         works: list[Callable[[], None]] = [partial(self._send_to, peer) for peer in self.others]
         works += [self._receive] * len(self.others)
         threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        self._guarded(self._reduce)
-        for thread in threads:
-            # one that still connects closes what it gets by itself
-            while thread.is_alive() and thread not in self._connecting:
-                thread.join(ACCEPT_SLICE_S)
-        self._transport.forget(self.plan.channel)
-        self._close_streams()
+        try:
+            for thread in threads:
+                thread.start()
+            self._guarded(self._reduce)
+            for thread in threads:
+                self._join(thread)
+        except BaseException as error:  # Ctrl-C, or no more threads to be had
+            self._fail(error)
+            raise
+        finally:
+            self._transport.forget(self.plan.channel)
+            self._close_streams()
         if self._error is not None:
             raise self._error
         return self.result
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Of a failed attempt, a thread that still connects is left behind: it closes what it gets by itself."""
+        while thread.is_alive() and not (self._error is not None and thread in self._connecting):
+            thread.join(ACCEPT_SLICE_S)
 
     def cancel(self, reason: str = "cancelled") -> None:
         self._fail(ReduceCancelled(f"{self.plan.channel}: {reason}"))
@@ -135,31 +147,40 @@ class Reduction:
             window.filled()
             self._received(peer)
         for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
-            stream.receive(_expect(RESULT, number, result[self.plan.bytes_of(chunk)]))
+            room = result[self.plan.bytes_of(chunk)]
+            stream.receive(_expect(RESULT, number, room))
+            self._refuse_bad_result(peer, chunk, room)
             self._received(peer)
         _expect_end(stream)
 
     def _reduce(self) -> None:
         for number, chunk in enumerate(self._mine):
-            place = self.plan.bytes_of(chunk)
-            payloads = self._slots[number % WINDOW, :, : self._size(chunk)]
-            payloads[self.me].copy_(self._contribution[place])
-            for peer, payload in zip(self.plan.members, payloads, strict=True):
+            place, slot = self.plan.bytes_of(chunk), self._slots[number % WINDOW]
+            slot[self.me, : self._size(chunk)].copy_(self._contribution[place])
+            for peer, payload in zip(self.plan.members, slot[:, : self._size(chunk)], strict=True):
                 self._await_good(peer, number, payload, chunk)
-            self.plan.codec.mean(
-                payloads, self.plan.shares, self.plan.key, chunk.lo, chunk.hi - chunk.lo, self.result[place]
-            )
+            count, key, room = chunk.hi - chunk.lo, self.plan.key, self.result[place]
+            self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room)
+            self._refuse_bad_result(self.plan.members[self.me], chunk, room)
             for window in self._windows.values():
                 window.free()
             self._reduced.add_one()
 
     def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
         if peer in self._windows:
+            self.waiting_for = peer
             self._windows[peer].wait_for(number)
+        self.waiting_for = ""
         try:
             self.plan.codec.refuse_nonfinite(payload, chunk.hi - chunk.lo)
         except CodecError as bad:
             raise ContributionRefused(peer, bad) from None
+
+    def _refuse_bad_result(self, owner: str, chunk: Span, payload: Tensor) -> None:
+        try:
+            self.plan.codec.refuse_nonfinite(payload, chunk.hi - chunk.lo)
+        except CodecError as bad:
+            raise ReduceFailed(f"{self.plan.channel}: the mean that {owner} worked out: {bad}", owner) from None
 
     def _connect(self, peer: str) -> Stream:
         me = threading.current_thread()
@@ -218,6 +239,8 @@ class Reduction:
             pass  # whoever stopped it has said why
         except TransportError as error:
             self._fail(ReduceFailed(f"{self.plan.channel}: {error}"))
+        except CodecError as error:
+            self._fail(ReduceFailed(f"{self.plan.channel}: the mean cannot be encoded: {error}"))
         except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: run() raises it
             self._fail(error)
 
@@ -235,6 +258,13 @@ class Reduction:
     def _close_streams(self) -> None:
         for stream in list(self._streams):
             stream.close()
+
+
+def _check_part(plan: ReducePlan, identity: str, addresses: Mapping[str, PeerAddress]) -> None:
+    if identity not in plan.members:
+        raise PlanRefused(f"{plan.channel}: {identity} is not in it")
+    if unknown := [peer for peer in plan.members if peer != identity and peer not in addresses]:
+        raise PlanRefused(f"{plan.channel}: no address of {', '.join(unknown)}")
 
 
 def _expect(kind: int, number: int, room: Tensor) -> Place:

@@ -29,7 +29,7 @@ HALF = BLOCK // 2
 GROUP = (
     8  # pages that a CPU works on at once: few enough to stay in the cache, enough to pay for each operation's start
 )
-REFUSED = "the vector holds NaN or infinity: it was not encoded"
+REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38: it was not encoded"
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 
@@ -92,6 +92,8 @@ class Codec(ABC):
         NaN where the values do, and the caller asks `refuse_nonfinite` before it uses them.
         """
         assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
+        if values.requires_grad or not values.is_contiguous():
+            values = values.detach().contiguous()
         size = self.size(len(values))
         payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
         assert payload.numel() == size
@@ -109,7 +111,8 @@ class Codec(ABC):
     def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
         """The values behind `size(count)` bytes."""
         values = torch.empty(count, device=payload.device) if out is None else out
-        assert len(values) == count
+        assert len(values) == count and values.is_contiguous()
+        values = values.detach()
         self._check(payload, count)
         if count and not self._accumulate_fused(payload, values, 1.0, fresh=True):
             self._accumulate(payload, values.zero_(), 1.0)
@@ -118,18 +121,23 @@ class Codec(ABC):
     def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
         """Add the decoded values to `into`, each block's scale times `share` (as fp32) in place of its scale."""
         self._check(payload, len(into))
+        into = into.detach()
+        assert into.is_contiguous()
         if len(into) and not self._accumulate_fused(payload, into, share, fresh=False):
             self._accumulate(payload, into, share)
 
     def mean(
         self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, start: int, count: int, out: Tensor
     ) -> None:
-        """The encoded sum of `shares` of what the rows of `payloads` say, added up in their order."""
+        """The encoded sum of `shares` of what the rows of `payloads` say, added up in their order.
+
+        A row may be longer than its payload. The caller has asked `refuse_nonfinite` of each, and does of the result.
+        """
         if count and not self._mean_fused(payloads, shares, key, start // PAGE, count, out):
             total = torch.zeros(count, device=payloads.device)
             for payload, share in zip(payloads, shares, strict=True):
-                self.accumulate(payload, total, share)
-            self.encode(total, key, start, out=out)
+                self.accumulate(payload[: self.size(count)], total, share)
+            self.encode(total, key, start, out=out, defer=True)
 
     def _mean_fused(
         self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
@@ -241,7 +249,7 @@ class Scaled(Codec):
         return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
 
     def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        return scales * float(self.levels)
+        return scales * float(self.levels + 1)  # bytes from elsewhere may say one more than we ever do
 
     def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
         peak = torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True)
@@ -284,8 +292,6 @@ class Integer(Scaled):
         kernels = _kernels(payloads.device.type)
         if kernels is None or not hasattr(kernels, "mean"):
             return False
-        for payload in payloads:
-            self._check(payload, count)
         kernels.mean(payloads, shares, count, key, first_page, self.levels, out)
         return True
 
@@ -338,7 +344,11 @@ class Fp4(Scaled):
         share.add_(small.float().mul_(2.0**-6))
         exponent = share.view(torch.int32).add_(noise.whole_numbers(rows, 2**23)).bitwise_right_shift_(23)
         code = exponent.sub_(127 - 7).sub_(small.to(torch.int32)).clamp_(0, 7)
-        return code.bitwise_or_((rows < 0).to(torch.int32).bitwise_left_shift_(3))
+        negative = (rows < 0).logical_and_(code > 0)  # no -0: whether rows < 0 there is a matter of denormals
+        return code.bitwise_or_(negative.to(torch.int32).bitwise_left_shift_(3))
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return scales
 
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
         """A code's low bits are an exponent: 2^(code - 7), or nothing for code 0."""
@@ -358,7 +368,15 @@ def _kernels(device: str) -> ModuleType | None:
     compiler, module = {"cuda": ("triton", "codec_cuda"), "cpu": ("numba", "codec_cpu")}.get(device, ("", ""))
     if not compiler or importlib.util.find_spec(compiler) is None:
         return None
-    return importlib.import_module(f"diloco.comm.{module}")
+    kernels = importlib.import_module(f"diloco.comm.{module}")
+    if device == "cpu":
+        kernels.prepare()
+    return kernels
+
+
+def warm_up() -> None:
+    """Compile what a CPU needs, or load it: seconds that no round should wait for."""
+    _kernels("cpu")
 
 
 def _cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:

@@ -8,11 +8,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pickle import PickleError
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import NullCache
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,15 +38,38 @@ log = logging.getLogger(__name__)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     try:
-        return numba.njit(cache=True, **options)(function)
+        dispatcher.enable_caching()
     except RuntimeError as nowhere:  # neither the package's folder nor the user's cache can be written
         log.info("compiled code is not kept on disk: %s", nowhere)
-        return numba.njit(**options)(function)
+    _dispatchers.append(dispatcher)
+    return dispatcher
 
 
-_start_of = _compiled(start_of)
+_dispatchers: list[Any] = []
+
+
+def prepare() -> None:
+    """Compile everything, or load it from disk. Takes seconds the first time: not to be done within a round."""
+    try:
+        _run_everything()
+    except (EOFError, OSError, PickleError, ImportError, ValueError, IndexError) as damaged:
+        log.warning("compiled code on disk is damaged (%s): compiling anew, without keeping it", damaged)
+        for dispatcher in _dispatchers:
+            dispatcher._cache = NullCache()
+        _run_everything()
+
+
+def _run_everything() -> None:
+    key, count = NoiseKey(0, 0, "prepare"), BLOCK + 1
+    for levels, size in ((127, BLOCK), (7, HALF)):
+        payloads = torch.zeros(2, 2 * (size + SCALE_BYTES), dtype=torch.uint8)
+        values = torch.ones(count)
+        encode(values, key, 0, levels, payloads[0])
+        assert is_finite(payloads[0], levels)
+        accumulate(payloads[0], values, 1.0, levels, fresh=False)
+        mean(payloads, (0.5, 0.5), count, key, 0, levels, torch.empty_like(payloads[0]))
 
 
 @_compiled
@@ -107,13 +132,13 @@ def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scal
 
 
 @_compiled
-def _encode(values: Floats, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes) -> None:
+def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
     for page in range(-(-len(values) // PAGE)):
         part = values[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
         cut = SCALE_BYTES * -(-len(part) // BLOCK)
-        noise = table[_start_of(first_page + page, seed) :]
+        noise = table[starts[page] :]
         _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
 
 
@@ -126,7 +151,7 @@ def _is_finite(packed: Bytes, levels: Any) -> bool:
         raw = packed[first : first + page_bytes]
         scales = raw[: len(raw) // (SCALE_BYTES + width) * SCALE_BYTES].view(np.float32)
         for i in range(len(scales)):
-            if not abs(scales[i] * levels) < np.inf:
+            if not abs(scales[i] * (levels + np.float32(1))) < np.inf:
                 return False
     return True
 
@@ -173,9 +198,7 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
 
 
 @_compiled
-def _mean(
-    payloads: Any, shares: Floats, count: int, table: Floats, seed: int, first_page: int, levels: Any, packed: Bytes
-) -> None:
+def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
     """Page by page, so that the sums stay in the cache."""
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
     sums = np.empty(PAGE, np.float32)
@@ -186,7 +209,7 @@ def _mean(
         for member in range(len(payloads)):
             theirs = payloads[member][first : first + len(raw)]
             _accumulate_page(theirs[cut:], theirs[:cut].view(np.float32), shares[member], part, member == 0)
-        noise = table[_start_of(first_page + page, seed) :]
+        noise = table[starts[page] :]
         _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
 
 
@@ -194,22 +217,20 @@ def mean(
     payloads: Tensor, shares: Sequence[float], count: int, key: NoiseKey, first_page: int, levels: int, out: Tensor
 ) -> None:
     """The encoded sum of shares of what the rows of `payloads` say. The caller has looked at their scales."""
-    first, second, seed = key.seeds
-    rows, table = payloads.numpy().view(np.int8), table_of(first, second).numpy()
-    weights, target = np.array(shares, np.float32), out.numpy().view(np.int8)
-    _mean(rows, weights, count, table, seed, first_page, np.float32(levels), target)
+    table, starts = _noise(key, first_page, count)
+    rows, target = payloads.numpy().view(np.int8), out.numpy().view(np.int8)
+    _mean(rows, np.array(shares, np.float32), count, table, starts, np.float32(levels), target)
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
     """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
-    first, second, seed = key.seeds
-    table = table_of(first, second).numpy()
-    source, target = values.detach().contiguous().numpy(), payload.numpy().view(np.int8)
+    table, starts = _noise(key, first_page, len(values))
+    source, target = values.numpy(), payload.numpy().view(np.int8)
     page_bytes = _page_bytes(levels)
 
     def work(lo: int, hi: int) -> None:
         part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
-        _encode(part, table, seed, first_page + lo, np.float32(levels), raw)
+        _encode(part, table, starts[lo:hi], np.float32(levels), raw)
 
     _spread(work, len(values))
 
@@ -224,6 +245,13 @@ def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: 
         _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
 
     _spread(work, len(into))
+
+
+def _noise(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
+    """The table, and where each page starts. Not compiled: code on disk would not notice a change of noise.py."""
+    first, second, seed = key.seeds
+    pages = np.arange(first_page, first_page + -(-count // PAGE), dtype=np.int64)
+    return table_of(first, second).numpy(), start_of(pages, seed)
 
 
 def is_finite(payload: Tensor, levels: int) -> bool:

@@ -26,7 +26,7 @@ def _noise(position, first, second):
     x = ((x ^ (x >> 7)) * 0x2C1B) & 0xFFFF
     x = ((x ^ (x >> 9)) + second) & 0xFFFF
     x = ((x ^ (x >> 8)) * 0x297B) & 0xFFFF
-    return (x ^ (x >> 7)).to(tl.float32) * (1.0 / 65536)  # a power of two: exact
+    return ((x ^ (x >> 7)) * 2 + 1).to(tl.float32) * (1.0 / 131072)  # a power of two: exact
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _page_at(page, packed_bytes: tl.constexpr):
 def _packed_at(block, count, packed_bytes: tl.constexpr):
     """Where a block's packed values begin: behind all scales of its page, which may be the short last one."""
     page = block // PAGE_BLOCKS
-    blocks_here = tl.minimum((count + BLOCK - 1) // BLOCK - page * PAGE_BLOCKS, PAGE_BLOCKS)
+    blocks_here = tl.minimum(((count - 1) // BLOCK + 1) - page * PAGE_BLOCKS, PAGE_BLOCKS)
     return _page_at(page, packed_bytes) + blocks_here * 4 + block % PAGE_BLOCKS * packed_bytes
 
 
@@ -82,7 +82,7 @@ def _encode(values, payload, count, seed, first, second, levels: tl.constexpr, r
     numbers_high = libdevice.float2int_rd(high * steps + _noise(noise_at + HALF, first, second))
 
     packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
-    there = block < (count + BLOCK - 1) // BLOCK
+    there = block < ((count - 1) // BLOCK + 1)
     tl.store(_scale_at(payload, block, packed_bytes), scale, there)
     out = payload + _packed_at(block, count, packed_bytes)[:, None] + column[None, :]
     if levels == 7:
@@ -98,7 +98,7 @@ def _accumulate(payload, into, count, share, keep, levels: tl.constexpr, rows: t
     block = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, HALF)
     packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
-    there = block < (count + BLOCK - 1) // BLOCK
+    there = block < ((count - 1) // BLOCK + 1)
     scale = (tl.load(_scale_at(payload, block, packed_bytes), there, 0.0) * share)[:, None]
     source = (payload + _packed_at(block, count, packed_bytes)[:, None] + column[None, :]).to(tl.pointer_type(tl.int8))
     if levels == 7:

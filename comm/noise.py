@@ -1,4 +1,6 @@
-"""Noise for stochastic rounding that every device computes alike: one of 65536 equal steps of [0, 1) for each position.
+"""Noise for stochastic rounding that every device computes alike: the middle of one of 65536 equal steps of [0, 1).
+
+Never zero: a value too small to be told from zero rounds to zero, whether a device keeps denormals or not.
 
 A counter hash of (round, fragment, role, absolute position). Positions are cut into pages; each page walks through a
 keyed permutation of all 16-bit numbers from a hashed starting point. So the noise has no bias of its own, a CPU reads
@@ -8,6 +10,7 @@ it from a table computed once, and a GPU hashes each position in its registers.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +48,8 @@ def add_noise(values: Tensor, key: NoiseKey, first: int) -> Tensor:
     return values
 
 
-def start_of(page: int, seed: int) -> int:
-    """Where in the permutation a page starts: 16 bits of a 32-bit hash."""
+def start_of(page: Any, seed: int) -> Any:
+    """Where in the permutation a page, or each of an array of pages, starts: 16 bits of a 32-bit hash."""
     x = (page + seed) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -61,4 +64,4 @@ def table_of(first: int, second: int) -> Tensor:
     x = ((x ^ (x >> 7)) * 0x2C1B) & 0xFFFF
     x = ((x ^ (x >> 9)) + second) & 0xFFFF
     x = ((x ^ (x >> 8)) * 0x297B) & 0xFFFF
-    return (x ^ (x >> 7)).float() / STEPS  # a power of two: exact
+    return ((x ^ (x >> 7)) * 2 + 1).float() / (2 * STEPS)  # a power of two: exact

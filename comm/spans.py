@@ -13,6 +13,7 @@ CHUNKS = 6  # of the largest span: enough that results flow while contributions 
 USUAL_CHUNK_PAGES = 32  # a million values at most: by then what a frame costs is small beside its bytes
 MAX_CHUNK_PAGES = 256
 MAX_MEMBERS = 1024
+MAX_CHUNKS_BYTES = 1 << 30  # of all members together, each once
 MAX_TOTAL_WEIGHT = 2**53  # shares are exact quotients of whole numbers up to here
 
 
@@ -101,12 +102,16 @@ def _what_is_wrong(plan: ReducePlan) -> str:
         return f"a plan has 1 to {MAX_MEMBERS} members, each once"
     if len(plan.weights) != n or len(plan.spans) != n:
         return "each member has one weight and one span"
+    if not all(isinstance(weight, int) for weight in plan.weights):
+        return "weights are whole numbers"
     if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:
         return "weights are whole numbers, not negative, not all zero, below 2^53 together"
     if plan.codec_name not in CODECS:
         return f"there is no codec {plan.codec_name!r}"
     if not 0 < plan.chunk_pages <= MAX_CHUNK_PAGES:
         return f"a chunk has 1 to {MAX_CHUNK_PAGES} pages"
+    if n * plan.codec.size(plan.chunk_pages * PAGE) > MAX_CHUNKS_BYTES:
+        return f"a chunk of each member takes more than {MAX_CHUNKS_BYTES} bytes"
     return _what_is_wrong_with(plan.spans)
 
 

@@ -71,9 +71,16 @@ class PlanRefused(DilocoError):
 
 
 class ReduceFailed(DilocoError):
-    """An all-reduce did not come about. Nothing was applied, the contribution is kept: safe to try again."""
+    """An all-reduce did not come about. Nothing was applied, the contribution is kept: safe to try again.
+
+    `peer` is who is to blame, where that is known: who merely hung up may have had its reason in a third one.
+    """
 
     code = "reduce"
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class ReduceCancelled(ReduceFailed):
@@ -88,8 +95,7 @@ class ContributionRefused(ReduceFailed):
     code = "contribution"
 
     def __init__(self, peer: str, reason: object) -> None:
-        super().__init__(f"the contribution of {peer} is refused: {reason}")
-        self.peer = peer
+        super().__init__(f"the contribution of {peer} is refused: {reason}", peer)
 
 
 class TransportError(DilocoError):

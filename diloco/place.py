@@ -88,9 +88,11 @@ def _check_processes(config: IslandConfig, world: int) -> None:
 
 
 def pick_device(asked: str) -> torch.device:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise DeviceError(f"there is no device {asked!r}: use auto, cpu or cuda")
     if asked == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
-            "island.device=cuda, but torch sees no CUDA device here: set island.device=cpu, or see `diloco doctor`"
+            "device cuda, but torch sees no CUDA device here: use cpu (island.device=cpu), or see `diloco doctor`"
         )
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

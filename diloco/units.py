@@ -14,6 +14,9 @@ SIZE_UNITS = {
 }  # fmt: skip
 
 
+MAX_DELAY_S = 10.0
+
+
 def parse_rate(value: object) -> float:
     """Bits per second: `20mbit`, `1.5gbit`, `1gbit/s`."""
     return _parse(value, RATE_UNITS, "a rate such as 20mbit or 1gbit")
@@ -30,7 +33,17 @@ def parse_link(value: str) -> tuple[float, float]:
     bits_per_s = parse_rate(rate.strip())
     if not bits_per_s:
         raise ValueError("a link without any rate carries nothing")
-    return bits_per_s, parse_duration(delay.strip()) if delay else 0.0
+    return bits_per_s, parse_delay(delay.strip()) if delay else 0.0
+
+
+def parse_delay(value: str) -> float:
+    """Seconds, of a network: `80ms`. Who writes a bare 20 means milliseconds, so a unit is asked for."""
+    if not value[-1:].isalpha():
+        raise ValueError("the unit is missing; write a delay such as 20ms")
+    delay_s = parse_duration(value)
+    if delay_s > MAX_DELAY_S:
+        raise ValueError(f"{value} is no delay of a network: at most {MAX_DELAY_S:g}s")
+    return delay_s
 
 
 def parse_count(value: object) -> int:

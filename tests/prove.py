@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,15 +101,14 @@ def help_is_quick() -> Iterator[Result]:
 
 
 def sixteen_peers() -> Iterator[Result]:
-    """Real processes; the memory of each stays below what its vectors and windows take."""
+    """Real processes; later rounds take no memory beyond what the first one took."""
     done = run([*DILOCO, "bench", "allreduce", "--json", "--peers", "16", "--values", "4000000", "--against", "none"])
     if done.returncode:
         yield Result("bench allreduce --peers 16", done.stderr.strip()[-80:], "runs", False)
         return
     row = json.loads(done.stdout)["unshaped"]
-    memory, limit = row["extra_memory_bytes"], 100e6
-    yield Result("seconds", f"{row['seconds']:.2f}", "ends", True)
-    yield Result("memory beyond the vectors, MB", f"{memory / 1e6:.0f}", f"≤ {limit / 1e6:.0f}", memory <= limit)
+    memory, limit = row["memory_growth_bytes"], 50e6
+    yield Result("more memory after five rounds, MB", f"{memory / 1e6:.0f}", f"≤ {limit / 1e6:.0f}", memory <= limit)
 
 
 def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
@@ -140,13 +140,25 @@ def run(command: list[str], more: dict[str, str] | None = None) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+def arguments() -> Namespace:
+    parser = ArgumentParser(description="Run the project's claims and print one table.")
+    parser.add_argument("--only", metavar="WORD", default="", help="the claims whose text contains WORD")
+    parser.add_argument("--quick", action="store_true", help="what CI runs: some claims, scaled down")
+    parser.add_argument("--list", action="store_true", help="the claims, without running them")
+    return parser.parse_args()
+
+
 def main() -> None:
-    quick = "--quick" in sys.argv
-    word = sys.argv[2] if sys.argv[1:2] == ["--only"] else ""
+    asked = arguments()
+    claims = [claim for claim in CLAIMS if asked.only in claim.text]
+    if not claims:
+        sys.exit(f"no claim contains {asked.only!r}; --list shows them all")
+    if asked.list:
+        sys.exit("\n".join(claim.text for claim in claims))
     console, table, failed = Console(), Table("claim", "measured", "value", "limit", ""), 0
-    for claim in CLAIMS:
-        show = claim.show_quick if quick else claim.show
-        if word in claim.text and show is not None:
+    for claim in claims:
+        show = claim.show_quick if asked.quick else claim.show
+        if show is not None:
             for number, result in enumerate(show()):
                 failed += not result.holds
                 verdict = "holds" if result.holds else "FAILS"

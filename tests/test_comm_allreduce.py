@@ -25,7 +25,7 @@ from diloco.comm.noise import PAGE, NoiseKey
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.spans import ReducePlan, Span, spans_by_bandwidth
-from diloco.comm.transport import PeerAddress, Transport
+from diloco.comm.transport import PeerAddress, Stream, Transport
 from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
 
 SOON = 20.0
@@ -287,6 +287,57 @@ def test_frames_that_are_not_due_end_the_attempt(make, kind, number, size):
     stream.send(kind, CHUNK_NUMBER.pack(number), bytes(4 * size))
     with pytest.raises(ReduceFailed, match="m01"):
         honest.run()
+
+
+class Slow:
+    """A transport whose connections take their time."""
+
+    def __init__(self, transport: Transport, connect_s: float) -> None:
+        self.transport, self.identity, self.connect_s = transport, transport.identity, connect_s
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        time.sleep(self.connect_s)
+        return self.transport.connect(peer, channel, timeout_s=timeout_s)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.transport, name)
+
+
+def test_nobody_is_done_before_everybody_has_been_sent_the_result(make):
+    """m02 owns nothing, so nothing makes the others wait for it."""
+    group, count = make(3), 4 * PAGE
+    plan = group.plan(count, "int8", spans=spans_by_bandwidth(count, [1.0, 1.0, 0.0]))
+    assert plan.chunks(2) == []
+    group.transports["m00"] = Slow(group.transports["m00"], connect_s=0.3)  # type: ignore[assignment]
+    contributions = encoded(group, count, "int8")
+    expected = by_hand(plan, contributions)
+    group.begin(plan, contributions)
+    until(lambda: "m00" in group.outcomes)
+    group.reductions["m00"].result.zero_()  # its owner may use the memory again
+    assert torch.equal(group.finish()["m02"], expected)
+
+
+def test_a_mean_that_is_no_number_is_refused_and_its_owner_named(make):
+    group, count = make(2), 2 * PAGE
+    plan, contributions = group.plan(count, "int8"), encoded(group, count, "int8")
+    honest = Reduction(plan, contributions["m00"], group.transports["m00"], group.addresses)
+    liar = group.transports["m01"].connect(group.addresses["m00"], plan.channel, timeout_s=SOON)
+    (mine,), (theirs,) = plan.chunks(0), plan.chunks(1)
+    liar.send(CONTRIBUTION, CHUNK_NUMBER.pack(0), contributions["m01"][plan.bytes_of(mine)].numpy())
+    liar.send(RESULT, CHUNK_NUMBER.pack(0), b"\xff" * len(contributions["m01"][plan.bytes_of(theirs)]))
+    with pytest.raises(ReduceFailed, match="the mean that m01 worked out") as failed:
+        honest.run()
+    assert failed.value.peer == "m01"
+
+
+def test_a_plan_without_me_or_without_an_address_is_refused(make):
+    group = make(2)
+    plan, contributions = group.plan(PAGE, "int8"), encoded(group, PAGE, "int8")
+    stranger = memory_group(3).transports["m02"]
+    with pytest.raises(PlanRefused, match="m02 is not in it"):
+        Reduction(plan, contributions["m00"], stranger, group.addresses)
+    with pytest.raises(PlanRefused, match="no address of m01"):
+        Reduction(plan, contributions["m00"], group.transports["m00"], {})
 
 
 def test_a_stranger_is_turned_away(make):

@@ -93,7 +93,7 @@ def _parse_link(text: str) -> tuple[float, float]:
 
 
 def _parse_against(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in AGAINST:
             raise ConfigError(f"--against {name}: there are {', '.join(AGAINST)}, or none")
@@ -139,7 +139,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "seconds_of_each": seconds,
         "cpu_s_of_all": median(repeat["cpu_s"] for repeat in repeats),
         "bytes_over_minimum": max(repeat["bytes"] for repeat in repeats) / max(1, setting.minimum_bytes),
-        "extra_memory_bytes": max(memory for _, memory in by_peer),
+        "memory_growth_bytes": max(memory for _, memory in by_peer),
     }
 
 
@@ -154,18 +154,19 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[dict[str, Any]], int]:
-    """And the memory that the all-reduces took beyond the vectors."""
+    """And by how much the peak of memory rose after the first all-reduce: what later rounds pile up."""
     plain = DirectTransport(f"peer-{peer.index}", "127.0.0.1")
     addresses = peer.exchange(plain.address("127.0.0.1"))
     plain.allow(addresses)
     transport = PooledTransport(_shape(plain, setting))
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
     room = Room.make(setting)
-    rows, before = [], _peak_memory()
+    rows, before = [], 0
     for number in range(setting.repeats + 1):
         peer.barrier()
         rows.append(_reduce_once(transport, addresses, own, room, setting, number))
         check_average(room.mean, expected, _error_limit(setting))
+        before = before or _peak_memory()  # once everything is loaded, and the check has had its own share
     peer.barrier()  # nobody closes while others still read
     transport.close()
     return rows, _peak_memory() - before
@@ -198,7 +199,7 @@ def _reduce_once(
 
 def _error_limit(setting: Setting) -> float:
     """A contribution is off by its codec's bound at most, so their mean is; and the result by its own."""
-    codec, sample = CODECS[setting.codec], contribution(0, min(setting.count, 1 << 20))
+    codec, sample = CODECS[setting.codec], contribution(0, min(max(setting.count, BLOCK), 1 << 20))
     rows = sample[: len(sample) // BLOCK * BLOCK].view(-1, BLOCK)
     return 3 * codec.bound(rows).max().item() + 1e-5
 

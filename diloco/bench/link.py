@@ -18,7 +18,7 @@ from diloco.comm.link import Link, Path, Paths
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.transport import PeerAddress, Stream, Transport
 from diloco.errors import ConfigError
-from diloco.units import parse_duration, parse_rate
+from diloco.units import parse_delay, parse_rate
 
 LADDER = ["1mbit", "10mbit", "100mbit", "1gbit", "2gbit"]
 LIMIT = 0.05
@@ -93,7 +93,7 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
 
 def _parse_delay(text: str) -> float:
     try:
-        return parse_duration(text)
+        return parse_delay(text)
     except ValueError as error:
         raise ConfigError(f"--delay {text}: {error}") from None
 

@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -72,7 +72,8 @@ def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
             ours, theirs = context.Pipe()
             pipes.append(ours)
             workers.append(context.Process(target=_run_worker, args=(index, count, theirs, work, arguments)))
-            workers[-1].start()
+            with _deaf_to_interrupts():  # the worker inherits it: Ctrl-C is the parent's to deal with
+                workers[-1].start()
             theirs.close()  # or its end would not show here
         results = _Coordinator(workers, pipes).results()
         for worker in workers:
@@ -81,6 +82,18 @@ def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
     finally:
         for worker in workers:
             _end(worker)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Coordinator:

@@ -141,12 +141,12 @@ def speed(
 def codec(
     json: Json = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    values: Annotated[int, typer.Option(min=2, help="Length of the vector.")] = 25_000_000,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Timed runs of each, of which the median counts: 25, or 200 on a GPU.")
     ] = None,
 ) -> None:
-    """Speed, error and bias of each codec."""
+    """Speed, error and bias of each codec (a minute)."""
     from diloco.bench.codec import measure
     from diloco.bench.report import show
 
@@ -160,9 +160,9 @@ def allreduce(
     values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
     codec: Annotated[str, typer.Option(help="fp32, bf16, int8, int4 or fp4.")] = "int8",
     link: Annotated[str, typer.Option(help="Each peer's rate, and one-way delay.")] = "200mbit,20ms",
-    against: Annotated[str, typer.Option(help="Whom to compare with; none for nobody.")] = "hivemind,gloo",
+    against: Annotated[str, typer.Option(help="hivemind, gloo, both with a comma, or none.")] = "hivemind,gloo",
 ) -> None:
-    """Peers average a vector: against others, and against what a link allows."""
+    """Peers average a vector (two minutes). The limits are for the default options on an idle machine."""
     from diloco.bench.allreduce import measure
     from diloco.bench.report import show
 
