@@ -6,7 +6,7 @@ from collections import deque
 from diloco.comm.frame import Limits
 from diloco.comm.inbox import Inbox
 from diloco.comm.transport import PeerAddress, Stream
-from diloco.comm.wire import Deadline, WireCarrier, seconds_to
+from diloco.comm.wire import Deadline, WireCarrier, deadline_in, seconds_to
 from diloco.errors import PeerLost, StreamClosed, TransportError
 
 PIPE_BYTES = 4 * 1024 * 1024
@@ -42,9 +42,9 @@ class Pipe:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._chunks) or self.broken, seconds_to(deadline))
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> None:
+    def read_into(self, view: memoryview, stall_s: float) -> None:
         while len(view):
-            view = view[self._take(view, deadline) :]
+            view = view[self._take(view, deadline_in(stall_s)) :]
 
     def _take(self, view: memoryview, deadline: Deadline) -> int:
         with self._changed:
@@ -89,11 +89,11 @@ class MemoryWire:
     def wait(self, deadline: Deadline) -> bool:
         return self.incoming.wait(deadline)
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> None:
+    def read_into(self, view: memoryview, stall_s: float) -> None:
         if self._closed:
             raise self._named(PeerLost())
         try:
-            self.incoming.read_into(view, deadline)
+            self.incoming.read_into(view, stall_s)
         except PeerLost as lost:
             raise self._named(lost) from None
 

@@ -4,8 +4,8 @@ The sender cuts frames into pieces, lets each pass its uplink and stamps it with
 keeps a piece invisible until stamp + delay, then lets it pass its downlink. Where there is a delay, a thread per stream
 takes pieces in meanwhile, so that it costs no throughput; a mere cap on a rate costs neither thread nor copy. Stamps
 are CLOCK_MONOTONIC, which all processes of one machine share: delays are for experiments on one machine. Rate limits
-need no common clock (a stamp in the future or far past is replaced by the time of arrival), and the other side need not
-be shaped.
+need no common clock (no stamp counts as later than a sender may run ahead, one of the far past is replaced by the time
+of arrival), and the other side need not be shaped.
 """
 
 import threading
@@ -30,7 +30,7 @@ SPARE_BUFFERS = 32
 MIN_SPARE_BYTES = 64 * 1024  # smaller buffers are cheap to make, and a peer could have us hold many
 MIN_WINDOW_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_BYTES = 256 * 1024 * 1024
-TRUSTED_STAMP_S = 5.0  # stamps further from now come from another machine's clock
+TRUSTED_STAMP_S = 5.0  # older stamps come from another machine's clock
 
 
 @dataclass
@@ -58,6 +58,12 @@ def window_bytes(link: Link, path: Path) -> int:
     rate = min(link.down.bytes_per_s, 1.25e9)
     worst_s = path.delay_s + path.jitter_s + (path.stall_s if path.loss else 0.0)
     return int(min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, 2 * rate * worst_s)))
+
+
+def sent_at(piece: Piece, now: float) -> float:
+    """By its stamp, but never later than our own senders stamp: everybody on the downlink waits for such a piece."""
+    stamp = piece.stamp_ns / 1e9
+    return min(stamp, now + AHEAD_S) if now - stamp < TRUSTED_STAMP_S else now
 
 
 class ShapedCarrier:
@@ -119,7 +125,7 @@ class ShapedCarrier:
             raise
         except TransportError as error:
             raise self._reason(error) from None
-        visible_at = self.link.down.reserve_arriving(self.bytes_for(piece), self._sent_at(piece))
+        visible_at = self.link.down.reserve_arriving(self.bytes_for(piece), sent_at(piece, time.monotonic()))
         self._sleep_until(visible_at, None, AHEAD_S if piece.rest else NO_SLEEP_S)
         return piece
 
@@ -184,7 +190,7 @@ class ShapedCarrier:
         size = self.bytes_for(piece)
         with self._changed:
             self._changed.wait_for(lambda: self._held < self._window or self._closed.is_set())
-            self._last_at = max(self._last_at, self.path.arrival(self._sent_at(piece), self._random))
+            self._last_at = max(self._last_at, self.path.arrival(sent_at(piece, time.monotonic()), self._random))
             self._arrivals.append(Arrival(self._last_at, headers[0], piece, size))
             self._held += size
             self._changed.notify_all()
@@ -198,10 +204,6 @@ class ShapedCarrier:
         if len(payload) >= MIN_SPARE_BYTES:
             assert isinstance(payload.obj, bytearray)  # from _make_room
             self._spare.append(payload.obj)
-
-    def _sent_at(self, piece: Piece) -> float:
-        now, stamp = time.monotonic(), piece.stamp_ns / 1e9
-        return stamp if abs(now - stamp) < TRUSTED_STAMP_S else now
 
     def _reason(self, error: TransportError | None) -> TransportError:
         if self._cut:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from diloco.comm.wire import Deadline, seconds_to
+from diloco.comm.wire import Deadline, deadline_in, seconds_to
 from diloco.errors import PeerLost, StreamClosed
 
 TURN_BYTES = 256 * 1024  # for one direction, before the other may have the connection
@@ -30,11 +30,11 @@ class SocketWire(ABC):
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
         with self._in_use():
-            self._all_of(data, self._send_some, select.POLLOUT, deadline)
+            self._all_of(data, self._send_some, select.POLLOUT, lambda: deadline)
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> None:
+    def read_into(self, view: memoryview, stall_s: float) -> None:
         with self._in_use():
-            self._all_of(view, self._read_some, select.POLLIN, deadline)
+            self._all_of(view, self._read_some, select.POLLIN, lambda: deadline_in(stall_s))
 
     def wait(self, deadline: Deadline) -> bool:
         with self._in_use():
@@ -55,16 +55,19 @@ class SocketWire(ABC):
     @abstractmethod
     def bytes_for(self, length: int) -> int: ...
 
-    def _all_of(self, view: memoryview, some: Callable[[memoryview], int], event: int, deadline: Deadline) -> None:
+    def _all_of(
+        self, view: memoryview, some: Callable[[memoryview], int], event: int, deadline: Callable[[], Deadline]
+    ) -> None:
+        """`deadline` is asked before each wait, that is after whatever progress was made."""
         while len(view):
             try:
                 count = some(view[:TURN_BYTES])
             except BlockingIOError:
-                self._wait_within(event, deadline)
+                self._wait_within(event, deadline())
             except ssl.SSLWantReadError:
-                self._wait_within(select.POLLIN, deadline)
+                self._wait_within(select.POLLIN, deadline())
             except ssl.SSLWantWriteError:
-                self._wait_within(select.POLLOUT, deadline)
+                self._wait_within(select.POLLOUT, deadline())
             except OSError as error:
                 raise self._broken(error) from None
             else:

@@ -5,13 +5,14 @@ A transport brings the pipe of bytes (wire.py); `Stream` is the same for all of 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from diloco.comm.frame import END, LAST_FREE_KIND, Buffer, FrameHeader
-from diloco.comm.wire import Carrier, Deadline, Piece, as_bytes, deadline_in
-from diloco.errors import FrameError, PeerLost, StreamEnded, TransportError, TransportTimeout
+from diloco.comm.wire import STALL_S, Carrier, Deadline, Piece, as_bytes, deadline_in, seconds_to
+from diloco.errors import FrameError, PeerLost, StreamEnded, TransportTimeout
 
 Place = Callable[[int, bytes, int], memoryview]  # (kind, head, payload length) -> writable view of that length
 
@@ -37,8 +38,9 @@ class Frame:
 class Stream:
     """Frames in both directions, in order. Whoever is done sending says `end()`; `close()` cuts both directions."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: Carrier, *, stall_s: float = STALL_S) -> None:
         self.carrier = carrier
+        self.stall_s = stall_s  # from piece to piece of a frame; within a piece it is the carrier's
         self.peer = carrier.peer
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -53,7 +55,8 @@ class Stream:
         return self.carrier.bytes_received
 
     def send(self, kind: int, head: bytes = b"", payload: Buffer = b"", *, timeout_s: float | None = None) -> None:
-        """Blocks while the peer or the link is behind. A timeout leaves half a frame, so it closes the stream."""
+        """Blocks while the peer or the link is behind. A timeout leaves half a frame, so it closes the stream; only
+        TransportTimeout does not: another thread was sending all the time, and nothing of this frame went out."""
         if not 0 <= kind <= LAST_FREE_KIND:
             raise ValueError(f"kind {kind} is not between 0 and {LAST_FREE_KIND}")
         self.send_reserved(kind, head, payload, timeout_s=timeout_s)
@@ -66,24 +69,28 @@ class Stream:
         self, kind: int, head: bytes = b"", payload: Buffer = b"", *, timeout_s: float | None = None
     ) -> None:
         """For transports: any kind, their own included."""
-        piece = Piece(kind, head, as_bytes(payload))
-        with self._sending:
+        if not 0 <= kind <= END:
+            raise ValueError(f"kind {kind} is not between 0 and {END}")
+        deadline, piece = deadline_in(timeout_s), Piece(kind, bytes(as_bytes(head)), as_bytes(payload))
+        with self._turn(self._sending, deadline):
             try:
-                self.carrier.send(piece, deadline_in(timeout_s))
-            except TransportError:  # perhaps after half a frame
+                self.carrier.send(piece, deadline)
+            except BaseException:  # perhaps after half a frame
                 self.close()
                 raise
 
     def receive(self, place: Place | None = None, *, timeout_s: float | None = None) -> Frame:
         """The next frame; `place` says where its payload goes, without it there is a fresh buffer.
 
-        On TransportTimeout nothing was consumed; a peer that stalls within a frame for so long is PeerLost.
+        `timeout_s` is for its beginning: on TransportTimeout nothing was consumed. A frame that has begun may take
+        longer than that; a peer that stops within it for `stall_s` is PeerLost.
         """
-        with self._receiving:
+        deadline = deadline_in(timeout_s)
+        with self._turn(self._receiving, deadline):
             if self._ended:
                 raise StreamEnded(f"{self.peer} has sent everything")
             try:
-                frame = _receive_frame(self.carrier, place or _allocate, deadline_in(timeout_s))
+                frame = _receive_frame(self.carrier, place or _allocate, deadline, self.stall_s)
             except FrameError:
                 self.close()
                 raise
@@ -91,6 +98,16 @@ class Stream:
         if self._ended:
             raise StreamEnded(f"{self.peer} has sent everything")
         return frame
+
+    @contextmanager
+    def _turn(self, lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
+        left = seconds_to(deadline)
+        if not lock.acquire(timeout=-1 if left is None else left):
+            raise TransportTimeout(f"{self.peer}: another thread uses the stream; nothing was sent or consumed")
+        try:
+            yield
+        finally:
+            lock.release()
 
     def close(self) -> None:
         self.carrier.close()
@@ -107,7 +124,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def _receive_frame(carrier: Carrier, place: Place, deadline: Deadline) -> Frame:
+def _receive_frame(carrier: Carrier, place: Place, deadline: Deadline, stall_s: float) -> Frame:
     target = memoryview(b"")
 
     def first_place(header: FrameHeader, head: bytes) -> memoryview:
@@ -118,11 +135,11 @@ def _receive_frame(carrier: Carrier, place: Place, deadline: Deadline) -> Frame:
         return target[: header.length]
 
     first = carrier.receive(first_place, deadline)
-    _receive_rest(carrier, first, target, deadline)
+    _receive_rest(carrier, first, target, stall_s)
     return Frame(first.kind, first.head, target)
 
 
-def _receive_rest(carrier: Carrier, first: Piece, target: memoryview, deadline: Deadline) -> None:
+def _receive_rest(carrier: Carrier, first: Piece, target: memoryview, stall_s: float) -> None:
     rest = first.rest
 
     def next_place(header: FrameHeader, head: bytes) -> memoryview:
@@ -132,7 +149,7 @@ def _receive_rest(carrier: Carrier, first: Piece, target: memoryview, deadline: 
 
     while rest:
         try:
-            rest = carrier.receive(next_place, deadline).rest
+            rest = carrier.receive(next_place, deadline_in(stall_s)).rest
         except TransportTimeout:
             carrier.close()
             raise PeerLost(f"{carrier.peer} stalled within a frame") from None

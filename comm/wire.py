@@ -21,6 +21,7 @@ from diloco.comm.frame import (
 )
 from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
 
+STALL_S = 30.0  # a frame that has begun and makes no progress for so long: its sender is lost
 JOIN_BYTES = 16 * 1024  # a header goes out with the payload's beginning: that copy costs less than a TLS record more
 
 PlacePiece = Callable[[FrameHeader, bytes], memoryview]  # (header, head) -> writable view for the piece's payload
@@ -47,7 +48,9 @@ class Wire(Protocol):
     def wait(self, deadline: Deadline) -> bool:
         """Until a byte (or the news of a break) is there; False when the deadline came first."""
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> None: ...
+    def read_into(self, view: memoryview, stall_s: float) -> None:
+        """Fills the view, however long that takes; PeerLost when no byte comes for `stall_s`."""
+
     def bytes_for(self, length: int) -> int:
         """What a write of so many bytes costs on the network, as far as this layer can see."""
 
@@ -62,17 +65,20 @@ class Carrier(Protocol):
     @property
     def bytes_received(self) -> int: ...
     def send(self, piece: Piece, deadline: Deadline) -> None: ...
-    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece: ...
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """The next piece. The deadline is for its beginning only: TransportTimeout, and nothing was consumed."""
+
     def bytes_for(self, piece: Piece) -> int: ...
     def close(self) -> None: ...
 
 
 class WireCarrier:
-    """Pieces over a wire."""
+    """Pieces over a wire. A piece that has begun may take its time, but not stop for `stall_s`."""
 
-    def __init__(self, wire: Wire, limits: Limits | None = None) -> None:
+    def __init__(self, wire: Wire, limits: Limits | None = None, *, stall_s: float = STALL_S) -> None:
         self.wire = wire
         self.limits = limits or Limits()
+        self.stall_s = stall_s
         self.peer = wire.peer
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -99,7 +105,7 @@ class WireCarrier:
         if not self.wire.wait(deadline):
             raise TransportTimeout(f"{self.peer}: nothing arrived in time")
         try:
-            return self._receive(place, deadline)
+            return self._receive(place)
         except FrameError as bad:
             self._failure = FrameError(f"{self.peer}: {bad}")
             self.close()
@@ -109,14 +115,14 @@ class WireCarrier:
             self.close()
             raise
 
-    def _receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+    def _receive(self, place: PlacePiece) -> Piece:
         raw = bytearray(HEADER_BYTES)
-        self.wire.read_into(memoryview(raw), deadline)
+        self.wire.read_into(memoryview(raw), self.stall_s)
         header = parse_header(raw, self.limits)
         head = bytearray(header.head_length)
-        self.wire.read_into(memoryview(head), deadline)
+        self.wire.read_into(memoryview(head), self.stall_s)
         payload = place(header, bytes(head))
-        self.wire.read_into(payload, deadline)
+        self.wire.read_into(payload, self.stall_s)
         check_piece(header, raw, head, payload, secured=self.wire.secure)
         piece = Piece(header.kind, bytes(head), payload, header.rest, header.continues, header.stamp_ns)
         self.bytes_received += self.bytes_for(piece)
@@ -141,7 +147,8 @@ def as_bytes(data: Buffer) -> memoryview:
     view = memoryview(data)
     if not view.nbytes:
         return memoryview(bytearray())  # cast() refuses empty views
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    plain = view.format == "B" and view.ndim == 1 and view.c_contiguous
+    return view if plain else view.cast("B")  # TypeError for what does not lie in one stretch
 
 
 def deadline_in(timeout_s: float | None) -> Deadline:

@@ -87,7 +87,7 @@ class BytesWire:
     def wait(self, deadline: Deadline) -> bool:
         return True
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> None:
+    def read_into(self, view: memoryview, stall_s: float) -> None:
         if len(view) > len(self.rest):
             raise PeerLost("them: cut")
         view[:], self.rest = self.rest[: len(view)], self.rest[len(view) :]

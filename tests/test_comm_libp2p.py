@@ -158,10 +158,10 @@ def test_a_peer_that_opens_and_says_nothing_is_dropped(
     a, b = two
     monkeypatch.setattr(libp2p, "HANDSHAKE_S", 0.3)
     wire = a._directory.call(a._open(b.address()))
-    wire.read_into(memoryview(bytearray(44)), deadline_in(SOON))  # the greeting
+    wire.read_into(memoryview(bytearray(44)), SOON)  # the greeting
     assert wire.wait(deadline_in(SOON))
     with pytest.raises(PeerLost, match="cut"):
-        wire.read_into(memoryview(bytearray(1)), deadline_in(SOON))
+        wire.read_into(memoryview(bytearray(1)), SOON)
     assert "nothing arrived in time" in caplog.text
     assert b._handshakes._value == libp2p.MAX_HANDSHAKES
     wire.close()
@@ -237,11 +237,11 @@ def test_nothing_is_lost_when_a_socket_leaves_the_loop(early: int) -> None:
     wire = asyncio.run(take())
     threading.Thread(target=lambda: (sender.join(), near.sendall(data[early:]))).start()
     read = bytearray(len(data))
-    wire.read_into(memoryview(read), deadline_in(SOON))
+    wire.read_into(memoryview(read), SOON)
     assert read == data
     near.close()
     with pytest.raises(PeerLost, match="cut before its end mark"):
-        wire.read_into(memoryview(bytearray(1)), deadline_in(SOON))
+        wire.read_into(memoryview(bytearray(1)), SOON)
     wire.close()
 
 

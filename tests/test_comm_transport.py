@@ -235,11 +235,15 @@ def test_a_stream_that_ends_and_one_that_is_cut_differ(two: Two) -> None:
         b.receive(timeout_s=SOON)
 
 
-def wire_of(stream: Stream) -> Any:
+def wire_carrier_of(stream: Stream) -> WireCarrier:
     carrier: Any = stream.carrier
     while not isinstance(carrier, WireCarrier):
         carrier = carrier.inner
-    return carrier.wire
+    return carrier
+
+
+def wire_of(stream: Stream) -> Any:
+    return wire_carrier_of(stream).wire
 
 
 def test_a_frame_cut_in_its_middle_is_no_frame(two: Two) -> None:
@@ -281,6 +285,107 @@ def test_nothing_is_lost_by_a_timeout(two: Two) -> None:
     assert b.receive(timeout_s=SOON).head == b"late"
     with pytest.raises(TransportTimeout):
         two.b.accept("nobody", timeout_s=0.05)
+
+
+def limit_stall(stream: Stream, stall_s: float) -> None:
+    stream.stall_s = wire_carrier_of(stream).stall_s = stall_s
+
+
+def test_a_frame_that_has_begun_may_trickle_in(two: Two) -> None:
+    a, b = two.streams()
+    limit_stall(b, 2.0)
+    wire = wire_of(a)
+    raw = memoryview(pack_header(1, b"", bytes(500), flags=2 if wire.secure else 0) + bytes(500))
+    wire.write(raw[:10], None)
+
+    def trickle() -> None:
+        for start in range(10, len(raw), 100):
+            time.sleep(0.05)
+            wire.write(raw[start : start + 100], None)
+
+    sending = Background(trickle)
+    frame = None
+    while frame is None:
+        try:
+            frame = b.receive(timeout_s=0.1)
+        except TransportTimeout:  # a delaying link shows whole pieces only
+            continue
+    sending.result()
+    assert frame.payload == bytes(500)
+
+
+@pytest.mark.parametrize(("rest", "missing"), [(0, 500), (500, 0)], ids=["within-a-piece", "between-pieces"])
+def test_a_peer_that_stops_within_a_frame_is_lost(two: Two, rest: int, missing: int) -> None:
+    a, b = two.streams()
+    limit_stall(b, 0.2)
+    wire = wire_of(a)
+    header = pack_header(1, b"", bytes(1000), rest=rest, flags=2 if wire.secure else 0)
+    started = time.monotonic()
+    receiving = Background(b.receive)
+    wire.write(memoryview(header + bytes(1000 - missing)), None)
+    with pytest.raises(PeerLost, match="stalled within a frame"):
+        receiving.result()
+    assert time.monotonic() - started >= 0.2
+    with pytest.raises(TransportError):
+        b.receive(timeout_s=SOON)
+
+
+def test_a_timeout_covers_the_wait_for_another_sender() -> None:
+    network = MemoryNetwork(pipe_bytes=100_000)
+    a, b = network.transport("a"), network.transport("b")
+    near = a.connect(b.address(), "data", timeout_s=SOON)
+    far = b.accept("data", timeout_s=SOON)
+    first = Background(lambda: near.send(1, payload=bytes(2**20)))
+    assert first.blocked()
+    second = Background(lambda: near.send(2, timeout_s=0.1))
+    with pytest.raises(TransportTimeout):
+        second.result()
+    assert far.receive(timeout_s=SOON).kind == 1
+    first.result()
+    near.send(3)
+    assert far.receive(timeout_s=SOON).kind == 3
+
+
+def test_a_timeout_covers_the_wait_for_another_receiver(two: Two) -> None:
+    a, b = two.streams()
+    first = Background(b.receive)
+    assert first.blocked()
+    second = Background(lambda: b.receive(timeout_s=0.1))
+    with pytest.raises(TransportTimeout):
+        second.result()
+    a.send(1)
+    assert first.result().kind == 1
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
+def test_a_send_interrupted_within_a_frame_closes_the_stream(
+    monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
+) -> None:
+    a, b = memory_pair().streams()
+    writes, write = [], wire_of(a).write
+
+    def interrupted(data: memoryview, deadline: float | None) -> None:
+        writes.append(len(data))
+        if len(writes) == 2:
+            raise interruption
+        write(data, deadline)
+
+    monkeypatch.setattr(wire_of(a), "write", interrupted)
+    with pytest.raises(interruption):
+        a.send(1, payload=bytes(100_000))
+    with pytest.raises(TransportError):
+        a.send(2)
+    with pytest.raises(PeerLost):
+        b.receive(timeout_s=SOON)
+
+
+@pytest.mark.parametrize("arguments", [(256,), (-1,), (1, "text"), (1, b"", memoryview(bytes(100_000))[::2])])
+def test_what_cannot_be_sent_is_refused_before_anything_is(two: Two, arguments: tuple[Any, ...]) -> None:
+    a, b = two.streams()
+    with pytest.raises((TypeError, ValueError)):
+        a.send_reserved(*arguments)
+    a.send(1, b"still in step")
+    assert b.receive(timeout_s=SOON).head == b"still in step"
 
 
 @pytest.mark.parametrize("closer", ["own", "peer", "transport"])
