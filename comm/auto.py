@@ -55,7 +55,7 @@ class AutoTransport:
 
     def allow(self, peers: Iterable[PeerAddress]) -> None:
         peers = list(peers)
-        self.direct.allow([peer for peer in peers if peer.certificate_der])
+        self.direct.allow([peer for peer in peers if _has_direct(peer)])
         self.libp2p.allow(peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
@@ -73,7 +73,7 @@ class AutoTransport:
             raise PeerLost("; ".join([str(error), *reasons])) from None
 
     def _ways(self, peer: PeerAddress) -> list[Way]:
-        if not peer.host:
+        if not _has_direct(peer):
             return [self.libp2p]
         choice = self._choices.get(peer.identity)
         if choice and choice.peer == peer and choice.way is self.libp2p and not self._stale(choice):
@@ -114,3 +114,7 @@ class AutoTransport:
     def close(self) -> None:
         self.direct.close()
         self.libp2p.close()
+
+
+def _has_direct(peer: PeerAddress) -> bool:
+    return bool(peer.host and peer.certificate_der)

@@ -40,6 +40,15 @@ def create_certificate() -> Certificate:
     return Certificate(certificate.public_bytes(serialization.Encoding.DER), pem)
 
 
+def certificate_problem(der: bytes) -> str | None:
+    """Why OpenSSL would not take it as a peer's certificate; None where it would."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=der)
+    except (ssl.SSLError, ValueError) as error:  # ValueError: there is none
+        return str(error)
+    return None
+
+
 def server_context(own: Certificate, trusted_der: Iterable[bytes]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # tickets would be resumptions past the certificate check

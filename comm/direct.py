@@ -8,21 +8,43 @@ import socket
 import ssl
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from diloco.comm.certificate import client_context, create_certificate, server_context
+from diloco.comm.certificate import certificate_problem, client_context, create_certificate, server_context
 from diloco.comm.frame import Limits
 from diloco.comm.inbox import Inbox, open_channel, read_channel
 from diloco.comm.tlswire import SOCKET_BUFFER_BYTES, TlsWire, tune
 from diloco.comm.transport import PeerAddress, Stream
-from diloco.comm.wire import WireCarrier
+from diloco.comm.wire import Deadline, WireCarrier, deadline_in, seconds_to
 from diloco.errors import PeerLost, PeerRefused, TransportError, WrongPeer
 
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 64  # at the same time: strangers cannot make us hold more threads than that
 
 log = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """The unfinished ones, oldest first. One too many ends the oldest: silent strangers keep no member out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[ssl.SSLSocket, None] = {}
+
+    def add(self, connection: ssl.SSLSocket) -> None:
+        with self._lock:
+            if len(self._pending) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+                _wake(oldest)
+            self._pending[connection] = None
+
+    def remove(self, connection: ssl.SSLSocket) -> bool:
+        """False where it had to make way."""
+        with self._lock:
+            return self._pending.pop(connection, self) is None
 
 
 class DirectTransport:
@@ -41,7 +63,7 @@ class DirectTransport:
         self._certificate = create_certificate()
         self._identities: dict[bytes, str] = {}
         self._context = server_context(self._certificate, [])
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._handshakes = Handshakes()
         self._listener = _listen(host, port)
         self._closed = False
         threading.Thread(target=self._listen, name=f"accept-{identity}", daemon=True).start()
@@ -52,28 +74,43 @@ class DirectTransport:
 
     def allow(self, peers: Iterable[PeerAddress]) -> None:
         """Exactly these may connect from now on. Streams that exist stay."""
-        identities = {peer.certificate_der: peer.identity for peer in peers}
+        identities = self._owners(peers)
         context = server_context(self._certificate, identities)
         self._identities, self._context = identities, context
 
+    def _owners(self, peers: Iterable[PeerAddress]) -> dict[bytes, str]:
+        """Who each certificate belongs to. One that several claim proves nothing: one could pass for another."""
+        claims: dict[bytes, set[str]] = defaultdict(set)
+        for peer in peers:
+            if problem := certificate_problem(peer.certificate_der):
+                log.warning("%s does not admit %s: unreadable certificate (%s)", self.identity, peer.identity, problem)
+            else:
+                claims[peer.certificate_der].add(peer.identity)
+        for claimants in claims.values():
+            if len(claimants) > 1:
+                names = ", ".join(sorted(claimants))
+                log.warning("%s admits none of %s: they claim the same certificate", self.identity, names)
+        return {der: claimants.pop() for der, claimants in claims.items() if len(claimants) == 1}
+
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
-        wire = TlsWire(self._dial(peer, timeout_s), peer.identity)
+        deadline = deadline_in(timeout_s)
+        wire = TlsWire(self._dial(peer, deadline), peer.identity)
         stream = self.inbox.keep(Stream(WireCarrier(wire, self.limits)))
         try:
-            return open_channel(stream, channel, timeout_s)
+            return open_channel(stream, channel, seconds_to(deadline) or 0.0)
         except PeerLost as lost:  # TLS 1.3 tells a client only now that its certificate was refused
             if "alert" in str(lost).lower():
                 raise PeerRefused(f"{peer.identity} refused the certificate of {self.identity}: {lost}") from None
             raise
 
-    def _dial(self, peer: PeerAddress, timeout_s: float) -> ssl.SSLSocket:
+    def _dial(self, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
+        if problem := certificate_problem(peer.certificate_der):
+            raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
         context = client_context(self._certificate, peer.certificate_der)
+        plain = _reach(peer, deadline)
         try:
-            plain = socket.create_connection((peer.host, peer.port), timeout_s)
-        except OSError as error:
-            raise PeerLost(f"{peer.identity} cannot be reached at {peer.host}:{peer.port} ({error})") from None
-        tune(plain)
-        try:
+            tune(plain)
+            plain.settimeout(_time_left(deadline))
             connection = context.wrap_socket(plain)
         except ssl.SSLCertVerificationError as error:
             plain.close()
@@ -98,29 +135,45 @@ class DirectTransport:
                     log.warning("%s: cannot accept (%s)", self.identity, error)
                     time.sleep(0.1)
                 continue
-            self._handshakes.acquire()
-            threading.Thread(target=self._welcome, args=(plain, where), daemon=True).start()
+            self._greet(plain, where[0])
         self._listener.close()
 
-    def _welcome(self, plain: socket.socket, where: tuple[str, int]) -> None:
+    def _greet(self, plain: socket.socket, host: str) -> None:
+        """Everything that may block happens in a thread of its own."""
+        identities, context = self._identities, self._context
+        try:
+            tune(plain)
+            plain.settimeout(HANDSHAKE_S)
+            connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            log.warning("%s lost a connection from %s: %s", self.identity, host, error)
+            plain.close()
+            return
+        self._handshakes.add(connection)
+        try:
+            threading.Thread(target=self._welcome, args=(connection, identities, host), daemon=True).start()
+        except RuntimeError as error:  # out of threads: others must still get in later
+            log.warning("%s cannot serve a connection from %s: %s", self.identity, host, error)
+            self._handshakes.remove(connection)
+            connection.close()
+
+    def _welcome(self, connection: ssl.SSLSocket, identities: dict[bytes, str], host: str) -> None:
         stream = None
         try:
-            stream = self._admit(plain)
-            self.inbox.put(read_channel(stream, HANDSHAKE_S), stream)
+            stream = self._admit(connection, identities)
+            channel = read_channel(stream, HANDSHAKE_S)
+            if not self._handshakes.remove(connection):
+                raise PeerRefused("its handshake made way for newer ones")
+            self.inbox.put(channel, stream)
         except (OSError, TransportError) as error:
-            log.warning("%s refused a connection from %s: %s", self.identity, where[0], error)
-            (stream or plain).close()
-        finally:
-            self._handshakes.release()
+            log.warning("%s refused a connection from %s: %s", self.identity, host, error)
+            self._handshakes.remove(connection)
+            (stream or connection).close()
 
-    def _admit(self, plain: socket.socket) -> Stream:
-        identities, context = self._identities, self._context
-        tune(plain)
-        plain.settimeout(HANDSHAKE_S)
-        connection = context.wrap_socket(plain, server_side=True)
+    def _admit(self, connection: ssl.SSLSocket, identities: dict[bytes, str]) -> Stream:
+        connection.do_handshake()
         identity = identities.get(connection.getpeercert(binary_form=True) or b"")
         if identity is None:
-            connection.close()
             raise PeerRefused("its certificate belongs to no peer we know")
         return Stream(WireCarrier(TlsWire(connection, identity), self.limits))
 
@@ -141,3 +194,24 @@ def _listen(host: str, port: int) -> socket.socket:
     # inherited by accepted sockets; it must be set before the connection is made to widen the TCP window
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
     return listener
+
+
+def _reach(peer: PeerAddress, deadline: Deadline) -> socket.socket:
+    try:
+        return socket.create_connection((peer.host, peer.port), _time_left(deadline))
+    except OSError as error:
+        raise PeerLost(f"{peer.identity} cannot be reached at {peer.host}:{peer.port} ({error})") from None
+
+
+def _time_left(deadline: Deadline) -> float:
+    """For sockets, to which a timeout of 0 means something else."""
+    left = seconds_to(deadline)
+    if not left:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _wake(connection: socket.socket) -> None:
+    """Whoever waits for it gets an error and closes it: closed under that thread, its number could be another's."""
+    with suppress(OSError):  # it may be broken already
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

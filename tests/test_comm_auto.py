@@ -36,6 +36,10 @@ class Scripted:
     error: TransportError | None = None
     identity: str = "me"
     given_s: list[float] = field(default_factory=list)
+    allowed: list[PeerAddress] = field(default_factory=list)
+
+    def allow(self, peers: list[PeerAddress]) -> None:
+        self.allowed = peers
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Any:
         self.tried.append(self.name)
@@ -71,8 +75,12 @@ def test_direct_is_preferred(scene: Scene) -> None:
     assert [scene.connect(), scene.connect()] == [["direct"], ["direct"]]
 
 
-def test_without_a_direct_address_libp2p_it_is(scene: Scene) -> None:
-    assert scene.connect(PeerAddress("peer")) == ["libp2p"]
+@pytest.mark.parametrize("lacking", [{"host": ""}, {"certificate_der": b""}])
+def test_without_a_direct_address_libp2p_it_is(scene: Scene, lacking: dict[str, Any]) -> None:
+    peer = replace(PEER, **lacking)
+    assert scene.connect(peer) == ["libp2p"]
+    scene.auto.allow([peer, PEER])
+    assert (scene.direct.allowed, scene.libp2p.allowed) == ([PEER], [peer, PEER])
 
 
 @pytest.mark.parametrize("error", [LOST, TransportTimeout("peer: no greeting")])

@@ -1,23 +1,31 @@
 """One connection serves many streams, one after the other; a stream that is cut takes its connection along."""
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from diloco.comm.frame import END
 from diloco.comm.memory import MemoryNetwork, MemoryTransport
-from diloco.comm.pooled import PooledTransport
+from diloco.comm.pooled import CHANNEL, MAX_AGE_S, MAX_OF_ONE, Lease, PooledTransport
 from diloco.comm.transport import PeerAddress, Stream
+from diloco.comm.wire import Deadline, Piece
 from diloco.errors import PeerLost, StreamClosed, StreamEnded
 
 SOON = 10.0
 
 
 class Counting(MemoryTransport):
-    """Counts the connections it opens."""
+    """Counts the connections it opens, and knows whom it was told to allow."""
 
     connections = 0
+    allowed: tuple[str, ...] = ()
+
+    def allow(self, peers: Iterable[PeerAddress]) -> None:
+        self.allowed = tuple(peer.identity for peer in peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         self.connections += 1
@@ -26,8 +34,16 @@ class Counting(MemoryTransport):
 
 def answered(transport: PooledTransport) -> bool:
     """Whether the news that the last stream was read has come back."""
-    wires = [connection.carrier.wire for connection in transport._idle.values()]  # type: ignore[attr-defined]
+    wires = [idle.connection.carrier.wire for idle in transport._idle.values()]  # type: ignore[attr-defined]
     return all(wire.incoming.held for wire in wires)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -36,13 +52,22 @@ class Two:
     plain: Counting
     a: PooledTransport
     b: PooledTransport
+    clock: "Clock"
 
-    def open(self, channel: str) -> Stream:
-        return self.a.connect(PeerAddress("b"), channel, timeout_s=SOON)
+    def open(self, channel: str, port: int = 0) -> Stream:
+        return self.a.connect(PeerAddress("b", port=port), channel, timeout_s=SOON)
 
-    def message(self, channel: str, text: bytes) -> bytes:
+    def silent(self, count: int) -> list[Stream]:
+        """Connections on which no stream begins, once b has them."""
+        opened = []
+        for _ in range(count):
+            opened.append(self.plain.connect(PeerAddress("b"), CHANNEL, timeout_s=SOON))
+            until(lambda: not self.b.transport.inbox._waiting)  # type: ignore[attr-defined]
+        return opened
+
+    def message(self, channel: str, text: bytes, port: int = 0) -> bytes:
         """Sent on a stream of its own, which both sides see end."""
-        sender = self.open(channel)
+        sender = self.open(channel, port)
         sender.send(1, text)
         receiver = self.b.accept(channel, timeout_s=SOON)
         head = receiver.receive(timeout_s=SOON).head
@@ -67,7 +92,8 @@ def two() -> Iterator[Two]:
     network = MemoryNetwork()
     plain = Counting(network, "a")
     network.peers["a"] = plain
-    pair = Two(network, plain, PooledTransport(plain), PooledTransport(network.transport("b")))
+    clock = Clock()
+    pair = Two(network, plain, PooledTransport(plain, clock=clock), PooledTransport(network.transport("b")), clock)
     yield pair
     pair.a.close()
     pair.b.close()
@@ -138,3 +164,136 @@ def test_after_its_end_a_stream_is_of_no_more_use(two: Two) -> None:
     with pytest.raises(StreamClosed):
         sender.send(1)
     assert two.message("y", b"unharmed") == b"unharmed"
+
+
+def is_cut(stream: Stream) -> bool:
+    return bool(stream.carrier.wire.incoming.broken)  # type: ignore[attr-defined]
+
+
+def test_a_peers_oldest_idle_connection_makes_way_for_its_fifth(two: Two) -> None:
+    silent = two.silent(MAX_OF_ONE)
+    assert [is_cut(stream) for stream in silent] == [False] * MAX_OF_ONE
+    assert two.message("x", b"through") == b"through"
+    assert [is_cut(stream) for stream in silent] == [True, False, False, False]
+
+
+def test_streams_that_nobody_reads_make_way_too_and_leave_no_thread(two: Two) -> None:
+    before = threading.active_count()
+    unread = []
+    for number in range(3 * MAX_OF_ONE):
+        unread.append(two.open(f"{number}"))
+        until(lambda number=number: f"{number}" in two.b.inbox._waiting)  # type: ignore[misc]
+    until(lambda: threading.active_count() <= before + MAX_OF_ONE)
+    assert two.message("y", b"through") == b"through"
+
+
+def test_a_connection_is_not_used_for_another_address(two: Two) -> None:
+    two.message("x", b"", port=1)
+    old = two.a._idle["b"].connection
+    two.message("y", b"", port=2)
+    assert (two.plain.connections, is_cut(old)) == (2, True)
+
+
+def test_an_old_connection_is_replaced_however_often_it_is_used(two: Two) -> None:
+    for two.clock.now in (0.0, MAX_AGE_S / 2, MAX_AGE_S):
+        two.message("x", b"")
+    assert two.plain.connections == 1
+    two.clock.now = MAX_AGE_S + 1
+    two.message("x", b"")
+    assert two.plain.connections == 2
+
+
+def test_old_connections_to_others_are_dropped_as_well(two: Two) -> None:
+    two.message("x", b"")
+    old = two.a._idle["b"].connection
+    two.clock.now = MAX_AGE_S + 1
+    with pytest.raises(PeerLost):
+        two.a.connect(PeerAddress("nobody"), "x", timeout_s=SOON)
+    assert is_cut(old)
+
+
+def test_whom_we_no_longer_allow_begins_no_stream_on_an_old_connection(two: Two) -> None:
+    two.b.allow([PeerAddress("a")])
+    assert two.message("x", b"allowed") == b"allowed"
+    old = two.a._idle["b"].connection
+    two.b.allow([PeerAddress("c")])
+    assert is_cut(old)
+    refused = two.silent(1)
+    until(lambda: is_cut(refused[0]))
+
+
+def test_a_stream_that_exists_outlives_the_permission_but_its_connection_does_not(two: Two) -> None:
+    sender = two.open("x")
+    receiver = two.b.accept("x", timeout_s=SOON)
+    two.b.allow([])
+    sender.send(1, b"still")
+    assert receiver.receive(timeout_s=SOON).head == b"still"
+    sender.end()
+    with pytest.raises(StreamEnded):
+        receiver.receive(timeout_s=SOON)
+    until(lambda: is_cut(two.a._idle["b"].connection))
+
+
+def test_the_transport_below_hears_whom_to_allow(two: Two) -> None:
+    two.a.allow([PeerAddress("b"), PeerAddress("c")])
+    assert two.plain.allowed == ("b", "c")
+
+
+class Interrupted(threading.Event):
+    """Lets another thread's work happen right after somebody saw that the stream is not over."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    def is_set(self) -> bool:
+        seen = super().is_set()
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return seen
+
+
+class Recorded:
+    """A carrier that takes everything, and whose connection must not be cut after it was given back."""
+
+    peer, bytes_sent, bytes_received = "b", 0, 0
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+
+    def send(self, piece: Piece, deadline: Deadline) -> None:
+        self.happened.append("sent")
+
+    def close(self) -> None:
+        self.happened.append("closed")
+
+
+def test_an_end_that_overtakes_a_close_never_gives_a_cut_connection_back() -> None:
+    carrier = Recorded()
+    lease = Lease(Stream(carrier), lambda: carrier.happened.append("given back"))  # type: ignore[arg-type]
+    ending = threading.Thread(target=lambda: lease.send(Piece(END, b"", memoryview(b"")), None))
+
+    def end_meanwhile() -> None:
+        ending.start()
+        until(lambda: "sent" in carrier.happened)
+        ending.join(0.2)  # without a lock it goes all the way
+
+    lease.over = Interrupted(end_meanwhile)
+    lease.close()
+    ending.join()
+    assert carrier.happened == ["sent", "closed"]
+
+
+def test_out_of_threads_costs_one_connection(
+    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(threading.Thread, "start", refuse)
+        lost = two.silent(1)[0]
+        until(lambda: is_cut(lost))
+    assert "can't start new thread" in caplog.text
+    assert two.message("x", b"through") == b"through"

@@ -1,0 +1,145 @@
+"""Direct connections among hostile records and silent strangers."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from diloco.comm import direct as module
+from diloco.comm.direct import MAX_HANDSHAKES, DirectTransport
+from diloco.comm.tlswire import tune
+from diloco.comm.transport import PeerAddress, Stream
+from diloco.errors import PeerLost, PeerRefused
+
+SOON = 10.0
+HERE = "127.0.0.1"
+
+
+@dataclass
+class Two:
+    a: DirectTransport
+    b: DirectTransport
+
+    def streams(self) -> tuple[Stream, Stream]:
+        return self.a.connect(self.b.address(HERE), "data", timeout_s=SOON), self.b.accept("data", timeout_s=SOON)
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    pair = Two(DirectTransport("a", HERE), DirectTransport("b", HERE))
+    pair.b.allow([pair.a.address(HERE)])
+    yield pair
+    pair.a.close()
+    pair.b.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", b"\x30\x82\x01\x00"])
+def test_a_record_with_junk_for_a_certificate_keeps_nobody_else_out(
+    two: Two, junk: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    two.b.allow([PeerAddress("mallory", HERE, 1, junk), two.a.address(HERE)])
+    assert "b does not admit mallory: unreadable certificate" in caplog.text
+    assert two.streams()[1].peer == "a"
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk"])
+def test_a_peer_with_junk_for_a_certificate_is_lost(two: Two, junk: bytes) -> None:
+    with pytest.raises(PeerLost, match="b: the certificate of its record is unreadable"):
+        two.a.connect(replace(two.b.address(HERE), certificate_der=junk), "data", timeout_s=SOON)
+
+
+@pytest.mark.parametrize("mallory_first", [True, False])
+def test_a_certificate_that_two_claim_admits_neither(
+    two: Two, mallory_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    claims = [two.a.address(HERE), replace(two.a.address(HERE), identity="mallory")]
+    two.b.allow(reversed(claims) if mallory_first else claims)
+    assert "b admits none of a, mallory: they claim the same certificate" in caplog.text
+    with pytest.raises(PeerRefused):
+        two.a.connect(two.b.address(HERE), "data", timeout_s=SOON)
+
+
+def test_a_peer_that_is_listed_twice_is_admitted(two: Two) -> None:
+    two.b.allow([two.a.address(HERE), two.a.address("elsewhere")])
+    assert two.streams()[1].peer == "a"
+
+
+def test_silent_strangers_keep_no_member_out(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 10 * SOON)  # they would hold on for that long
+    where = (HERE, two.b.address(HERE).port)
+    strangers = [socket.create_connection(where, SOON) for _ in range(MAX_HANDSHAKES)]
+    assert two.streams()[1].peer == "a"
+    assert strangers[0].recv(1) == b""  # the oldest made way
+    strangers[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        strangers[-1].recv(1)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handshake_that_makes_way_is_logged(
+    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 1)
+    with socket.create_connection((HERE, two.b.address(HERE).port), SOON) as stranger:
+        two.streams()
+        assert stranger.recv(1) == b""
+        until(lambda: "b refused a connection from 127.0.0.1" in caplog.text)
+
+
+def test_out_of_threads_costs_one_connection(
+    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection((HERE, two.b.address(HERE).port), SOON) as lost:
+            assert lost.recv(1) == b""
+    assert "can't start new thread" in caplog.text
+    assert two.streams()[1].peer == "a"
+
+
+def test_one_deadline_holds_for_all_steps_of_a_connect(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [0.0], []
+
+    def reach(where: Any, timeout_s: float, connect: Any = socket.create_connection) -> socket.socket:
+        given.append(timeout_s)
+        now[0] += 3.0
+        connection: socket.socket = connect(where, timeout_s)
+        return connection
+
+    def open_late(stream: Stream, channel: str, timeout_s: float, opening: Any = module.open_channel) -> Any:
+        given.append(timeout_s)
+        return opening(stream, channel, timeout_s)
+
+    monkeypatch.setattr(module, "deadline_in", lambda timeout_s: now[0] + timeout_s)
+    monkeypatch.setattr(module, "seconds_to", lambda deadline: max(0.0, deadline - now[0]))
+    monkeypatch.setattr(module.socket, "create_connection", reach)
+    monkeypatch.setattr(module, "open_channel", open_late)
+    two.a.connect(two.b.address(HERE), "data", timeout_s=SOON)
+    assert given == [SOON, SOON - 3.0]
+    with pytest.raises(PeerLost, match=r"no TLS \(timed out"):
+        two.a.connect(two.b.address(HERE), "data", timeout_s=3.0)
+
+
+def test_connections_notice_a_peer_that_vanished() -> None:
+    with socket.socket() as connection:
+        tune(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        wanted = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+        known = {name: value for name, value in wanted.items() if hasattr(socket, name)}
+        assert known == {name: connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in known}
