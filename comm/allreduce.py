@@ -36,7 +36,7 @@ from diloco.errors import (
 
 CONTRIBUTION, RESULT = 1, 2
 CHUNK_NUMBER = struct.Struct("<I")
-WINDOW = 3  # chunks of each member in memory
+WINDOW = 2  # chunks of each member in memory
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
 

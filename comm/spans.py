@@ -9,8 +9,8 @@ from diloco.comm.codec import CODECS, Codec
 from diloco.comm.noise import PAGE, NoiseKey
 from diloco.errors import PlanRefused
 
-CHUNKS = 6  # of the largest span: enough that results flow while contributions still come
-USUAL_CHUNK_PAGES = 32  # a million values at most: by then what a frame costs is small beside its bytes
+CHUNKS = 3  # of the largest span: enough that results flow while contributions still come
+USUAL_CHUNK_PAGES = 64  # two million values at most: by then what a frame costs is small beside its bytes
 MAX_CHUNK_PAGES = 256
 MAX_MEMBERS = 1024
 MAX_CHUNKS_BYTES = 1 << 30  # of all members together, each once
