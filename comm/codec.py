@@ -26,9 +26,7 @@ from diloco.errors import CodecError
 
 BLOCK = 256
 HALF = BLOCK // 2
-GROUP = (
-    8  # pages that a CPU works on at once: few enough to stay in the cache, enough to pay for each operation's start
-)
+GROUP = 8  # pages that a CPU works on at once: they stay in the cache, and pay for each operation's start
 REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38: it was not encoded"
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals

@@ -73,6 +73,11 @@ def _run_everything() -> None:
 
 
 @_compiled
+def _page_bytes(levels: int) -> int:
+    return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+
+
+@_compiled
 def _round(row: Floats, steps: Any, noise: Floats, numbers: Bytes) -> None:
     for i in range(BLOCK):
         numbers[i] = np.int8(np.int32(np.floor(row[i] * steps + noise[i])))
@@ -133,7 +138,7 @@ def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scal
 
 @_compiled
 def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
-    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    page_bytes = _page_bytes(levels)
     for page in range(-(-len(values) // PAGE)):
         part = values[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
@@ -189,7 +194,7 @@ def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fr
 
 @_compiled
 def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: bool) -> None:
-    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    page_bytes = _page_bytes(levels)
     for page in range(-(-len(into) // PAGE)):
         part = into[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
@@ -200,7 +205,7 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
 @_compiled
 def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
     """Page by page, so that the sums stay in the cache."""
-    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    page_bytes = _page_bytes(levels)
     sums = np.empty(PAGE, np.float32)
     for page in range(-(-count // PAGE)):
         first = page * page_bytes
@@ -256,10 +261,6 @@ def _noise(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[
 
 def is_finite(payload: Tensor, levels: int) -> bool:
     return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
-
-
-def _page_bytes(levels: int) -> int:
-    return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
 
 
 def _spread(work: Callable[[int, int], None], count: int) -> None:

@@ -14,9 +14,8 @@ from diloco.comm.wire import Deadline
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 RECORD_BYTES = 16 * 1024
 RECORD_OVERHEAD = 22  # 5 header, 1 content type, 16 tag
-# A peer that vanished without a word is noticed within half a minute, whether the connection is idle or not. On Linux
-# the last one also cuts a connection whose peer is there but has not read anything for so long (a window of zero).
-# not TCP_USER_TIMEOUT: that also cuts a live peer which is merely slow to read
+# On an idle connection, a peer that vanished without a word is noticed within half a minute. Not TCP_USER_TIMEOUT for
+# busy ones: it would also cut a peer that is there and merely slow to read.
 PATIENCE = {
     "TCP_KEEPIDLE": 15,  # seconds
     "TCP_KEEPALIVE": 15,  # the same, on macOS

@@ -1,6 +1,7 @@
 """`make prove`: runs every claim of the project that needs no GPU and prints one table.
 
     python tests/prove.py --only WORD     the claims whose text contains WORD
+    python tests/prove.py --list          all claims
     python tests/prove.py --quick         what CI runs beside the tests: some claims, scaled down
 
 Tests prove what can be proved without a clock; what is timed is proved here and by `diloco bench`.
@@ -20,6 +21,8 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+
+from diloco.bench.report import Check
 
 ROOT = Path(__file__).parent.parent
 DILOCO = [sys.executable, "-m", "diloco"]
@@ -59,10 +62,9 @@ def bench(name: str, *arguments: str) -> Callable[[], Iterator[Result]]:
         if done.returncode:
             yield Result(f"bench {name}", done.stderr.strip()[-80:], "runs", False)
             return
-        for check in json.loads(done.stdout)["checks"]:
-            lower = check["better"] == "lower"
-            holds = check["value"] <= check["limit"] if lower else check["value"] >= check["limit"]
-            yield Result(check["name"], f"{check['value']:.4g}", f"{'≤' if lower else '≥'} {check['limit']:g}", holds)
+        for check in (Check(**fields) for fields in json.loads(done.stdout)["checks"]):
+            sign = "≤" if check.better == "lower" else "≥"
+            yield Result(check.name, f"{check.value:.4g}", f"{sign} {check.limit:g}", check.holds)
 
     return show
 
@@ -154,7 +156,8 @@ def main() -> None:
     if not claims:
         sys.exit(f"no claim contains {asked.only!r}; --list shows them all")
     if asked.list:
-        sys.exit("\n".join(claim.text for claim in claims))
+        print("\n".join(claim.text for claim in claims))
+        return
     console, table, failed = Console(), Table("claim", "measured", "value", "limit", ""), 0
     for claim in claims:
         show = claim.show_quick if asked.quick else claim.show
