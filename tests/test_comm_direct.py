@@ -1,6 +1,7 @@
-"""Direct connections among hostile records and silent strangers."""
+"""Direct connections: pinned certificates, among hostile records and silent strangers."""
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from diloco.comm import direct as module
+from diloco.comm.certificate import create_certificate
 from diloco.comm.direct import MAX_HANDSHAKES, DirectTransport
 from diloco.comm.tlswire import tune
 from diloco.comm.transport import PeerAddress, Stream
-from diloco.errors import PeerLost, PeerRefused
+from diloco.errors import PeerLost, PeerRefused, WrongPeer
 
 SOON = 10.0
 HERE = "127.0.0.1"
@@ -143,3 +145,45 @@ def test_connections_notice_a_peer_that_vanished() -> None:
         wanted = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
         known = {name: value for name, value in wanted.items() if hasattr(socket, name)}
         assert known == {name: connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in known}
+
+
+def test_a_server_with_another_certificate_is_refused(two: Two) -> None:
+    forged = replace(two.b.address(HERE), certificate_der=create_certificate().der)
+    with pytest.raises(WrongPeer, match="b: its certificate is not that of its record"):
+        two.a.connect(forged, "data", timeout_s=SOON)
+
+
+def test_an_unknown_client_is_refused(two: Two, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = DirectTransport("stranger", HERE)
+    with pytest.raises(PeerRefused, match="b refused the certificate of stranger"):
+        stranger.connect(two.b.address(HERE), "data", timeout_s=SOON)
+    stranger.close()
+    a, b = two.streams()
+    a.send(1)
+    assert b.receive(timeout_s=SOON).kind == 1
+    assert "b refused a connection" in caplog.text
+
+
+def test_a_client_that_is_no_longer_allowed_is_refused(two: Two) -> None:
+    two.b.allow([])
+    with pytest.raises(PeerRefused):
+        two.a.connect(two.b.address(HERE), "data", timeout_s=SOON)
+
+
+def test_garbage_on_the_port_disturbs_nobody(two: Two) -> None:
+    a, b = two.streams()
+    where = (HERE, two.b.address(HERE).port)
+    silent = [socket.create_connection(where) for _ in range(5)]
+    for _ in range(20):
+        with socket.create_connection(where) as garbage:
+            garbage.sendall(os.urandom(500))
+    a.send(1, payload=bytes(100_000))
+    assert len(b.receive(timeout_s=SOON).payload) == 100_000
+    two.streams()
+    for connection in silent:
+        connection.close()
+
+
+def test_it_is_tls_1_3(two: Two) -> None:
+    a, _ = two.streams()
+    assert a.carrier.wire._socket.version() == "TLSv1.3"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from diloco.comm.auto import AutoTransport
-from diloco.comm.certificate import create_certificate
 from diloco.comm.direct import DirectTransport
 from diloco.comm.directory import Directory
 from diloco.comm.frame import Limits, pack_header
@@ -26,12 +25,10 @@ from diloco.comm.wire import WireCarrier
 from diloco.errors import (
     FrameError,
     PeerLost,
-    PeerRefused,
     StreamClosed,
     StreamEnded,
     TransportError,
     TransportTimeout,
-    WrongPeer,
 )
 
 SOON = 10.0  # no test waits that long unless it fails
@@ -120,14 +117,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Direc
 @pytest.fixture(params=list(KINDS))
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
     pair = KINDS[request.param](request)
-    yield pair
-    pair.a.close()
-    pair.b.close()
-
-
-@pytest.fixture
-def direct() -> Iterator[Two]:
-    pair = direct_pair()
     yield pair
     pair.a.close()
     pair.b.close()
@@ -465,45 +454,3 @@ def test_damage_in_memory_is_seen_by_the_checksum() -> None:
     near.write(memoryview(raw), None)
     with pytest.raises(FrameError, match="a: checksum"):
         Stream(WireCarrier(far)).receive()
-
-
-def test_a_server_with_another_certificate_is_refused(direct: Two) -> None:
-    forged = replace(direct.address_b, certificate_der=create_certificate().der)
-    with pytest.raises(WrongPeer, match="b: its certificate is not that of its record"):
-        direct.a.connect(forged, "data", timeout_s=SOON)
-
-
-def test_an_unknown_client_is_refused(direct: Two, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = DirectTransport("stranger", "127.0.0.1")
-    with pytest.raises(PeerRefused, match="b refused the certificate of stranger"):
-        stranger.connect(direct.address_b, "data", timeout_s=SOON)
-    stranger.close()
-    a, b = direct.streams()
-    a.send(1)
-    assert b.receive(timeout_s=SOON).kind == 1
-    assert "b refused a connection" in caplog.text
-
-
-def test_a_client_that_is_no_longer_allowed_is_refused(direct: Two) -> None:
-    direct.b.allow([])  # type: ignore[attr-defined]
-    with pytest.raises(PeerRefused):
-        direct.a.connect(direct.address_b, "data", timeout_s=SOON)
-
-
-def test_garbage_on_the_port_disturbs_nobody(direct: Two) -> None:
-    a, b = direct.streams()
-    where = ("127.0.0.1", direct.address_b.port)
-    silent = [socket.create_connection(where) for _ in range(5)]
-    for _ in range(20):
-        with socket.create_connection(where) as garbage:
-            garbage.sendall(os.urandom(500))
-    a.send(1, payload=bytes(100_000))
-    assert len(b.receive(timeout_s=SOON).payload) == 100_000
-    direct.streams("another")
-    for connection in silent:
-        connection.close()
-
-
-def test_it_is_tls_1_3(direct: Two) -> None:
-    a, _ = direct.streams()
-    assert wire_of(a)._socket.version() == "TLSv1.3"
