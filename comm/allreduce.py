@@ -11,7 +11,8 @@ circle; a slow owner holds its senders back, so that only a few chunks of each m
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,6 @@ from diloco.errors import (
     CodecError,
     ContributionRefused,
     FrameError,
-    PeerLost,
     PlanRefused,
     ReduceCancelled,
     ReduceFailed,
@@ -88,7 +88,7 @@ class Reduction:
 
     def run(self) -> Tensor:
         """Once only: another attempt needs another channel."""
-        works: list[Callable[[], None]] = [partial(self._send_to, peer) for peer in self.others]
+        works: list[Callable[[], None]] = [partial(self._send_all_to, peer) for peer in self.others]
         works += [self._receive] * len(self.others)
         threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
         try:
@@ -125,6 +125,17 @@ class Reduction:
     def _size(self, chunk: Span) -> int:
         return self.plan.codec.size(chunk.hi - chunk.lo)
 
+    def _send_all_to(self, peer: str) -> None:
+        with self._blaming(peer):
+            self._send_to(peer)
+
+    @contextmanager
+    def _blaming(self, peer: str) -> Iterator[None]:
+        try:
+            yield
+        except TransportError as error:
+            raise ReduceFailed(f"{self.plan.channel}: {error}", hung_up=peer) from None
+
     def _send_to(self, peer: str) -> None:
         stream = self._connect(peer)
         contribution, result = _bytes(self._contribution), _bytes(self.result)
@@ -139,6 +150,10 @@ class Reduction:
 
     def _receive(self) -> None:
         stream = self._accept()
+        with self._blaming(stream.peer):
+            self._receive_from(stream)
+
+    def _receive_from(self, stream: Stream) -> None:
         peer = stream.peer
         window, result = self._windows[peer], self.result
         for number, chunk in enumerate(self._mine):
@@ -199,7 +214,9 @@ class Reduction:
                 stream = self._transport.accept(self.plan.channel, timeout_s=ACCEPT_SLICE_S)
             except TransportTimeout:
                 if time.monotonic() > give_up_at:
-                    raise PeerLost(f"{', '.join(self._missing())}: no stream for {self.plan.channel}") from None
+                    missing = self._missing()
+                    reason = f"{self.plan.channel}: {', '.join(missing)}: no stream came"
+                    raise ReduceFailed(reason, hung_up=missing[0]) from None
             else:
                 if self._claim(stream):
                     return self._keep(stream)

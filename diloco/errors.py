@@ -1,5 +1,7 @@
 """Every error a person can meet, in one tree. Each says what happened, whether it took effect, and what to do."""
 
+from collections.abc import Mapping
+
 
 class DilocoError(Exception):
     """The root. `code` is stable: scripts and documentation may refer to it."""
@@ -73,14 +75,15 @@ class PlanRefused(DilocoError):
 class ReduceFailed(DilocoError):
     """An all-reduce did not come about. Nothing was applied, the contribution is kept: safe to try again.
 
-    `peer` is who is to blame, where that is known: who merely hung up may have had its reason in a third one.
+    `peer` is who is to blame, where that is known; `hung_up` whose connection broke or never came about: it may have
+    had its reason in a third one.
     """
 
     code = "reduce"
 
-    def __init__(self, message: str, peer: str = "") -> None:
+    def __init__(self, message: str, peer: str = "", hung_up: str = "") -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.hung_up = peer, hung_up
 
 
 class ReduceCancelled(ReduceFailed):
@@ -172,3 +175,58 @@ class RecordRefused(DirectoryError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"peer record refused, {reason}: {detail}")
         self.reason = reason
+
+
+class RecordInvalid(DilocoError):
+    """A record of the outer log cannot follow the one before it. It was not applied."""
+
+    code = "log-record"
+
+
+class MessageRefused(DilocoError):
+    """A peer sent a message that is none of ours, or that cannot be right. It was not acted upon."""
+
+    code = "message"
+
+
+class TransferFailed(DilocoError):
+    """An item could not be fetched. Chunks that arrived are checked and stay where they were put: safe to go on later.
+
+    `failures` says of each peer that was asked why it is of no use.
+    """
+
+    code = "transfer"
+
+    def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+
+class TransferStopped(TransferFailed):
+    """This side gave a fetch up. It can be taken up again where it was."""
+
+    code = "transfer-stopped"
+
+
+class ItemMissing(TransferFailed):
+    """A peer does not have an item, or another one of that name. Ask somebody else."""
+
+    code = "item-missing"
+
+
+class DonorBusy(TransferFailed):
+    """A peer serves as many as it can. Ask again later, or somebody else."""
+
+    code = "donor-busy"
+
+
+class WrongBytes(TransferFailed):
+    """A peer sent bytes that are not those of the item. They were not used: that peer is broken, or lies."""
+
+    code = "wrong-bytes"
+
+
+class ParcelRefused(TransferFailed):
+    """The description of an item cannot be right. Nothing was allocated or fetched."""
+
+    code = "parcel"

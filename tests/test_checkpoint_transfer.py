@@ -1,0 +1,675 @@
+"""Items come whole and right from whoever has them, however their donors die, lie, stall or refuse."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from random import Random
+
+import pytest
+
+from diloco.checkpoint import transfer
+from diloco.checkpoint.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
+from diloco.checkpoint.transfer import (
+    BUSY,
+    BYTES,
+    CHANNEL,
+    CHUNK,
+    DESCRIBE,
+    MAX_ASKED,
+    NOT_HERE,
+    READY,
+    WHOLE,
+    Board,
+    Donor,
+    Transfer,
+    ask,
+    describe,
+    fetch,
+)
+from diloco.comm import packing
+from diloco.comm.direct import DirectTransport
+from diloco.comm.frame import Buffer
+from diloco.comm.memory import MemoryNetwork, MemoryTransport
+from diloco.comm.transport import PeerAddress, Stream, Transport
+from diloco.comm.wire import Piece
+from diloco.errors import (
+    DonorBusy,
+    ItemMissing,
+    ParcelRefused,
+    PeerLost,
+    TransferFailed,
+    TransferStopped,
+    TransportError,
+    WrongBytes,
+)
+
+SOON = 20.0
+SMALL_CHUNK = 1 << 12
+STATE = Random(7).randbytes(40 * SMALL_CHUNK + 1234)  # 41 chunks, the last one short
+PARCEL = Item("state", STATE, SMALL_CHUNK).description()
+
+
+class Swarm:
+    """A taker `me` and any number of donors on one network in memory."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.me = self.network.transport("me")
+        self.transports: dict[str, MemoryTransport] = {}
+        self.donors: dict[str, Donor] = {}
+
+    def peer(self, name: str) -> MemoryTransport:
+        self.transports[name] = self.network.transport(name)
+        return self.transports[name]
+
+    def donor(self, name: str, library: Library | None = None, **options: object) -> Donor:
+        self.donors[name] = Donor(self.peer(name), library or holding(STATE), **options)  # type: ignore[arg-type]
+        return self.donors[name]
+
+    def watched(self, name: str, on_request: Callable[[], object]) -> None:
+        """A donor of STATE that does something before each answer."""
+        item = Item("state", STATE, SMALL_CHUNK)
+
+        class Watched(Library):
+            def get(self, name: str) -> Item | None:
+                on_request()
+                return item
+
+        self.donor(name, Watched())
+
+    @property
+    def addresses(self) -> dict[str, PeerAddress]:
+        return {name: PeerAddress(name) for name in self.transports}
+
+    def stream(self, to: str, channel: str = CHANNEL) -> Stream:
+        return self.me.connect(PeerAddress(to), channel, timeout_s=SOON)
+
+    def transfer(self, out: bytearray, **options: object) -> Transfer:
+        return Transfer(PARCEL, self.addresses, self.me, memoryview(out), **options)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for donor in self.donors.values():
+            donor.close()
+        for transport in [self.me, *self.transports.values()]:
+            transport.close()
+
+
+def holding(data: Buffer, name: str = "state") -> Library:
+    library = Library()
+    library.put(name, data, chunk_bytes=SMALL_CHUNK)
+    return library
+
+
+@pytest.fixture
+def swarm() -> Iterator[Swarm]:
+    threads = threading.active_count()
+    swarm = Swarm()
+    yield swarm
+    swarm.close()
+    until(lambda: threading.active_count() <= threads)  # whatever happened, no thread is left
+
+
+def run(transfer: Transfer) -> Transfer:
+    transfer.run(lambda: False, lambda here, size: None)
+    return transfer
+
+
+def test_three_donors_give_the_whole_of_it(swarm):
+    counted, out, seen = threading.Barrier(3), bytearray(len(STATE)), []
+    for name in "abc":
+        swarm.watched(name, once(lambda: counted.wait(SOON)))  # so that each has been asked at least once
+    taken = fetch(
+        PARCEL, swarm.addresses, swarm.me, memoryview(out), on_progress=lambda here, size: seen.append((here, size))
+    )
+    assert out == STATE
+    assert set(taken) == {"a", "b", "c"} and sum(taken.values()) == len(STATE) and min(taken.values()) > 0
+    assert seen == sorted(seen) and seen[-1] == (len(STATE), len(STATE))
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALL_CHUNK, 3 * SMALL_CHUNK])
+def test_small_and_even_sizes(swarm, size):
+    swarm.donor("a", holding(STATE[:size]))
+    parcel, out = describe(swarm.me, PeerAddress("a"), "state", SOON), bytearray(size)
+    assert fetch(parcel, swarm.addresses, swarm.me, memoryview(out)) == {"a": size}
+    assert out == STATE[:size]
+
+
+def test_over_tls_nothing_stays_open():
+    names, here = ("me", "a", "b"), "127.0.0.1"
+    transports = {name: DirectTransport(name, here) for name in names}
+    addresses = {name: transport.address(here) for name, transport in transports.items()}
+    for transport in transports.values():
+        transport.allow(addresses.values())
+    me = transports.pop("me")
+    donors = [Donor(transport, holding(STATE)) for transport in transports.values()]
+    addresses.pop("me")
+    threads, files = threading.active_count(), open_files()
+
+    out = bytearray(len(STATE))
+    parcel = describe(me, addresses["a"], "state", SOON)
+    assert ask(me, addresses["b"], "state", limit=len(STATE), timeout_s=SOON) == STATE
+    taken = fetch(parcel, addresses, me, memoryview(out))
+    assert out == STATE and sum(taken.values()) == len(STATE)
+    until(lambda: threading.active_count() <= threads and open_files() <= files)
+
+    for donor in donors:
+        donor.close()
+    with pytest.raises(TransferFailed, match="'state' of a"):
+        ask(me, addresses["a"], "state", limit=1, timeout_s=SOON)  # refused at once, not after the time
+    for transport in [me, *transports.values()]:
+        transport.close()
+
+
+def test_a_faster_donor_gives_more(swarm):
+    fast, requests = threading.Event(), Countdown(len(PARCEL.digests) // 2, then=lambda: fast.set())
+    swarm.watched("fast", requests)
+    swarm.watched("slow", lambda: fast.wait(SOON))
+    run(transfer := swarm.transfer(out := bytearray(len(STATE))))
+    assert out == STATE
+    assert transfer.taken["fast"] > transfer.taken["slow"]
+
+
+def test_a_donor_that_dies_midway_costs_nothing_but_what_was_under_way(swarm):
+    died, out = threading.Event(), bytearray(len(STATE))
+
+    def die() -> None:
+        until(lambda: transfer.taken["mortal"] > 0)
+        swarm.transports["mortal"].close()
+        died.set()
+
+    swarm.watched("mortal", Countdown(3, then=die))
+    swarm.watched("other", lambda: died.wait(SOON))
+    transfer = swarm.transfer(out)
+    run(transfer)
+    assert out == STATE
+    assert 0 < transfer.taken["mortal"] <= 2 * SMALL_CHUNK and sum(transfer.taken.values()) == len(STATE)
+    assert set(transfer.failures) == {"mortal"}
+
+
+def test_a_donor_of_wrong_bytes_is_named_and_none_of_them_is_kept(swarm, caplog):
+    rotten = bytearray(STATE)
+    library = holding(rotten)
+    assert library.get("state").description() == PARCEL  # its digests are known before it rots
+    rotten[5] ^= 1
+    lied, out = threading.Event(), bytearray(len(STATE))
+    swarm.donor("liar", library)
+    swarm.watched("other", lambda: lied.wait(SOON))
+    transfer = swarm.transfer(out)
+    transfer.run(lambda: bool("liar" in transfer.failures and lied.set()), lambda here, size: None)
+    assert out == STATE
+    assert transfer.failures == {"liar": "liar sent wrong bytes for chunk 0"}
+    assert "not fetched from liar any more" in caplog.text
+
+
+def test_a_donor_that_is_given_up_is_hung_up_on_at_once(swarm):
+    """Rather than at the end: what it was asked for in advance would fill our link."""
+    hung_up = threading.Event()
+
+    def how(stream: Stream) -> None:
+        stream.send(READY)
+        stream.receive(timeout_s=SOON)
+        stream.send(BYTES, b"", bytes(SMALL_CHUNK))
+        with suppress(PeerLost):
+            while True:
+                stream.receive(timeout_s=SOON)
+        hung_up.set()
+
+    stall(swarm.peer("liar"), how)
+    swarm.watched("other", lambda: hung_up.wait(SOON))
+    run(swarm.transfer(out := bytearray(len(STATE))))
+    assert out == STATE and hung_up.is_set()
+
+
+def test_a_lone_liar_gives_nothing(swarm):
+    rotten = bytearray(STATE)
+    library = holding(rotten)
+    assert library.get("state").digests == PARCEL.digests
+    rotten[:] = bytes(len(rotten))
+    rotten[0] = 1
+    swarm.donor("liar", library)
+    with pytest.raises(TransferFailed, match="liar sent wrong bytes") as failed:
+        fetch(PARCEL, swarm.addresses, swarm.me, memoryview(out := bytearray(len(STATE))))
+    assert set(failed.value.failures) == {"liar"}
+    assert out == bytes(len(STATE))
+
+
+def silent(stream: Stream) -> None:
+    """Takes the stream and says nothing."""
+
+
+def ready_then_silent(stream: Stream) -> None:
+    stream.send(READY)
+
+
+def half_a_chunk(stream: Stream) -> None:
+    stream.send(READY)
+    stream.receive(timeout_s=SOON)
+    stream.carrier.send(Piece(BYTES, b"", memoryview(bytes(100)), rest=SMALL_CHUNK - 100), None)
+
+
+STALLS = [silent, ready_then_silent, half_a_chunk]
+
+
+def stall(transport: Transport, how: Callable[[Stream], None]) -> threading.Thread:
+    def accept() -> None:
+        with suppress(TransportError):
+            while True:
+                how(transport.accept(CHANNEL, timeout_s=SOON))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", STALLS)
+def test_a_donor_that_stalls_is_given_up_after_the_patience(swarm, how):
+    stall(swarm.peer("stalls"), how)
+    out, have = bytearray(len(STATE)), set()
+    with pytest.raises(TransferFailed, match=r"stalls has completed no answer for 0\.2 s"):
+        fetch(PARCEL, swarm.addresses, swarm.me, memoryview(out), have=have, patience_s=0.2)
+    assert not have
+
+
+@pytest.mark.parametrize("how", STALLS)
+def test_others_do_not_wait_for_a_donor_that_stalls(swarm, how):
+    """Its chunks are taken over at the end, long before its patience is over."""
+    stall(swarm.peer("stalls"), how)
+    swarm.donor("other")
+    transfer = run(swarm.transfer(out := bytearray(len(STATE)), patience_s=3600))
+    assert out == STATE
+    assert transfer.taken == {"stalls": 0, "other": len(STATE)} and not transfer.failures
+
+
+@pytest.mark.parametrize("how", STALLS)
+def test_small_questions_end_in_time(swarm, how):
+    stall(swarm.peer("stalls"), how)
+    with pytest.raises(TransferFailed, match=r"'state' of stalls: .*within 0\.2 s"):
+        ask(swarm.me, PeerAddress("stalls"), "state", limit=SMALL_CHUNK, timeout_s=0.2)
+    with pytest.raises(TransferFailed, match=r"'state' of stalls: .*within 0\.2 s"):
+        describe(swarm.me, PeerAddress("stalls"), "state", 0.2)
+
+
+def test_a_chunk_that_two_donors_send_is_taken_once(swarm):
+    """Four donors by hand, asked for one chunk each."""
+    data = STATE[: 4 * SMALL_CHUNK]
+    parcel = Item("state", data, SMALL_CHUNK).description()
+    transports = [swarm.peer(name) for name in "abcd"]
+    transfer = Transfer(parcel, swarm.addresses, swarm.me, memoryview(out := bytearray(len(data))))
+    thread = threading.Thread(target=run, args=(transfer,))
+    thread.start()
+    streams = [transport.accept(CHANNEL, timeout_s=SOON) for transport in transports]
+    for stream in streams:
+        stream.send(READY)
+    holders = {asked_for(stream): stream for stream in streams}
+    fast = streams[0]
+    give(fast, data, next(number for number, stream in holders.items() if stream is fast))
+    give(fast, data, late := asked_for(fast))
+    taken_over = asked_for(fast)
+    slow = holders[late]
+    give(slow, data, late)  # too late
+    give(slow, data, asked_for(slow))  # so that has been dealt with, and it is of use again
+    give(fast, data, taken_over)
+    thread.join(SOON)
+    assert not thread.is_alive() and out == data
+    assert sorted(transfer.taken.values()) == [0, 0, SMALL_CHUNK, 3 * SMALL_CHUNK] and transfer.taken["a"] > SMALL_CHUNK
+
+
+def asked_for(stream: Stream) -> int:
+    return int.from_bytes(stream.receive(timeout_s=SOON).head[len(NAME) :][:4], "big")
+
+
+def give(stream: Stream, data: bytes, number: int) -> None:
+    stream.send(BYTES, b"", data[number * SMALL_CHUNK :][:SMALL_CHUNK])
+
+
+def test_a_fetch_that_is_stopped_keeps_what_it_has(swarm):
+    stopped, have = threading.Event(), set()
+    swarm.watched("a", Countdown(4, then=lambda: stopped.wait(SOON)))
+    transfer = swarm.transfer(out := bytearray(len(STATE)), have=have)
+    with pytest.raises(TransferStopped, match=f"stopped with {3 * SMALL_CHUNK} bytes here"):
+        transfer.run(lambda: True, lambda here, size: until(lambda: have == {0, 1, 2}))
+    stopped.set()
+    assert out[: 3 * SMALL_CHUNK] == STATE[: 3 * SMALL_CHUNK] and not any(out[3 * SMALL_CHUNK :])
+
+
+def test_a_fetch_goes_on_from_what_it_has(swarm):
+    asked, count = Countdown(0), len(PARCEL.digests)
+    swarm.watched("a", asked)
+    out, have = bytearray(STATE), set(range(0, count, 2))
+    missing = set(range(count)) - have
+    for number in missing:
+        out[PARCEL.chunk(number)] = bytes(SMALL_CHUNK)
+    taken = fetch(PARCEL, swarm.addresses, swarm.me, memoryview(out), have=have)
+    assert out == STATE and have == set(range(count))
+    assert asked.count == len(missing) and taken == {"a": len(missing) * SMALL_CHUNK}
+    assert fetch(PARCEL, {}, swarm.me, memoryview(out), have=have) == {}  # nothing to do, nobody needed
+
+
+def test_not_here(swarm):
+    swarm.donor("empty", Library())
+    swarm.donor("another", holding(STATE[::-1]))  # of that name, but not this one: no liar, it does not have it
+    with pytest.raises(ItemMissing, match="'state': empty does not have it"):
+        ask(swarm.me, PeerAddress("empty"), "state", limit=10, timeout_s=SOON)
+    with pytest.raises(ItemMissing):
+        describe(swarm.me, PeerAddress("empty"), "state", SOON)
+    with pytest.raises(TransferFailed) as failed:
+        run(swarm.transfer(bytearray(len(STATE))))
+    expected = {name: f"'state': {name} does not have it" for name in ("empty", "another")}
+    assert failed.value.failures == expected
+    swarm.donor("has it")
+    run(swarm.transfer(out := bytearray(len(STATE))))
+    assert out == STATE
+
+
+def test_nobody_to_ask_and_nobody_there(swarm):
+    out = memoryview(bytearray(len(STATE)))
+    with pytest.raises(TransferFailed, match="nobody to ask"):
+        fetch(PARCEL, {}, swarm.me, out)
+    with pytest.raises(TransferFailed, match="ghost is not there") as failed:
+        fetch(PARCEL, {"ghost": PeerAddress("ghost")}, swarm.me, out)
+    assert set(failed.value.failures) == {"ghost"}
+    with pytest.raises(ValueError, match="needs"):
+        fetch(PARCEL, {}, swarm.me, out[1:])
+
+
+def test_spare_donors_step_in_for_every_one_that_fails(swarm):
+    """Twelve that have nothing, more than are asked at a time, and one that has it: a single chunk."""
+    for number in range(12):
+        swarm.donor(f"empty {number}", Library())
+    swarm.donor("last", holding(b"tiny"))
+    parcel = describe(swarm.me, PeerAddress("last"), "state", SOON)
+    taken = fetch(parcel, swarm.addresses, swarm.me, memoryview(out := bytearray(4)))
+    assert out == b"tiny" and taken["last"] == 4
+
+
+def test_the_library_changes_under_its_donor(swarm):
+    made = []
+    library = Library(on_missing=lambda name: made.append(name) or (b"made" if name == "manifest" else None))
+    swarm.donor("a", library)
+    here = PeerAddress("a")
+    library.put("x", bytearray(b"one"))
+    assert ask(swarm.me, here, "x", limit=3, timeout_s=SOON) == b"one"
+    library.put("x", b"two")
+    assert ask(swarm.me, here, "x", limit=3, timeout_s=SOON) == b"two"
+    assert library.names() == ["x"]
+    library.drop("x")
+    with pytest.raises(ItemMissing):
+        ask(swarm.me, here, "x", limit=3, timeout_s=SOON)
+    assert ask(swarm.me, here, "manifest", limit=4, timeout_s=SOON) == b"made"
+    assert describe(swarm.me, here, "manifest", SOON).size == 4
+    assert made == ["x", "manifest", "manifest"] and library.names() == []
+
+
+def test_an_on_missing_that_fails_ends_one_stream_only(swarm, caplog):
+    def on_missing(name: str) -> bytes:
+        return {"good": b"yes"}[name]
+
+    donor = swarm.donor("a", Library(on_missing))
+    with pytest.raises(TransferFailed):
+        ask(swarm.me, PeerAddress("a"), "bad", limit=3, timeout_s=SOON)
+    assert ask(swarm.me, PeerAddress("a"), "good", limit=3, timeout_s=SOON) == b"yes"
+    assert "me could not be served" in caplog.text and donor.failure is None
+
+
+def test_an_answer_beyond_its_limit_is_not_let_in(swarm):
+    swarm.donor("a", holding(STATE))
+    with pytest.raises(TransferFailed, match="at most 100 were asked for"):
+        ask(swarm.me, PeerAddress("a"), "state", limit=100, timeout_s=SOON)
+
+
+def test_an_item_too_large_for_one_answer_says_so(swarm):
+    swarm.donor("a", holding(bytes(transfer.MAX_WHOLE_BYTES + 1)))
+    with pytest.raises(TransferFailed, match="fetch it by chunks"):
+        ask(swarm.me, PeerAddress("a"), "state", limit=1 << 30, timeout_s=SOON)
+
+
+@pytest.mark.parametrize(
+    "payload, match",
+    [
+        (bytes(MAX_PARCEL_BYTES + 1), "at most"),
+        (b"", "missing"),
+        (b"junk" * 99, "'state' of a"),
+        (Parcel("other", 0, CHUNK_BYTES, ()).encode(), "describes 'other'"),
+    ],
+)
+def test_descriptions_are_not_believed(swarm, payload, match):
+    def how(stream: Stream) -> None:
+        stream.send(READY)
+        stream.receive(timeout_s=SOON)
+        stream.send(BYTES, b"", payload)
+
+    stall(swarm.peer("a"), how)
+    with pytest.raises(TransferFailed, match=match):
+        describe(swarm.me, PeerAddress("a"), "state", SOON)
+
+
+@pytest.mark.parametrize(
+    "kind, size, match",
+    [
+        (BYTES, SMALL_CHUNK + 1, "a chunk of 4096 was asked for"),
+        (BYTES, 0, "a chunk of 4096 was asked for"),
+        (NOT_HERE, SMALL_CHUNK, "a chunk of 4096 was asked for"),
+        (99, 0, "a answers with a frame of kind 99"),
+        (BUSY, 0, "a serves as many as it can"),
+    ],
+)
+def test_an_answer_that_is_no_chunk_ends_its_sender(swarm, kind, size, match):
+    def how(stream: Stream) -> None:
+        stream.send(READY)
+        stream.receive(timeout_s=SOON)
+        stream.send(kind, b"", bytes(size))
+
+    stall(swarm.peer("a"), how)
+    with pytest.raises(TransferFailed, match=match) as failed:
+        run(swarm.transfer(bytearray(len(STATE))))
+    assert set(failed.value.failures) == {"a"}
+
+
+def test_an_answer_that_is_not_what_its_digest_says(swarm):
+    def how(stream: Stream) -> None:
+        stream.send(READY)
+        stream.receive(timeout_s=SOON)
+        stream.send(BYTES, sha256(b"one").digest(), b"two")
+
+    stall(swarm.peer("a"), how)
+    with pytest.raises(WrongBytes, match="a sent"):
+        ask(swarm.me, PeerAddress("a"), "state", limit=3, timeout_s=SOON)
+
+
+NAME = packing.text("state", 255)
+
+
+@pytest.mark.parametrize(
+    "kind, head, payload",
+    [
+        (99, NAME, b""),
+        (READY, b"", b""),
+        (WHOLE, NAME, b"payload"),
+        (WHOLE, b"", b""),
+        (WHOLE, NAME + b"more", b""),
+        (DESCRIBE, b"\xff" * 60, b""),
+        (DESCRIBE, packing.integer(2, 2) + b"\n\n", b""),
+        (DESCRIBE, bytes(60_000), b""),
+        (CHUNK, NAME, b""),
+        (CHUNK, NAME + bytes(3 + DIGEST_BYTES), b""),
+    ],
+)
+def test_a_bad_request_ends_its_own_stream_only(swarm, caplog, kind, head, payload):
+    donor = swarm.donor("a")
+    good, bad = greeted(swarm.stream("a")), greeted(swarm.stream("a"))
+    bad.send(kind, head, payload)
+    with pytest.raises(PeerLost):
+        bad.receive(timeout_s=SOON)
+    until(lambda: "me asks for what is no request" in caplog.text)
+    good.send(CHUNK, NAME + packing.integer(0, 4) + PARCEL.digests[0])
+    assert good.receive(timeout_s=SOON).payload == STATE[:SMALL_CHUNK]
+    good.send(CHUNK, NAME + packing.integer(2**32 - 1, 4) + PARCEL.digests[0])
+    assert good.receive(timeout_s=SOON).kind == NOT_HERE
+    assert donor.failure is None
+    good.close()
+
+
+def greeted(stream: Stream) -> Stream:
+    assert stream.receive(timeout_s=SOON).kind == READY
+    return stream
+
+
+def test_a_peer_has_a_few_streams_and_all_peers_some(swarm):
+    swarm.donor("a", max_streams=3, max_streams_of_one=2)
+    other = swarm.network.transport("other")
+    mine = [greeted(swarm.stream("a")) for _ in range(2)]
+    assert swarm.stream("a").receive(timeout_s=SOON).kind == BUSY  # of one
+    greeted(other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON))
+    assert other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON).receive(timeout_s=SOON).kind == BUSY  # altogether
+    with pytest.raises(DonorBusy, match="a serves as many as it can"):
+        ask(swarm.me, PeerAddress("a"), "state", limit=9, timeout_s=0.5)
+    mine[0].close()
+    until(lambda: swarm.stream("a").receive(timeout_s=SOON).kind == READY)
+    other.close()
+
+
+def test_a_fetch_waits_for_a_donor_that_is_busy(swarm, caplog):
+    caplog.set_level("INFO", logger=transfer.__name__)
+    swarm.donor("a", max_streams=1)
+    other = swarm.network.transport("other")
+    holder = greeted(other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON))
+
+    def on_progress(here: int, size: int) -> None:
+        if "a is too busy for me" in caplog.text:
+            holder.close()
+
+    taken = fetch(PARCEL, swarm.addresses, swarm.me, memoryview(out := bytearray(len(STATE))), on_progress=on_progress)
+    assert out == STATE and taken == {"a": len(STATE)}
+    assert "a is too busy for me" in caplog.text
+    other.close()
+
+
+def test_who_may_not_read_gets_nothing(swarm):
+    readers = {"me"}
+    swarm.donor("a", may_read=lambda peer: peer in readers)
+    stream = greeted(swarm.stream("a"))
+    readers.clear()
+    stream.send(WHOLE, NAME)  # it had been let in; this one is answered
+    assert stream.receive(timeout_s=SOON).kind == BYTES
+    assert stream.receive(timeout_s=SOON).kind == transfer.REFUSED
+    with pytest.raises(TransferFailed, match="a gives us nothing"):
+        ask(swarm.me, PeerAddress("a"), "state", limit=9, timeout_s=SOON)
+    with pytest.raises(TransferFailed, match="a gives us nothing"):
+        run(swarm.transfer(bytearray(len(STATE))))
+
+
+def test_a_donor_that_accepts_nobody_any_more_says_so(swarm, caplog):
+    class Broken:
+        identity = "broken"
+
+        def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+            raise OSError("no more descriptors")
+
+        def forget(self, channel: str) -> None:
+            pass
+
+    donor = Donor(Broken(), Library())  # type: ignore[arg-type]
+    until(lambda: donor.failure is not None)
+    donor.close()
+    assert isinstance(donor.failure, OSError) and "broken gives nothing to others any more" in caplog.text
+
+
+def test_closing_a_transport_is_no_failure_and_closing_a_donor_ends_its_streams(swarm):
+    closed, cut = swarm.donor("closed"), swarm.donor("cut")
+    streams = [greeted(swarm.stream(name)) for name in ("closed", "cut")]
+    closed.close()
+    swarm.transports["cut"].close()
+    for stream in streams:
+        with pytest.raises(PeerLost):
+            stream.receive(timeout_s=SOON)
+    cut.close()
+    assert closed.failure is None and cut.failure is None
+    with pytest.raises(TransferFailed, match="nobody listens to 'fetch' any more"):
+        ask(swarm.me, PeerAddress("closed"), "state", limit=9, timeout_s=SOON)
+
+
+def test_an_error_in_the_callers_own_code_ends_the_fetch_and_is_raised(swarm):
+    swarm.donor("a")
+
+    def on_progress(here: int, size: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fetch(PARCEL, swarm.addresses, swarm.me, memoryview(bytearray(len(STATE))), on_progress=on_progress)
+
+
+def test_parcels_survive_the_way_and_nonsense_does_not():
+    raw = PARCEL.encode()
+    assert Parcel.decode(raw) == PARCEL
+    digests, random = PARCEL.digests, Random(3)
+    for bad in (
+        lambda: Parcel("state", len(STATE), SMALL_CHUNK, digests[1:]),
+        lambda: Parcel("state", len(STATE), SMALL_CHUNK, (*digests[1:], b"short")),
+        lambda: Parcel("state", -1, SMALL_CHUNK, ()),
+        lambda: Parcel("state", 0, 0, ()),
+        lambda: Parcel("state", 0, 1 << 30, ()),
+        lambda: Parcel("n" * 256, 0, SMALL_CHUNK, ()),
+        lambda: Parcel("\x1b[2J", 0, SMALL_CHUNK, ()),
+        lambda: Library().put("state", STATE, chunk_bytes=7),
+        lambda: Parcel.decode(raw + b"more"),
+        lambda: Parcel.decode(NAME + b"\xff" * 12),
+        *(lambda cut=cut: Parcel.decode(raw[:cut]) for cut in range(0, len(raw), 13)),
+    ):
+        with pytest.raises(ParcelRefused):
+            bad()
+    with pytest.raises(ParcelRefused, match="are no 131072 chunks"):
+        Parcel("state", MAX_CHUNKS * SMALL_CHUNK + 1, SMALL_CHUNK, ())
+    with pytest.raises(ParcelRefused, match="at most"):
+        Parcel.decode(bytes(MAX_PARCEL_BYTES + 1))
+    for _ in range(500):
+        with suppress(ParcelRefused):
+            Parcel.decode(random.randbytes(random.randrange(80)))
+
+
+def test_the_end_is_shared_and_what_is_given_back_is_asked_for_again():
+    board = Board(range(40), workers=2)
+    slow = [board.take("slow", asked) for asked in range(MAX_ASKED)]
+    assert slow == list(range(MAX_ASKED)) and board.take("slow", MAX_ASKED) is None  # not too far ahead
+    while (number := board.take("fast", 0)) not in slow:
+        assert board.deliver(number)
+    assert number == 0 and board.take("third", 0) == 1  # each of what is late from one other only
+    assert board.deliver(0) and not board.deliver(0)
+    board.give_back("slow")
+    assert board.take("third", 0) == 2  # 1 is still the third's; these are missing again
+    assert not board.done
+    for _ in range(1, MAX_ASKED):
+        board.take("fast", 0)
+    assert all(board.deliver(number) for number in range(1, MAX_ASKED)) and board.done
+
+
+class Countdown:
+    """Counts its calls; at the given one it does something."""
+
+    def __init__(self, calls: int, then: Callable[[], object] = lambda: None) -> None:
+        self.calls, self.then, self.count = calls, then, 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.count += 1
+            due = self.count == self.calls
+        if due:
+            self.then()
+
+
+def once(call: Callable[[], object]) -> Countdown:
+    return Countdown(1, call)
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < give_up_at, threading.enumerate()
+        time.sleep(0.005)
