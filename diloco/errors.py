@@ -230,3 +230,9 @@ class ParcelRefused(TransferFailed):
     """The description of an item cannot be right. Nothing was allocated or fetched."""
 
     code = "parcel"
+
+
+class JoinRefused(DilocoError):
+    """This machine cannot take part in the run as it is. Nothing was changed."""
+
+    code = "join"

@@ -1,0 +1,305 @@
+"""An island as coordinator: it collects promises, adopts or proposes, and commits when all members hold the result.
+
+Any island can be it: the first of the roster that is not suspected. Nothing it knows is needed by the next one.
+"""
+
+from collections.abc import Collection
+
+from diloco.elastic import leading
+from diloco.elastic.leading import Term
+from diloco.elastic.member import Member
+from diloco.elastic.messages import (
+    Begin,
+    Collect,
+    Commit,
+    Done,
+    Failed,
+    FetchResult,
+    Heartbeat,
+    Held,
+    Nack,
+    Promise,
+    Ready,
+)
+from diloco.elastic.ranges import size
+from diloco.elastic.record import Key, Offer, Record, holder_name
+from diloco.elastic.seat import Apart
+
+MAX_FETCHES = 3  # of a greater head, before a round goes on without it
+MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
+
+
+class Coordinator(Member):
+    def _follow_or_lead(self, now: float) -> None:
+        if self._catching_up is not None and now - self._catching_up[1] > 60 * self.options.silence_s:
+            self._catching_up = None  # the driver owes an answer; do not hang on it for ever
+        if self.term is None and self._may_lead(now):
+            self._start_term(now)
+        if self.term is not None:
+            self._advance(self.term, now)
+
+    def _may_lead(self, now: float) -> bool:
+        if now < self._lead_at or self.leaving or self.doubtful or self._catching_up is not None:
+            return False
+        if self.coordinator(now) != self.me:
+            return False
+        busy = any(
+            view.leading and view.head == self.state.head and view.promise >= self.promise and self.is_alive(peer, now)
+            for peer, view in self.peers.views.items()
+        )
+        return not busy or not self.rules.yield_to_higher_promises
+
+    def _start_term(self, now: float) -> None:
+        self._highest_term += 1
+        self.term = Term(self._highest_term, resend_at=now)
+        self._on_collect(self.me, Collect(self.state.head, self.term.number), now)  # durable before anything is sent
+
+    def _place(self, sender: str, beat: Heartbeat) -> None:
+        """One with another head has answered by that. One that has come to ours is asked anew."""
+        term = self.term
+        if term is None:
+            return
+        if not self._same_key(Key(beat.head.round + 1, beat.head.digest)):
+            term.answers[sender] = None
+        elif term.answers.get(sender, self) is None:
+            del term.answers[sender]
+            self._say(sender, Collect(self.state.head, term.number))
+
+    def _on_answer(self, sender: str, answer: Promise | Ready | Done | Failed, now: float) -> None:
+        term = self.term
+        if term is None or not self._same_key(answer.key):
+            return  # late, or of another branch
+        match answer:
+            case Promise() if answer.term == term.number:
+                self._on_promise(term, sender, answer)
+            case Ready() if answer.term == term.number:
+                self._on_ready(term, sender, answer, now)
+            case Done() if term.begin is not None and answer.ballot == term.begin.ballot:
+                self._on_done(term, sender, answer.payload)
+            case Failed() if term.begin is not None and answer.ballot == term.begin.ballot:
+                term.failures.append((sender, answer))
+                term.settle_at = term.settle_at or now + self.options.settle_s
+                if answer.blamed == sender:  # it cannot give what it offered
+                    term.ready.pop(sender, None)
+
+    def _on_promise(self, term: Term, sender: str, promise: Promise) -> None:
+        before = term.answers.get(sender)
+        if before is not None and before.incarnation != promise.incarnation:
+            term.ready.pop(sender, None)  # that life is over
+        term.answers[sender] = promise
+
+    def _on_ready(self, term: Term, sender: str, ready: Ready, now: float) -> None:
+        for offer in ready.offers:
+            if self.rules.marks_decide and not self.state.fits(sender, offer):
+                if self.rules.key_names_the_parent:
+                    self._ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
+                return
+        term.ready[sender] = ready
+        term.ready_at.setdefault(sender, now)
+
+    def _on_done(self, term: Term, sender: str, payload: str) -> None:
+        if term.begin is not None and sender in term.begin.members:
+            term.done[sender] = payload
+
+    def _on_nack(self, sender: str, nack: Nack, now: float) -> None:
+        if self.term is None or not self._same_key(nack.key):
+            return
+        self._highest_term = max(self._highest_term, nack.promise.term)
+        if nack.promise > self._own_ballot(self.term):
+            self._drop_term(now)
+
+    def _advance(self, term: Term, now: float) -> None:
+        if now >= term.resend_at:
+            self._resend(term, now)
+        self._judge(term, now)
+        if term.begin is None:
+            self._collect(term, now)
+        elif not self._member_lost(term, now):
+            self._commit_if_done(term, now)
+
+    def _resend(self, term: Term, now: float) -> None:
+        term.resend_at = now + self.options.resend_s
+        for peer in self.peers.views:
+            if term.begin is not None and peer in term.begin.members and peer not in term.done:
+                self._say(peer, term.begin)
+            elif term.answers.get(peer) is None or peer not in term.ready:
+                self._say(peer, Collect(self.state.head, term.number))
+
+    def _judge(self, term: Term, now: float) -> None:
+        """Who lives but does not answer, or does not finish what cannot take long, is left behind."""
+        lively = (peer for peer in self.alive(now) - term.answers.keys() if self.peers.heard_lately(peer, now))
+        term.asked = {peer: term.asked.get(peer, now) for peer in sorted(lively)}
+        for peer in term.asked:
+            if now - term.asked[peer] > self.options.answer_s:
+                self._ban(peer, "gives signs of life but no promise", now, for_s=self.options.answer_s)
+        begin = term.begin
+        if begin is not None and not begin.proposal.contributions and now - term.begun_at > self.options.answer_s:
+            for peer in sorted(set(begin.members) - term.done.keys() - {self.me}):
+                self._ban(peer, "does not confirm what takes no time", now, for_s=self.options.answer_s)
+
+    def _collect(self, term: Term, now: float) -> None:
+        alive = self.alive(now) | {self.me}
+        if term.fetching is not None and term.fetching[0] in alive:
+            return
+        term.fetching = None
+        if any(self._ahead(peer) for peer in alive):
+            return  # its head is to be moved to before anything is decided
+        for lost in term.answers.keys() - alive:
+            del term.answers[lost]
+        if self.me not in term.answers or (self.rules.wait_for_everybody and alive - term.answers.keys()):
+            return
+        if self.options.partition == "pause" and not leading.quorum(self.state.roster, term.promised()):
+            return
+        if term.adopted is not None and self.rules.adoption_survives_retries:
+            self._begin_adopted(term, term.adopted, self.me, now)
+        elif term.adopted is None and (found := term.highest()) is not None:
+            self._adopt(term, *found, now)
+        else:
+            self._propose(term, now)
+
+    def _ahead(self, peer: str) -> bool:
+        """And its state can be had: one that is heard but cannot be reached must not hold everybody up."""
+        view = self.peers.views.get(peer)
+        return (
+            view is not None and view.fetches_failed < MAX_FETCHES and (view.head or self.state.head) > self.state.head
+        )
+
+    def _adopt(self, term: Term, holder: str, held: Held, now: float) -> None:
+        if self.held is not None and self.held.record.digest == held.record.digest:
+            self._begin_adopted(term, held.record, self.me, now)
+        else:
+            term.fetching = holder, held.record
+            self._out.append(FetchResult(holder, held.record))
+
+    def _begin_adopted(self, term: Term, record: Record, holder: str, now: float) -> None:
+        term.adopted, term.fetching = record, None
+        if not self.rules.adopting_is_not_committing:
+            self.held = Held(self._own_ballot(term), record)
+            self._commit(record, self.me, now)
+            return
+        if self.held is None or self.held.record.digest != record.digest:
+            self.held = Held(self._own_ballot(term), record)
+            self._remember()
+        members = tuple(sorted(term.promised()))
+        self._begin(term, Begin(
+            self.state.key, self._own_ballot(term), record.proposal, members, (), record.payload, holder
+        ), now)  # fmt: skip
+
+    def _propose(self, term: Term, now: float) -> None:
+        fragment = self.state.updates % self.options.fragments
+        promised = term.promised()
+        ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
+        offers = self._without_stuck_pairs(ready)
+        if not self._is_time(term, offers, now):
+            if not self._starving(term):
+                return
+            offers = {}
+        alive = {peer: view.incarnation for peer, view in self.peers.views.items() if self.is_alive(peer, now)}
+        alive |= {peer: promise.incarnation for peer, promise in promised.items()}
+        wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
+        proposal = leading.propose(self.state, fragment, offers, alive, wants, self.options.decide)
+        members = proposal.islands or tuple(sorted(promised))
+        rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
+        self._begin(term, Begin(self.state.key, self._own_ballot(term), proposal, members, rates), now)
+
+    def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
+        """Of those who cannot all reach each other, some who can, and are enough."""
+        turn = self.state.head.round
+        pairs = [pair for pair, apart in self._apart.items() if turn < apart.until and pair <= offers.keys()]
+        if not pairs or not self.rules.leave_out_stuck_pairs:
+            return offers
+        choices = [leading.together(pairs, offers, turn + shift) for shift in range(len(offers))]
+        chosen = next((choice for choice in choices if self._enough(choice)), choices[0])
+        return {peer: offer for peer, offer in offers.items() if peer in chosen}
+
+    def _enough(self, members: Collection[str]) -> bool:
+        if self.options.partition == "pause" and not leading.quorum(self.state.roster, members):
+            return False
+        return len(members) >= max(1, self.options.min_islands)
+
+    def _is_time(self, term: Term, offers: dict[str, Offer], now: float) -> bool:
+        if not self._enough(offers):
+            return False
+        live = [peer for peer in self.state.roster if term.answers.get(peer) is not None]
+        if all(peer in offers or peer in term.ready for peer in live):
+            return True
+        training = [
+            peer for peer in live if peer not in offers or not offers[peer].late
+        ]  # the others were ready at once
+        ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
+        due = leading.deadline(self._commit_at, ready_at, len(training), self.options.straggler)
+        return due is not None and now >= due
+
+    def _starving(self, term: Term) -> bool:
+        """Somebody has no samples, and cannot begin to train: admit it now, not at the next sync point."""
+        ledger = self.state.ledger
+        if ledger.limit is not None and ledger.next >= ledger.limit and not ledger.free:
+            return False
+        promised = term.promised()
+        if self.options.partition == "pause" and not leading.quorum(self.state.roster, promised):
+            return False
+        return any(
+            promise.want and not size(ledger.lease_of(holder_name(peer, promise.incarnation)))
+            for peer, promise in promised.items()
+        )
+
+    def _begin(self, term: Term, begin: Begin, now: float) -> None:
+        term.begin, term.begun_at, term.settle_at = begin, now, 0.0
+        term.done.clear()
+        term.failures.clear()
+        term.resend_at = now + self.options.resend_s
+        for member in begin.members:
+            self._say(member, begin)
+
+    def _member_lost(self, term: Term, now: float) -> bool:
+        """Ends the attempt if somebody died, or if it has failed and those who could have died were missed."""
+        assert term.begin is not None
+        lost = sorted(set(term.begin.members) - self.alive(now) - {self.me})
+        if not lost and not (term.settle_at and now >= term.settle_at):
+            return False
+        refused = [(failed.blamed, failed.reason) for _, failed in term.failures if failed.refused]
+        for blamed, reason in refused:
+            self._ban(blamed, f"its contribution was refused: {reason}", now)
+        if not lost and not refused and (pair := leading.culprits(term.failures)) is not None:
+            self._note("cut off", pair[0], f"{pair[0]} and {pair[1]} cannot reach each other")
+            self._keep_apart(frozenset(pair))
+        for peer in lost:
+            self._note("lost", peer, f"round {self.state.key.round} goes on without it")
+        self._again(term, now)
+        return True
+
+    def _keep_apart(self, pair: frozenset[str]) -> None:
+        rounds = min(2 * self._apart[pair].rounds, MAX_ROUNDS_APART) if pair in self._apart else 2
+        self._apart[pair] = Apart(self.state.head.round + rounds, rounds)
+
+    def _again(self, term: Term, now: float) -> None:
+        """Another attempt of the same term; those who are gone have no part in it."""
+        term.begin, term.settle_at = None, 0.0
+        term.attempt += 1
+        self._collect(term, now)
+
+    def _commit_if_done(self, term: Term, now: float) -> None:
+        begin = term.begin
+        assert begin is not None
+        if set(begin.members) - term.done.keys():
+            return
+        payloads = sorted(term.done.values())
+        right = term.done.get(self.me) or max(payloads, key=payloads.count)
+        wrong = [peer for peer, payload in term.done.items() if payload != right]
+        for peer in wrong:
+            self._ban(peer, "holds another result than the others", now)
+        if wrong:
+            self._again(term, now)
+        else:
+            self._commit(Record(begin.proposal, right), begin.members[0], now)
+
+    def _commit(self, record: Record, member: str, now: float) -> None:
+        """A coordinator that has not contributed does not have the bytes: a member gives them."""
+        together = set(record.proposal.islands)
+        self._apart = {pair: apart for pair, apart in self._apart.items() if not pair <= together}
+        if self.held is not None and self.held.record.digest == record.digest:
+            self._append(record, now)
+        else:
+            self._on_commit(member, record, now)
+            self.term = None
+        self._say_all(Commit(record))

@@ -1,0 +1,180 @@
+"""One island's part in the protocol (its rules: ARCHITECTURE.md). No sockets, clocks, threads or randomness inside.
+
+Every input is a method that takes `now` and returns effects, to be carried out in order. `Seat` is what an island
+knows, `Member` how it answers, `Coordinator` how it leads when it is first in line. What is decided is a `Record`; what
+follows from records is a `RunState`.
+"""
+
+from collections.abc import Iterable
+
+from diloco.elastic.coordinator import Coordinator
+from diloco.elastic.messages import (
+    Begin,
+    Collect,
+    Commit,
+    Done,
+    Effect,
+    Failed,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Nack,
+    Promise,
+    Ready,
+)
+from diloco.elastic.record import Ballot, Offer, Record
+from diloco.elastic.seat import Options
+from diloco.elastic.state import RunState
+
+__all__ = ["Node", "Options"]
+
+
+class Node(Coordinator):
+    def tick(self, now: float) -> list[Effect]:
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self.options.heartbeat_s
+            self._say_all(self.heartbeat())
+        effects = self._finish(now)
+        self._awake_at = now
+        return effects
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Effect]:
+        if not self.peers.banned(sender, now):
+            self.peers.hear(sender, now)
+            self._handle(sender, message, now)
+        return self._flush() if isinstance(message, Heartbeat) else self._finish(now)  # no hurry: a tick will do
+
+    def know(self, peers: Iterable[str], now: float) -> list[Effect]:
+        self.peers.know(set(peers) - {self.me}, now)
+        return self._finish(now)
+
+    def closed(self, peer: str, now: float) -> list[Effect]:
+        """Its connection broke and it cannot be reached again."""
+        if (view := self.peers.views.get(peer)) is not None:
+            view.closed = True
+        return self._finish(now)
+
+    def offer(self, offer: Offer, now: float) -> list[Effect]:
+        """Progress to be contained in a round. It stays on offer until it is, or is withdrawn."""
+        self.pending[offer.fragment] = offer
+        self._say_ready()
+        return self._finish(now)
+
+    def withdraw(self, fragment: int) -> None:
+        """More progress will be offered instead. What was said for the present round stands."""
+        self.pending.pop(fragment, None)
+
+    def reduced(self, ballot: Ballot, payload: str, now: float) -> list[Effect]:
+        following = self.following
+        if following is not None and following.begin.ballot == ballot and ballot >= self.promise:
+            following.reducing = False
+            self._hold(following, Record(following.begin.proposal, payload))
+        return self._finish(now)
+
+    def reduce_failed(
+        self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False
+    ) -> list[Effect]:
+        following = self.following
+        if following is not None and following.begin.ballot == ballot:
+            self._give_up(following, blamed, reason, refused=refused)
+        return self._finish(now)
+
+    def fetched(self, record: Record, now: float) -> list[Effect]:
+        """The result's bytes are here."""
+        following, term = self.following, self.term
+        if following is not None and _is_of(following.begin, record):
+            self._hold(following, record)
+        elif term is not None and term.fetching is not None and term.fetching[1].digest == record.digest:
+            self._begin_adopted(term, record, self.me, now)
+        return self._finish(now)
+
+    def fetch_failed(self, holder: str, record: Record, reason: str, now: float) -> list[Effect]:
+        following, term = self.following, self.term
+        if following is not None and _is_of(following.begin, record):
+            self._give_up(following, holder, reason)
+        elif term is not None and term.fetching == (holder, record):
+            term.answers.pop(holder, None)  # and ask again, if it is alive
+            term.fetching, term.resend_at = None, now
+        return self._finish(now)
+
+    def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[Effect]:
+        """A state was fetched completely. Only a strictly greater head is moved to.
+
+        `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors.
+        """
+        if self._catching_up is not None:
+            self.peers.view(self._catching_up[0], now).fetches_failed = 0
+        self._catching_up = None
+        if state.head > self.state.head or (self.doubtful and whole and state.head >= self.state.head):
+            self.doubtful = self.doubtful and not whole
+            switched = state.head.round != self.state.head.round + 1
+            self.state = state
+            self._new_head(now, switched=switched)
+            self._say_all(self.heartbeat())  # whoever collects can ask it now
+        return self._finish(now)
+
+    def catch_up_failed(self, peer: str, now: float) -> list[Effect]:
+        """It stays alive in our eyes: who is behind must not go its own way because a fetch failed."""
+        self._catching_up = None
+        view = self.peers.view(peer, now)
+        view.fetch_at = now + self.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
+        view.fetches_failed += 1
+        return self._finish(now)
+
+    def ban(self, peer: str, reason: str, now: float) -> list[Effect]:
+        self._ban(peer, reason, now)
+        return self._finish(now)
+
+    def vouch(self, digest: str, now: float) -> list[Effect]:
+        """The digest of this island's vectors at its head, to be compared with the others'."""
+        self.state_digest = digest
+        return self._finish(now)
+
+    def leave(self, now: float) -> list[Effect]:
+        self.leaving = True
+        self._say_all(Goodbye("leaves"))
+        return self._finish(now)
+
+    def _handle(self, sender: str, message: Message, now: float) -> None:
+        match message:
+            case Heartbeat():
+                self._on_heartbeat(sender, message, now)
+                self._place(sender, message)
+            case Collect():
+                self._on_collect(sender, message, now)
+            case Promise() | Ready() | Done() | Failed():
+                self._on_answer(sender, message, now)
+            case Nack():
+                self._on_nack(sender, message, now)
+            case Begin():
+                self._on_begin(sender, message, now)
+            case Commit():
+                self._on_commit(sender, message.record, now)
+            case Goodbye():
+                self._on_goodbye(sender, message, now)
+
+    def _notice_sleep(self, now: float) -> None:
+        """Was this island stopped, or swapped out? Then what it has not heard, it could not hear."""
+        if now - self._awake_at <= self.options.silence_s / 2:
+            return
+        self._awake_at = now
+        self.peers.reset(now)
+        if self.term is not None and self.rules.new_term_after_sleep:
+            self.term = None
+            self._lead_at = now + self.options.heartbeat_s
+
+    def _finish(self, now: float) -> list[Effect]:
+        self._notice_sleep(now)
+        self._follow_or_lead(now)
+        while self._to_self:
+            self._handle(self.me, self._to_self.pop(0), now)
+            self._follow_or_lead(now)
+        return self._flush()
+
+    def _flush(self) -> list[Effect]:
+        out, self._out = self._out, []
+        return out
+
+
+def _is_of(begin: Begin, record: Record) -> bool:
+    return bool(begin.adopted) and Record(begin.proposal, begin.adopted).digest == record.digest

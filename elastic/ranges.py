@@ -1,0 +1,57 @@
+"""Sets of sample positions as sorted, disjoint, half-open ranges."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+def normal(ranges: Iterable[Range]) -> Ranges:
+    """Sorted, without empty ones, neighbours joined; also the union of ranges that overlap."""
+    joined: list[Range] = []
+    for lo, hi in sorted(ranges):
+        if joined and lo <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(hi, joined[-1][1]))
+        elif lo < hi:
+            joined.append((lo, hi))
+    return tuple(joined)
+
+
+def is_normal(ranges: Ranges) -> bool:
+    return all(0 <= lo < hi for lo, hi in ranges) and all(one[1] < other[0] for one, other in pairwise(ranges))
+
+
+def size(ranges: Ranges) -> int:
+    return sum(hi - lo for lo, hi in ranges)
+
+
+def minus(ranges: Ranges, others: Ranges) -> Ranges:
+    left: list[Range] = []
+    for lo, hi in ranges:
+        for other_lo, other_hi in others:
+            if other_hi <= lo or other_lo >= hi:
+                continue
+            if lo < other_lo:
+                left.append((lo, other_lo))
+            lo = other_hi
+            if lo >= hi:
+                break
+        if lo < hi:
+            left.append((lo, hi))
+    return tuple(left)
+
+
+def both(ranges: Ranges, others: Ranges) -> Ranges:
+    return minus(ranges, minus(ranges, others))
+
+
+def first(ranges: Ranges, count: int) -> Ranges:
+    """The first `count` positions, or all there are."""
+    taken: list[Range] = []
+    for lo, hi in ranges:
+        if count <= 0:
+            break
+        taken.append((lo, min(hi, lo + count)))
+        count -= hi - lo
+    return tuple(taken)

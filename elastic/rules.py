@@ -1,0 +1,22 @@
+"""The rules of the protocol that can be switched off, so that the simulator can show what each is for."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Each closes a hole; H1 to H10 are scenarios in tests/scenarios."""
+
+    adoption_survives_retries: bool = True  # H1
+    adopting_is_not_committing: bool = True  # H2
+    new_term_after_sleep: bool = True  # H3
+    done_is_durable: bool = True  # H4
+    marks_decide: bool = True  # H5
+    key_names_the_parent: bool = True  # H6
+    wait_for_everybody: bool = True  # H7
+    anybody_may_lead: bool = True  # H8
+    yield_to_higher_promises: bool = True  # H9
+    leave_out_stuck_pairs: bool = True  # H10
+
+
+ALL = Rules()

@@ -1,0 +1,118 @@
+"""How a coordinator chooses: pure functions."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.elastic.leading import Term, culprits, deadline, propose, quorum, together, weigh
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.messages import Failed, Held, Promise
+from diloco.elastic.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
+from diloco.elastic.state import RunState
+
+STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
+
+
+def offer(tokens: int = 10, lo: int = 0, hi: int = 1) -> Offer:
+    return Offer(0, lo, hi, tokens, (), incarnation=1)
+
+
+def decide(state, fragment, contributions):
+    return Settings(lr=0.5), state.step + 1
+
+
+def test_the_deadline_is_a_multiple_of_what_half_needed():
+    assert deadline(100.0, [110.0], 4, 1.5) is None
+    assert deadline(100.0, [130.0, 110.0], 4, 1.5) == 145.0
+    assert deadline(100.0, [110.0], 2, 1.5) == 115.0
+    assert deadline(100.0, [90.0], 1, 1.5) == 100.0, "ready before the last commit: late progress"
+    assert deadline(100.0, [], 0, 1.5) is None
+
+
+def test_weights_are_capped_at_twice_the_median():
+    assert weigh({"A": offer(10), "B": offer(12), "C": offer(900)}) == {"A": 10, "B": 12, "C": 24}
+    assert weigh({"A": offer(0)}) == {"A": 1}
+
+
+@pytest.mark.parametrize(
+    ("present", "enough"),
+    [("AB", False), ("ABC", True), ("CD", False), ("AD", False), ("BCD", True), ("", False), ("XYZ", False)],
+)
+def test_a_quorum_of_five(present, enough):
+    assert quorum(tuple("ABCDE"), present) is enough
+
+
+def test_of_an_even_roster_the_half_with_the_first_member_decides():
+    assert quorum(tuple("ABCD"), "AC") and not quorum(tuple("ABCD"), "BCD"[:2])
+
+
+@given(st.integers(1, 8).flatmap(lambda n: st.lists(st.sampled_from("ABCDEFGH"[:n]), min_size=1, unique=True)))
+def test_two_quorums_always_share_a_member(roster):
+    quorums = [
+        set(some)
+        for size in range(len(roster) + 1)
+        for some in combinations(roster, size)
+        if quorum(tuple(roster), some)
+    ]
+    assert all(one & other for one in quorums for other in quorums)
+
+
+members = st.sets(st.sampled_from("ABCDEF"), min_size=1)
+some_pairs = st.lists(st.sets(st.sampled_from("ABCDEF"), min_size=2, max_size=2).map(frozenset), max_size=6)
+
+
+@given(some_pairs, members)
+def test_those_kept_reach_each_other_and_everybody_has_a_turn(pairs, members):
+    turns = [set(together(pairs, members, turn)) for turn in range(len(members))]
+    for kept in turns:
+        assert not any(pair <= kept for pair in pairs)
+        for left_out in members - kept:
+            assert any(left_out in pair and pair & kept for pair in pairs), "nobody is left out without need"
+    assert set().union(*turns) == members
+
+
+def failed(blamed: str) -> Failed:
+    return Failed(STATE.key, Ballot(1, "A", 0), blamed, "cannot be reached")
+
+
+def test_those_who_accuse_each_other_are_the_pair():
+    assert culprits([("A", failed("B")), ("C", failed("D")), ("D", failed("C"))]) == ("C", "D")
+    assert culprits([("B", failed("")), ("A", failed("B"))]) == ("A", "B")
+
+
+def test_who_blames_itself_is_no_pair():
+    assert culprits([("B", failed("B")), ("C", failed(""))]) is None
+
+
+def test_a_proposal_admits_releases_and_leases():
+    before, _ = STATE.ledger.grant("A#1", 8)
+    before, _ = before.grant("B#1", 8)
+    state = RunState(STATE.head, STATE.roster, before)
+    alive, wants = {"A": 1, "C": 1, "D": 3}, {"A": 8, "D": 6}
+    proposal = propose(state, 0, {"D": offer(), "A": offer()}, alive, wants, decide)
+    assert proposal.roster == ("A", "C", "D"), "B is gone, D is new; C is alive without a contribution"
+    assert proposal.islands == ("A", "D")
+    assert proposal.releases == ("B#1",)
+    assert [(grant.holder, grant.samples) for grant in proposal.grants] == [("D#3", ((8, 14),))]
+    assert proposal.settings.lr == 0.5
+    state.after(Record(proposal, EMPTY))  # and it can follow
+
+
+def test_without_offers_nothing_but_admission():
+    proposal = propose(STATE, 0, {}, {"A": 1}, {"A": 4}, decide)
+    assert proposal.fragment == -1 and proposal.contributions == ()
+    assert proposal.grants[0].samples == ((0, 4),)
+
+
+def test_the_result_of_the_highest_ballot_is_adopted():
+    def promise(ballot: Ballot | None) -> Promise:
+        proposal = Proposal(Key(1, "p"), -1, (), (), (), (), Settings(), 0)
+        held = Held(ballot, Record(proposal, EMPTY)) if ballot else None
+        return Promise(STATE.key, 9, 1, 0, held)
+
+    answers = {"A": promise(Ballot(1, "Z", 7)), "B": promise(Ballot(2, "A", 0)), "C": promise(None), "D": None}
+    found = Term(9, answers=answers).highest()
+    assert found is not None and found[0] == "B"
+    assert Term(9, answers={"C": promise(None), "D": None}).highest() is None

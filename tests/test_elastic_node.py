@@ -1,0 +1,264 @@
+"""One node, input by input: what it says, what it makes durable first, and what it does not fall for."""
+
+from dataclasses import replace
+
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.messages import (
+    Append,
+    Begin,
+    CatchUp,
+    Collect,
+    Commit,
+    Done,
+    Failed,
+    FetchResult,
+    Goodbye,
+    Heartbeat,
+    Nack,
+    Note,
+    Promise,
+    Reduce,
+    Remember,
+    Send,
+)
+from diloco.elastic.node import Node, Options
+from diloco.elastic.record import EMPTY, NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Record, Settings
+from diloco.elastic.state import RunState
+
+STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
+OFFER = Offer(0, 0, 1, 10, (), incarnation=1)
+
+
+def options(**changes) -> Options:
+    return Options(lambda state, fragment, contributions: (Settings(), state.step), silence_s=2.0, **changes)
+
+
+def node(me: str = "B", **kwargs) -> Node:
+    made = Node(me, STATE, kwargs.pop("options", options()), now=0.0, incarnation=1, **kwargs)
+    made.know(["A", "B", "C"], 0.0)
+    return made
+
+
+def said(effects, kind=object, to=None):
+    return [
+        effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind) and to in (None, effect.to)
+    ]
+
+
+def proposal(*islands: str) -> Proposal:
+    parts = tuple(Contribution(island, OFFER, 10) for island in islands)
+    return Proposal(STATE.key, 0 if parts else -1, parts, STATE.roster, (), (), Settings(), 0)
+
+
+def begin(ballot: Ballot, *islands: str, members: tuple[str, ...] = ("A", "B")) -> Begin:
+    return Begin(STATE.key, ballot, proposal(*islands), members, ())
+
+
+def beat(head: Head = STATE.head, promise: Ballot = NO_BALLOT, *, leading: bool = False, digest: str = "") -> Heartbeat:
+    return Heartbeat(head, promise, leading, 1, digest)
+
+
+def test_a_promise_is_durable_before_it_is_given():
+    effects = node().receive("A", Collect(STATE.head, 1), 0.1)
+    kinds = [type(effect) for effect in effects]
+    assert kinds.index(Remember) < kinds.index(Send)
+    assert said(effects, Promise)[0].term == 1
+
+
+def test_a_coordinators_own_promise_is_durable_before_it_asks():
+    coordinator = Node("A", STATE, options(), now=0.0)
+    effects = coordinator.tick(0.0)
+    first_collect = next(i for i, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Collect))
+    assert any(isinstance(effect, Remember) for effect in effects[:first_collect])
+
+
+def test_terms_are_never_used_twice_not_even_after_a_restart_at_another_round():
+    coordinator = Node("A", STATE, options(), now=0.0)
+    memory = [effect.memory for effect in coordinator.tick(0.0) if isinstance(effect, Remember)][-1]
+    later = replace(STATE, head=Head(0, 1, "1" * 64))
+    effects = Node("A", later, options(), now=9.0, incarnation=2, memory=memory).tick(9.0)
+    assert {collect.term for collect in said(effects, Collect)} == {memory.term + 1}
+
+
+def test_less_than_promised_is_refused_and_said():
+    member = node()
+    member.receive("C", Collect(STATE.head, 5), 0.1)
+    refusal = said(member.receive("A", Collect(STATE.head, 4), 0.2), Nack)
+    assert refusal and refusal[0].promise == Ballot(5, "C", 0)
+    assert said(member.receive("A", begin(Ballot(4, "A", 0)), 0.3), Nack)
+
+
+def test_another_head_is_answered_with_ones_own():
+    effects = node().receive("A", Collect(Head(0, 0, "f" * 64), 1), 0.1)
+    assert said(effects, Heartbeat, to="A") and not said(effects, Promise)
+
+
+def test_done_is_durable_first_and_said_again():
+    member = node()
+    first = member.receive("A", begin(Ballot(1, "A", 0)), 0.1)
+    kinds = [type(effect.message) if isinstance(effect, Send) else type(effect) for effect in first]
+    assert kinds.index(Remember) < kinds.index(Done) and kinds.count(Remember) == 2
+    assert said(member.receive("A", begin(Ballot(1, "A", 0)), 0.6), Done)
+
+
+def test_a_failure_is_said_again_too():
+    """Its report may have been lost with the connection, and the coordinator waits for nobody else."""
+    member = node()
+    member.offer(OFFER, 0.0)
+    member.receive("A", Collect(STATE.head, 1), 0.1)
+    asked = begin(Ballot(1, "A", 0), "A", "B")
+    assert any(isinstance(effect, Reduce) for effect in member.receive("A", asked, 0.2))
+    assert said(member.reduce_failed(asked.ballot, "A", "cannot be reached", 0.5), Failed)
+    assert said(member.receive("A", asked, 0.9), Failed)
+
+
+def test_an_offer_of_an_earlier_life_is_not_stood_by():
+    refusal = said(node().receive("A", begin(Ballot(1, "A", 0), "A", "B"), 0.1), Failed)
+    assert refusal and refusal[0].blamed == "B"
+
+
+def test_a_result_that_was_not_asked_for_is_not_adopted():
+    coordinator = Node("A", STATE, options(), now=0.0)
+    coordinator.tick(0.0)
+    assert coordinator.term is not None
+    effects = coordinator.fetched(Record(proposal("C"), EMPTY), 0.1)
+    assert coordinator.term.adopted is None and not said(effects, Begin)
+
+
+def test_who_slept_judges_nobody_whatever_comes_first():
+    for wake in (
+        lambda node: node.tick(60.0),
+        lambda node: node.receive("C", Commit(Record(proposal(), EMPTY)), 60.0),
+        lambda node: node.reduced(Ballot(1, "A", 0), EMPTY, 60.0),
+    ):
+        coordinator = Node("A", STATE, options(), now=0.0)
+        coordinator.tick(0.0)
+        effects = wake(coordinator)
+        assert coordinator.alive(60.0) == {"B", "C"}
+        assert coordinator.term is None, "it asks again"
+        assert not [effect for effect in effects if isinstance(effect, Note | Append)]
+
+
+def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
+    coordinator = Node("A", STATE, options(), now=0.0)
+    notes = []
+    for tenth in range(60):
+        now = tenth / 10
+        for peer in ("B", "C"):
+            coordinator.receive(peer, beat(), now)
+        notes += [effect.peer for effect in coordinator.tick(now) if isinstance(effect, Note)]
+    assert notes == ["B", "C"]
+    assert not coordinator.peers.banned("B", 9.0)
+
+
+def test_one_that_has_just_come_back_is_given_time_to_answer():
+    coordinator = Node("A", STATE, options(partition="pause"), now=0.0)
+    for tenth in range(200):
+        coordinator.tick(tenth / 10)
+    coordinator.receive("B", beat(), 20.0)
+    coordinator.tick(20.1)
+    assert coordinator.alive(20.1) == {"B"}
+
+
+def test_a_higher_promise_ends_a_term_and_the_next_is_above_it():
+    coordinator = Node("A", STATE, options(), now=0.0)
+    coordinator.tick(0.0)
+    coordinator.receive("B", beat(promise=Ballot(7, "C", 0)), 0.2)
+    assert coordinator.term is None
+    asked: set[int] = set()
+    for tenth in range(3, 30):
+        coordinator.receive("B", beat(promise=Ballot(7, "C", 0)), tenth / 10)
+        asked |= {collect.term for collect in said(coordinator.tick(tenth / 10), Collect)}
+    assert min(asked) == 8
+
+
+def test_a_greater_head_is_caught_up_with_and_a_lesser_one_is_not():
+    member = node()
+    greater = Head(10, 1, "f" * 64)
+    assert [e.head for e in member.receive("A", beat(greater), 0.1) if isinstance(e, CatchUp)] == [greater]
+    assert not [e for e in member.receive("C", beat(greater), 0.2) if isinstance(e, CatchUp)], "once at a time"
+    moved = replace(STATE, head=greater)
+    member.caught_up(moved, 0.5)
+    assert member.state.head == greater
+    member.caught_up(STATE, 0.6)
+    assert member.state.head == greater
+
+
+def test_a_commit_of_what_is_held_is_appended_and_other_bytes_are_fetched():
+    member = node()
+    member.receive("A", begin(Ballot(1, "A", 0)), 0.1)
+    effects = member.receive("A", Commit(Record(proposal(), EMPTY)), 0.2)
+    assert [effect.record.payload for effect in effects if isinstance(effect, Append)] == [EMPTY]
+    assert [e for e in node().receive("A", Commit(Record(proposal("A"), "f" * 64)), 0.2) if isinstance(e, CatchUp)]
+
+
+def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
+    for wrong in (
+        begin(Ballot(1, "C", 0)),
+        begin(Ballot(1, "A", 0), members=("A", "C")),
+        replace(begin(Ballot(1, "A", 0)), proposal=replace(proposal(), key=STATE.key._replace(round=9))),
+    ):
+        member = node()
+        effects = member.receive("A", wrong, 0.1)
+        assert [effect.peer for effect in effects if isinstance(effect, Note)] == ["A"]
+        assert member.peers.banned("A", 1.0) and not said(effects, Done)
+
+
+def test_of_three_the_one_with_other_vectors_fetches_theirs():
+    member = node()
+    member.vouch("mine", 0.1)
+    assert not [e for e in member.receive("A", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)]
+    assert [e for e in member.receive("C", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], "they are a majority"
+    assert member.doubtful
+    member = node()
+    member.vouch("mine", 0.1)
+    member.receive("C", beat(digest="mine"), 0.2)
+    assert not [e for e in member.receive("A", beat(digest="theirs"), 0.3) if isinstance(e, CatchUp)]
+    first = Node("A", STATE, options(), now=0.0)
+    first.vouch("mine", 0.1)
+    assert not [e for e in first.receive("B", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], (
+        "of two, the first"
+    )
+
+
+def test_goodbye_is_quicker_than_silence():
+    member = node()
+    member.receive("A", beat(), 0.1)
+    assert member.coordinator(0.2) == "A"
+    member.receive("A", Goodbye("leaves"), 0.2)
+    assert member.coordinator(0.2) == "B"
+    assert said(member.leave(0.3), Goodbye)
+    assert member.coordinator(0.3) == "C"
+
+
+def test_adopting_fetches_from_the_holder():
+    member = node()
+    adopted = replace(begin(Ballot(2, "A", 0), "A"), adopted="f" * 64, holder="C")
+    fetch = [effect for effect in member.receive("A", adopted, 0.1) if isinstance(effect, FetchResult)]
+    assert fetch[0].holder == "C"
+    assert said(member.fetch_failed("C", fetch[0].record, "gone", 0.2), Failed)[0].blamed == "C"
+    assert said(node_after(adopted).fetched(fetch[0].record, 0.3), Done)
+
+
+def node_after(message: Begin) -> Node:
+    member = node()
+    member.receive("A", message, 0.1)
+    return member
+
+
+def test_a_greater_head_that_cannot_be_fetched_holds_a_round_up_only_so_long():
+    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0)
+    fetches, begun = 0, []
+    for tenth in range(200):
+        now = tenth / 10
+        effects = coordinator.receive("B", beat(Head(10, 1, "f" * 64)), now) + coordinator.tick(now)
+        if not tenth:
+            effects += coordinator.offer(OFFER, now)
+        for _ in [effect for effect in effects if isinstance(effect, CatchUp)]:
+            fetches += 1
+            effects += coordinator.catch_up_failed("B", now + 0.05)
+        begun += [fetches for effect in effects if isinstance(effect, Reduce)]
+    assert begun[0] == 3
+    assert fetches < 30, "and it is asked less and less"

@@ -1,0 +1,86 @@
+"""What follows from records: marks, leases, the head. A record that cannot follow is refused whole."""
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.record import EMPTY, Contribution, Grant, Head, Offer, Proposal, Record, Settings, canonical
+from diloco.elastic.state import RunState
+from diloco.errors import RecordInvalid
+
+GENESIS = RunState(Head(0, 0, "0" * 64), ("A", "B"), Ledger(epoch=100))
+
+
+def record(state: RunState, *parts: Contribution, **changes) -> Record:
+    proposal = Proposal(state.key, 0 if parts else -1, parts, state.roster, (), (), Settings(), state.step)
+    return Record(replace(proposal, **changes), EMPTY)
+
+
+def contribution(island: str, lo: int, hi: int, *, incarnation: int = 1, samples=()) -> Contribution:
+    return Contribution(island, Offer(0, lo, hi, 10, samples, incarnation=incarnation), weight=10)
+
+
+def test_a_record_moves_head_marks_clock_and_roster():
+    state = GENESIS.after(record(GENESIS, contribution("A", 0, 3), step=50, roster=("A",)))
+    assert state.head[:2] == (10, 1) and state.roster == ("A",) and state.step == 50 and state.updates == 1
+    assert state.mark("A", 1, 0) == 3
+    assert state.mark("A", 2, 0) == 0 and state.mark("A", 1, 1) == 0, "marks are of one life and one fragment"
+    assert GENESIS.mark("A", 1, 0) == 0
+
+
+def test_progress_is_contained_once_and_without_gaps():
+    state = GENESIS.after(record(GENESIS, contribution("A", 0, 3)))
+    for lo, hi in ((0, 3), (0, 5), (2, 5), (4, 5), (3, 3)):
+        with pytest.raises(RecordInvalid):
+            state.after(record(state, contribution("A", lo, hi)))
+    assert state.after(record(state, contribution("A", 3, 5))).mark("A", 1, 0) == 5
+
+
+def test_a_record_follows_its_parent_only():
+    one = GENESIS.after(record(GENESIS, contribution("A", 0, 1)))
+    other = GENESIS.after(record(GENESIS, contribution("B", 0, 1)))
+    assert one.head.round == other.head.round and one.key != other.key
+    with pytest.raises(RecordInvalid):
+        one.after(record(other, contribution("A", 1, 2)))
+
+
+def test_leases_follow_consume_release_and_grant():
+    first = GENESIS.after(record(GENESIS, grants=(Grant("A#1", ((0, 8),)), Grant("B#1", ((8, 16),)))))
+    second = first.after(
+        record(first, contribution("A", 0, 1, samples=((0, 4),)), releases=("B#1",), grants=(Grant("A#1", ((8, 10),)),))
+    )
+    assert second.ledger.lease_of("A#1") == ((4, 10),)
+    assert second.ledger.free == ((10, 16),)
+
+
+def test_a_grant_out_of_turn_is_refused():
+    with pytest.raises(RecordInvalid, match="not next in line"):
+        GENESIS.after(record(GENESIS, grants=(Grant("A#1", ((4, 8),)),)))
+
+
+def test_heavier_branches_are_greater():
+    light = GENESIS.after(record(GENESIS, contribution("A", 0, 1)))
+    heavy = GENESIS.after(record(GENESIS, contribution("A", 0, 1), contribution("B", 0, 1)))
+    longer = light.after(record(light))
+    assert light.head < longer.head < heavy.head
+
+
+def test_the_digest_covers_every_field_and_the_payload():
+    base = record(GENESIS, contribution("A", 0, 1))
+    others = [
+        record(GENESIS, contribution("A", 0, 2)),
+        record(GENESIS, contribution("A", 0, 1), settings=Settings(lr=0.1)),
+        record(GENESIS, contribution("A", 0, 1), step=1),
+        Record(base.proposal, "f" * 64),
+    ]
+    assert len({each.digest for each in [base, *others]}) == 5
+    assert base.digest == record(GENESIS, contribution("A", 0, 1)).digest
+
+
+def test_the_canonical_form_is_fixed():
+    """Chains of records are compared between versions and machines: this text may not change by accident."""
+    assert canonical(contribution("A", 0, 1, samples=((0, 4),))) == (
+        b'{"island":"A","offer":{"fragment":0,"hi":1,"incarnation":1,"late":false,"lo":0,"norm":0.0,'
+        b'"samples":[[0,4]],"tokens":10},"weight":10}'
+    )
