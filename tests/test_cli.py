@@ -19,6 +19,7 @@ from diloco.runner import prepare_folder
 
 COMMANDS = [
     ["run"],
+    ["join"],
     ["config"],
     ["tokenize"],
     ["doctor"],
@@ -28,6 +29,8 @@ COMMANDS = [
     ["bench", "codec"],
     ["bench", "allreduce"],
     ["bench", "link"],
+    ["bench", "recover"],
+    ["simulate"],
 ]
 
 
@@ -38,7 +41,7 @@ def config_file(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", COMMANDS[:4] + COMMANDS[5:], ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS[:5] + COMMANDS[6:], ids=" ".join)
 def test_every_command_has_help_with_an_example(command):
     done = run_cli(*command, "--help")
     assert done.returncode == 0

@@ -21,6 +21,11 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set sync.every=100")
 ]
 
+Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
+Host = Annotated[
+    str | None, typer.Option(help="The address at which others reach this machine. None: this machine only.")
+]
+
 
 def _version(asked: bool) -> None:
     if asked:
@@ -45,14 +50,49 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again; an earlier run is kept as NAME.1, NAME.2, …")
     ] = False,
+    islands: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Found a run that others can join, with so many islands here.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="With --islands: start islands again that die.")
+    ] = True,
+    link: Link = None,
+    host: Host = None,
 ) -> None:
     """Train here. Ctrl-C finishes the step, saves, and says how to go on.
 
-    An island of several accelerators is started by torchrun: torchrun --nproc-per-node 8 -m diloco run CONFIG
+    With --islands, others join with the ticket that is printed: diloco join TICKET. An island of several accelerators
+    is started by torchrun: torchrun --nproc-per-node 8 -m diloco run CONFIG
     """
-    from diloco.cli.run import run_command
+    from diloco.cli.run import islands_command, run_command
 
-    run_command(config, set_ or [], resume=resume, fresh=fresh)
+    if islands is None:
+        run_command(config, set_ or [], resume=resume, fresh=fresh)
+    else:
+        islands_command(config, set_ or [], islands, link=link, host=host, resume=resume, fresh=fresh, restart=restart)
+
+
+@app.command(epilog="Example: diloco join diloco1-… --max-up 20mbit")
+def join(
+    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The run's ticket, or a file that holds it.")],
+    set_: Overrides = None,
+    dir: Annotated[Path | None, typer.Option(help="This island's folder; runs/RUN-NAME if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="How others see this island.")] = None,
+    fsdp: Annotated[int, typer.Option(min=1, help="Processes that share parameters and data.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Processes that share each matrix.")] = 1,
+    max_up: Annotated[str | None, typer.Option(help="Cap on what is sent: 20mbit.")] = None,
+    max_down: Annotated[str | None, typer.Option(help="Cap on what is received.")] = None,
+    link: Link = None,
+    host: Host = None,
+) -> None:
+    """Join a run as a peer. Its configuration and its state come from the other islands.
+
+    Ctrl-C contributes what was trained so far, says goodbye and leaves; once more leaves at once.
+    """
+    from diloco.cli.join import join_command
+
+    own = [*(set_ or []), f"island.fsdp={fsdp}", f"island.tp={tp}"]
+    join_command(ticket, own, dir=dir, name=name, max_up=max_up, max_down=max_down, link=link, host=host)
 
 
 @app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")
@@ -81,6 +121,29 @@ def tokenize(
     from diloco.cli.tokenize import tokenize_command
 
     tokenize_command(inputs, out, tokenizer, raw, vocab)
+
+
+@app.command(epilog="Example: diloco simulate --protocol --seeds 1000 --jobs 8")
+def simulate(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Not there yet.", show_default=False)
+    ] = None,
+    protocol: Annotated[bool, typer.Option("--protocol", help="The round protocol alone, with random faults.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="How many disasters.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="The first one's seed.")] = 0,
+    islands: Annotated[int | None, typer.Option(min=2, max=26, help="In each; none: 2 to 9 by chance.")] = None,
+    without: Annotated[
+        str | None, typer.Option(metavar="RULE", help="A rule to switch off, to see what it is for.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+) -> None:
+    """Crashes, stops and cut links on a virtual network; every invariant is checked.
+
+    A violation is printed with its seed, its shortest transcript and how to see it again; the exit code is then 1.
+    """
+    from diloco.cli.simulate import simulate_command
+
+    simulate_command(protocol=protocol, seeds=seeds, first=first, islands=islands, without=without, jobs=jobs)
 
 
 @app.command(epilog="Example: diloco doctor --dir /scratch/runs")
@@ -167,6 +230,19 @@ def allreduce(
     from diloco.bench.report import show
 
     show(measure(peers=peers, count=values, codec=codec, link=link, against=against), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench recover --json")
+def recover(
+    json: Json = False,
+    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    silence: Annotated[float, typer.Option(min=0.1, help="Seconds until a silent island counts as lost.")] = 5.0,
+) -> None:
+    """What a killed or stopped island costs the other three (three minutes)."""
+    from diloco.bench.recover import measure
+    from diloco.bench.report import show
+
+    show(measure(values=values, silence_s=silence), as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench link --rate 200mbit --delay 20ms")

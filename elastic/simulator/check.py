@@ -1,0 +1,76 @@
+"""The invariants I1 to I5, worked out anew from the logs: nothing here trusts what a node believes."""
+
+from dataclasses import dataclass, field
+
+from diloco.elastic.ranges import Ranges, both, minus, normal
+from diloco.elastic.record import Key, Record
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a branch contains."""
+
+    progress: dict[tuple[str, int, int], int]
+    samples: Ranges
+    twice: Ranges
+
+
+@dataclass
+class Checker:
+    """`strict` demands one record per round ever (pause)."""
+
+    strict: bool
+    chains: dict[str, Chain] = field(default_factory=dict)
+    by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
+    rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
+
+    def genesis(self, digest: str) -> None:
+        self.chains[digest] = Chain({}, (), ())
+
+    def appended(self, island: str, record: Record, overlaps: Ranges, steady: set[str], *, calm: bool) -> None:
+        """`steady` islands were alive and reachable all the time. In a `calm` world nobody was suspected wrongly."""
+        self._check_agreement(island, record, steady, calm)
+        key = record.proposal.key
+        if record.digest not in self.chains:
+            if key.parent not in self.chains:
+                raise Violation(f"I1: {island} appended round {key.round} to a branch that nobody had")
+            self.chains[record.digest] = self._extended(self.chains[key.parent], record)
+        if unsaid := minus(self.chains[record.digest].twice, overlaps):
+            raise Violation(f"I5: samples {unsaid} are in two contributions, and the ledger does not say so")
+
+    def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:
+        key = record.proposal.key
+        known, by = self.by_round.setdefault(key.round, (record.digest, island))
+        if self.strict and known != record.digest:
+            raise Violation(f"I1: {island} has another record of round {key.round} than {by}")
+        rivals = self.rivals.setdefault(key, {})
+        rivals.setdefault(record.digest, set()).add(island)
+        if calm:  # all who took part hold what was committed
+            rivals[record.digest] |= set(record.proposal.islands)
+        for digest, who in rivals.items():
+            if digest != record.digest and who & steady:
+                raise Violation(
+                    f"I1: {island} has a record of round {key.round}, and {min(who & steady)},"
+                    " alive and reachable all the time, has another or took part in it"
+                )
+
+    def _extended(self, parent: Chain, record: Record) -> Chain:
+        progress, samples, twice = dict(parent.progress), parent.samples, parent.twice
+        for contribution in record.proposal.contributions:
+            offer = contribution.offer
+            mark = contribution.island, offer.incarnation, offer.fragment
+            if offer.lo < progress.get(mark, 0):
+                raise Violation(
+                    f"I2: progress {offer.lo}..{offer.hi} of {contribution.island} is counted twice"
+                    f" in round {record.proposal.key.round}"
+                )
+            if offer.lo > progress.get(mark, 0):
+                raise Violation(f"I3: progress {progress.get(mark, 0)}..{offer.lo} of {contribution.island} is lost")
+            progress[mark] = offer.hi
+            twice = normal(twice + both(offer.samples, samples))
+            samples = normal(samples + offer.samples)
+        return Chain(progress, samples, twice)

@@ -1,0 +1,97 @@
+"""An island's trainer, reduced to numbers: phases take time, end in a cut, and are offered until they are contained."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from diloco.elastic.messages import Effect
+from diloco.elastic.node import Node
+from diloco.elastic.ranges import Ranges, first, minus, normal, size
+from diloco.elastic.record import Offer, holder_name
+from diloco.elastic.simulator.timeline import Timeline
+
+PHASE_S = 3.0
+PHASE_SAMPLES = 8
+TOKENS_PER_SAMPLE = 10
+MAX_PHASES = 2  # in one contribution: what comes late comes in small pieces, oldest first
+
+Input = Callable[[Node, float], list[Effect]]
+
+
+class Cut(NamedTuple):
+    progress: int
+    samples: Ranges  # consumed since the cut before
+
+
+@dataclass
+class Trainer:
+    """A blocking one: it waits at its sync point until a round is over, with or without its contribution."""
+
+    node: Node
+    timeline: Timeline
+    enter: Callable[[Input], None]  # gives the node an input, or keeps it until the island goes on
+    when_running: Callable[[Callable[[], None]], None]
+    count_contained: Callable[[], int]
+    cuts: list[Cut] = field(default_factory=list)
+    at_sync: bool = False
+    training: bool = False
+    speed: float = 1.0
+
+    @property
+    def progress(self) -> int:
+        return len(self.cuts)
+
+    @property
+    def contained(self) -> int:
+        return self.count_contained()
+
+    def train(self) -> None:
+        """Begin a phase, if there are samples for it."""
+        if self.training or self.at_sync:
+            return
+        samples = first(self._available(), PHASE_SAMPLES)
+        if not samples:
+            return
+        self.training = True
+        name, timeline = self.node.me, self.timeline
+        duration = PHASE_S * (0.6 + 0.8 * timeline.chance(f"phase {name}")) / self.speed
+        if timeline.chance(f"slow {name}") < 0.05:
+            duration *= 5
+        timeline.after(duration, lambda: self.when_running(lambda: self._reach_sync(samples)))
+
+    def _available(self) -> Ranges:
+        """Leased, and not used by progress that is not contained yet."""
+        used = normal(part for cut in self._owed() for part in cut.samples)
+        return minus(self.node.state.ledger.lease_of(holder_name(self.node.me, self.node.incarnation)), used)
+
+    def _owed(self) -> list[Cut]:
+        return self.cuts[self.contained :]
+
+    def _reach_sync(self, samples: Ranges) -> None:
+        self.training, self.at_sync = False, True
+        self.cuts.append(Cut(self.progress + 1, samples))
+        self._offer()
+
+    def _offer(self) -> None:
+        owed = self._owed()[:MAX_PHASES]
+        if not owed:
+            self.at_sync = False
+            self.train()
+            return
+        samples = normal(part for cut in owed for part in cut.samples)
+        offer = Offer(
+            0, self.contained, owed[-1].progress, TOKENS_PER_SAMPLE * size(samples), samples,
+            incarnation=self.node.incarnation, late=len(self._owed()) > 1,
+        )  # fmt: skip
+        self.enter(lambda node, now: node.offer(offer, now))
+
+    def moved(self, *, only_leases: bool) -> None:
+        """The head is another one. A record that only admits and leases leaves an offer standing."""
+        if self.at_sync and only_leases:
+            return
+        self.node.withdraw(0)
+        self.at_sync = len(self._owed()) > 1  # late progress first
+        if self.at_sync:
+            self._offer()
+        else:
+            self.train()

@@ -1,0 +1,69 @@
+"""The simulator's judge: it works out anew from the records alone what a branch contains."""
+
+import pytest
+from test_elastic_state import GENESIS, contribution, record
+
+from diloco.elastic.simulator.check import Checker, Violation
+
+CALM = {"steady": set[str](), "calm": True}
+
+
+def checker(*, strict: bool = False) -> Checker:
+    made = Checker(strict)
+    made.genesis(GENESIS.head.digest)
+    return made
+
+
+def test_progress_that_is_counted_twice():
+    judge = checker()
+    first = record(GENESIS, contribution("A", 0, 2))
+    judge.appended("A", first, (), **CALM)
+    with pytest.raises(Violation, match=r"I2: progress 0\.\.2 of A is counted twice in round 2"):
+        judge.appended("A", record(GENESIS.after(first), contribution("A", 0, 2)), (), **CALM)
+
+
+def test_progress_that_is_left_out():
+    with pytest.raises(Violation, match=r"I3: progress 0\.\.1 of A is lost"):
+        checker().appended("A", record(GENESIS, contribution("A", 1, 2)), (), **CALM)
+
+
+def test_a_branch_out_of_nowhere():
+    stray = record(GENESIS.after(record(GENESIS)))
+    with pytest.raises(Violation, match="I1: B appended round 2 to a branch that nobody had"):
+        checker().appended("B", stray, (), **CALM)
+
+
+def test_samples_that_are_used_twice_must_be_on_the_books():
+    judge = checker()
+    first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
+    judge.appended("A", first, (), **CALM)
+    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
+    judge.appended("A", second, ((4, 8),), **CALM)
+    with pytest.raises(Violation, match="I5"):
+        judge.appended("B", second, ((4, 7),), **CALM)
+
+
+def test_two_records_of_a_round_are_never_right_in_pause():
+    one, other = record(GENESIS, contribution("A", 0, 1)), record(GENESIS, contribution("B", 0, 1))
+    judge = checker(strict=True)
+    judge.appended("A", one, (), steady=set(), calm=False)
+    with pytest.raises(Violation, match="I1: B has another record of round 1 than A"):
+        judge.appended("B", other, (), steady=set(), calm=False)
+
+
+@pytest.mark.parametrize(
+    ("steady", "calm", "fork"),
+    [("A", False, False), ("C", False, True), ("B", True, True), ("B", False, False), ("D", True, False)],
+)
+def test_in_merge_a_fork_is_right_only_if_nobody_could_have_told(steady, calm, fork):
+    """C has appended what A and B took part in; then A appends another."""
+    judge = checker()
+    judge.appended(
+        "C", record(GENESIS, contribution("A", 0, 1), contribution("B", 0, 1)), (), steady={steady}, calm=calm
+    )
+    other = record(GENESIS, contribution("A", 0, 1))
+    if fork:
+        with pytest.raises(Violation, match=f"I1: A has a record of round 1, and {steady}, alive"):
+            judge.appended("A", other, (), steady={steady}, calm=calm)
+    else:
+        judge.appended("A", other, (), steady={steady}, calm=calm)

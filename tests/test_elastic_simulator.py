@@ -1,0 +1,182 @@
+"""The protocol under seeded disasters and hand-written ones (tests/scenarios), with every rule, and without each."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import run_cli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.elastic.rules import ALL
+from diloco.elastic.simulator import faults, scenario
+from diloco.elastic.simulator.campaign import Campaign, describe, rule_names, run_one
+from diloco.elastic.simulator.faults import FAULTY_S, MOMENTS, Disaster, Fault
+from diloco.elastic.simulator.world import Setup, World
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+BATCH = 100
+
+# The smallest seeds whose disaster shows what a rule is for. The others have scenarios only.
+CAUGHT = {
+    "adoption_survives_retries": 90,
+    "new_term_after_sleep": 94,
+    "done_is_durable": 81,
+    "marks_decide": 0,
+    "key_names_the_parent": 69,
+    "wait_for_everybody": 3,
+    "anybody_may_lead": 43,
+    "yield_to_higher_promises": 9,
+    "leave_out_stuck_pairs": 86,
+}
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenarios_go_as_written(path):
+    scenario.check(path)
+
+
+def test_every_rule_has_a_scenario():
+    holes = [scenario.parse(path.read_text()) for path in SCENARIOS if path.stem.startswith("h")]
+    assert [hole.rule for hole in holes] == rule_names()
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(i * BATCH, marks=[pytest.mark.slow] * (i > 0), id=f"{i * BATCH}-") for i in range(5)]
+)
+def test_random_disasters_violate_nothing(first):
+    campaign, commits = Campaign(), 0
+    for seed in range(first, first + BATCH):
+        outcome = run_one(campaign, seed)
+        if outcome.violation:
+            pytest.fail(describe(campaign, seed))
+        commits += outcome.commits
+    assert commits > 50 * BATCH, "disasters in which nothing is ever committed show nothing"
+
+
+@pytest.mark.parametrize("rule", CAUGHT)
+def test_chance_finds_what_a_rule_is_for(rule):
+    seed = CAUGHT[rule]
+    assert run_one(Campaign(without=rule), seed).violation
+    assert not run_one(Campaign(), seed).violation
+
+
+def test_chance_finds_most_of_them():
+    assert len(CAUGHT) >= 6
+
+
+names = st.sampled_from("ABCDE")
+times = st.floats(1, FAULTY_S, allow_nan=False)
+some = st.sets(names, min_size=1, max_size=4).map(lambda some: tuple(sorted(some)))
+one = names.map(lambda name: (name,))
+any_fault = st.one_of(
+    st.builds(Fault, times, st.just("crash"), one, number=st.integers(1, 12)),
+    st.builds(Fault, times, st.sampled_from(["start", "stop", "resume"]), one),
+    st.builds(Fault, times, st.sampled_from(["split", "one way", "three"]), some),
+    st.builds(Fault, times, st.sampled_from(["heal", "all back", "orphan"])),
+    st.builds(
+        Fault,
+        times,
+        st.sampled_from(["crash at", "stop at", "crash coordinator at", "power cut"]),
+        moment=st.sampled_from(sorted(MOMENTS)),
+        number=st.integers(0, 3),
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(10**6, 10**9),
+    partition=st.sampled_from(["merge", "pause"]),
+    schedule=st.lists(any_fault, max_size=8),
+    all_return=st.booleans(),
+)
+def test_any_list_of_faults_violates_nothing(seed, partition, schedule, all_return):
+    ordered = tuple(sorted(schedule, key=lambda fault: fault.at))
+    faults.run(Disaster(Setup(5, partition, seed), "drawn", (), ordered, all_return=all_return))
+
+
+def test_a_violation_says_what_where_and_how_to_see_it_again():
+    campaign, seed = Campaign(without="marks_decide"), CAUGHT["marks_decide"]
+    said = describe(campaign, seed).splitlines()
+    assert said[0].startswith(f"seed {seed}: I")
+    assert "of the faults" in said[1]
+    assert any(" commits round " in line for line in said)
+    assert said[-1] == f"again: diloco simulate --protocol --first {seed} --seeds 1 --without marks_decide"
+
+
+def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
+    plan = Campaign(without="marks_decide").disaster(CAUGHT["marks_decide"])
+    harmless = Fault(39.0, "heal")
+    short, violation = faults.shorten(replace(plan, faults=(*plan.faults, harmless)))
+    assert harmless not in short.faults
+    assert faults.violation_of(short) is not None
+    assert isinstance(violation.args[1], World)
+
+
+def test_the_same_seed_is_the_same_disaster_in_every_process():
+    script = (
+        "from diloco.elastic.simulator import faults\n"
+        "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and len(told[0]) > 10_000
+
+
+def test_a_scenario_that_goes_otherwise_says_how(tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("islands A B\nrun 5\nexpect round 2 of A,B\n---\n   0.02  something else\n")
+    with pytest.raises(scenario.Unmet, match="A,B commit round 2 of A,B = 2a"):
+        scenario.check(path)
+    scenario.main(["--write", str(path)])
+    scenario.check(path)
+    path.write_text(path.read_text().replace("of A,B\n---", "of A\n---"))
+    with pytest.raises(scenario.Unmet, match="expect round 2 of A: it is A,B"):
+        scenario.check(path)
+
+
+def test_a_scenario_whose_rule_is_not_needed_is_no_scenario(tmp_path):
+    path = tmp_path / "needless.txt"
+    path.write_text("islands A B\nwithout done_is_durable violation I1\nrun 5\n---\n")
+    with pytest.raises(scenario.Unmet, match="I1 should be violated"):
+        scenario.check(path)
+
+
+def test_from_the_command_line():
+    good = run_cli("simulate", "--protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
+    assert good.returncode == 0, good.stderr
+    assert "3 seeds from 0:" in good.stdout and "0 violations" in good.stdout
+    seed = CAUGHT["marks_decide"]
+    bad = run_cli("simulate", "--protocol", "--first", str(seed), "--seeds", "1", "--without", "marks_decide")
+    assert bad.returncode == 1
+    assert f"again: diloco simulate --protocol --first {seed} --seeds 1 --without marks_decide" in bad.stdout
+    assert "1 violations" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["run.yaml"], "simulate CONFIG is not there yet: add --protocol"),
+        (["--protocol", "--without", "gravity"], "the rules are adoption_survives_retries"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(arguments, complaint):
+    done = run_cli("simulate", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_all_rules_are_on():
+    assert all(getattr(ALL, name) for name in rule_names())
