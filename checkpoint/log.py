@@ -1,0 +1,60 @@
+"""The outer log: what was committed, in order. In memory, with the bytes of the last records only.
+
+Entries are opaque here: a digest that names its parent's, a header, and the digest of the result's bytes.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from diloco.checkpoint.library import Library
+
+KEEP_PAYLOADS = 16
+KEEP_HEADERS = 10_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    round: int
+    digest: str
+    parent: str
+    header: bytes
+    payload: str  # name of the bytes in the library: their SHA-256
+
+
+class OuterLog:
+    """One branch. For any thread."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._entries: list[Entry] = []
+        self._lock = threading.Lock()
+
+    def append(self, entry: Entry) -> None:
+        with self._lock:
+            assert not self._entries or self._entries[-1].digest == entry.parent, "a log is one chain"
+            self._entries.append(entry)
+            del self._entries[:-KEEP_HEADERS]
+            if len(self._entries) > KEEP_PAYLOADS:
+                self._library.drop(payload_name(self._entries[-KEEP_PAYLOADS - 1].payload))
+
+    def replace(self, entries: list[Entry]) -> None:
+        """Another branch."""
+        with self._lock:
+            self._entries = list(entries)
+
+    def after(self, digest: str) -> list[Entry] | None:
+        """What follows this entry, if its bytes are all still here; None where that is not known."""
+        with self._lock:
+            entries = list(self._entries)
+        index = next((i for i, entry in enumerate(entries) if entry.parent == digest), None)
+        if index is None or len(entries) - index > KEEP_PAYLOADS:
+            return [] if entries and entries[-1].digest == digest else None
+        return entries[index:]
+
+    def entries(self) -> list[Entry]:
+        with self._lock:
+            return list(self._entries)
+
+
+def payload_name(digest: str) -> str:
+    return f"payload/{digest}"

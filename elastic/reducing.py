@@ -1,0 +1,106 @@
+"""One attempt at an all-reduce as the driver sees it: a thread, its progress, and who is to blame when it fails."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diloco.comm.allreduce import Reduction
+from diloco.comm.noise import NoiseKey
+from diloco.comm.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
+from diloco.comm.transport import PeerAddress, Transport
+from diloco.elastic.messages import Begin
+from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
+
+CONNECT_S = 10.0
+UNKNOWN_RATE = 1_000_000  # bytes a second, of a member that has not measured its link yet
+FIRST_STALL_S = 30.0  # until the first round has shown how fast chunks come
+SLACK = 4  # times the usual time of a chunk
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`payload` is the result's digest, or "" after a failure; `blamed` is whom this member could not work with."""
+
+    payload: str
+    result: Tensor | None = None
+    blamed: str = ""
+    reason: str = ""
+    refused: bool = False  # what the blamed one contributed is bad
+    seconds: float = 0.0
+    bytes_sent: int = 0
+
+
+class Attempt:
+    def __init__(
+        self,
+        begin: Begin,
+        contribution: Tensor,
+        count: int,
+        transport: Transport,
+        addresses: Mapping[str, PeerAddress],
+        done: Callable[[Begin, Outcome], None],
+    ) -> None:
+        self.begin = begin
+        self.started = time.monotonic()
+        self._done = done
+        self.reduction = Reduction(
+            plan_of(begin, count), contribution, transport, addresses, patience_s=CONNECT_S
+        )  # PlanRefused: what peers propose is checked there
+        self._stalled = ""
+        threading.Thread(target=self._run, name="reduce", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            result = self.reduction.run()
+            outcome = Outcome(hashlib.sha256(memoryview(result.numpy())).hexdigest(), result)  # type: ignore[arg-type]
+        except ContributionRefused as bad:
+            outcome = Outcome("", blamed=bad.peer, reason=str(bad), refused=True)
+        except ReduceFailed as failed:
+            outcome = Outcome("", blamed=self._stalled or failed.peer or failed.hung_up, reason=str(failed))
+        seconds = time.monotonic() - self.started
+        sent = self.reduction.bytes_sent
+        self._done(self.begin, Outcome(**{**vars(outcome), "seconds": seconds, "bytes_sent": sent}))
+
+    def cancel(self) -> None:
+        self.reduction.cancel("another ballot")
+
+    def watch(self, stall_s: float) -> None:
+        """Give it up when somebody's chunks have not come for so long; the one who is behind longest is to blame."""
+        now = time.monotonic()
+        last = {
+            peer: max(self.started, progress.last_at)
+            for peer, progress in self.reduction.progress.items()
+            if progress.received_chunks < self._expected(peer)
+        }
+        slowest = min(last, key=lambda peer: last[peer], default="")
+        if slowest and not self._stalled and now - last[slowest] > stall_s:
+            self._stalled = slowest
+            self.reduction.cancel(f"no chunk of {slowest} for {stall_s:.1f} s")
+
+    def _expected(self, peer: str) -> int:
+        plan = self.reduction.plan
+        return len(plan.chunks(self.reduction.me)) + len(plan.chunks(plan.members.index(peer)))
+
+
+def plan_of(begin: Begin, count: int) -> ReducePlan:
+    """The same on all members: all of it follows from *begin*."""
+    proposal = begin.proposal
+    if len(begin.bytes_per_s) != len(begin.members):
+        raise PlanRefused("a rate for each member was due")
+    spans = spans_by_bandwidth(count, [rate or UNKNOWN_RATE for rate in begin.bytes_per_s])
+    weights = tuple(contribution.weight for contribution in proposal.contributions)
+    ballot, key = begin.ballot, begin.key
+    channel = f"reduce/{key.round}/{key.parent[:16]}/{ballot.term}.{ballot.attempt}/{ballot.coordinator}"
+    noise = NoiseKey(key.round, proposal.fragment, "result")
+    return ReducePlan(channel, begin.members, weights, spans, proposal.settings.codec, noise, chunk_pages_for(spans))
+
+
+def stall_after(silence_s: float, last: Outcome | None, chunks: int) -> float:
+    """A deadline from measured rates: silence, plus several times what a chunk took in the last round."""
+    if last is None:
+        return max(silence_s, FIRST_STALL_S)
+    return silence_s + SLACK * last.seconds / max(1, chunks)

@@ -1,0 +1,144 @@
+"""Islands in one process for tests of the driver: real threads and streams over memory, a trainer of a few lines."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec import CODECS
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.pooled import PooledTransport
+from diloco.comm.transport import PeerAddress
+from diloco.elastic.driver import Driver, Network, Run
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.messages import Note
+from diloco.elastic.node import Node, Options
+from diloco.elastic.ranges import first, normal
+from diloco.elastic.record import Contribution, Head, Record, Settings
+from diloco.elastic.session import Session
+from diloco.elastic.state import RunState
+
+COUNT = 70_000
+CODEC = "int8"
+GENESIS = b"genesis of a test"
+SAMPLES = 8  # of a phase
+
+
+def apply(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> None:
+    vectors["parameters"].sub_(CODECS[CODEC].decode(payload, COUNT))
+    vectors["momentum"].add_(1)
+
+
+def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
+    return Settings(lr=1.0, codec=CODEC), state.step + bool(contributions)
+
+
+def genesis_state(roster: tuple[str, ...], *, limit: int | None = None) -> RunState:
+    digest = hashlib.sha256(GENESIS).hexdigest()
+    return RunState(Head(0, 0, digest), roster, Ledger(epoch=10**6, limit=limit))
+
+
+class TestIsland:
+    """Trains by adding noise; `pace_s` is the time of a phase."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        name: str,
+        network: MemoryNetwork,
+        state: RunState,
+        *,
+        vectors: dict[str, Tensor] | None = None,
+        incarnation: int = 1,
+        silence_s: float = 0.5,
+        partition: str = "merge",
+        pace_s: float = 0.02,
+        transport: object = None,
+    ) -> None:
+        self.name, self.pace_s = name, pace_s
+        self.notes: list[Note] = []
+        self.phases = 0
+        self.contained = 0
+        vectors = vectors or {"parameters": torch.zeros(COUNT), "momentum": torch.zeros(COUNT)}
+        plain = transport or network.transport(name)
+        options = Options(decide, silence_s=silence_s, partition=partition, want=2 * SAMPLES)
+        node = Node(name, state, options, now=time.monotonic(), incarnation=incarnation)
+        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), COUNT, CODECS[CODEC].size(COUNT), apply)
+        self.driver = Driver(
+            node,
+            run,
+            vectors,
+            Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None),
+            self.notes.append,
+        )
+        self.session = Session(self.driver, CODEC)
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._train, daemon=True)
+        self.error: BaseException | None = None
+        self._base = torch.zeros(COUNT)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def _train(self) -> None:
+        try:
+            self.session.take(self._base)
+            displacement, used = torch.zeros(COUNT), ()
+            noise = torch.Generator().manual_seed(int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16))
+            while not self.stopping.is_set():
+                batch = first(self.session.available(used), SAMPLES)
+                if batch or self.session.owes:
+                    self.stopping.wait(self.pace_s)
+                    used = normal(used + batch)
+                    if batch:
+                        displacement += torch.randn(COUNT, generator=noise)
+                        self.phases += 1
+                    self.session.start(0, displacement, tokens=100 if batch else 0, samples=used)
+                    used = ()
+                    if not self.session.finish(0, self.stopping.is_set):
+                        return
+                else:
+                    self.stopping.wait(0.01)
+                if self.session.poll():
+                    contained, adjust = self.session.take(self._base)
+                    self.contained += contained
+                    if contained:
+                        displacement = torch.zeros(COUNT)
+                    elif adjust is not None:
+                        displacement = displacement + adjust
+        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: wait_for raises it
+            self.error = error
+
+    @property
+    def state(self) -> RunState:
+        return self.driver.applied
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.thread.join(10)
+
+    def close(self) -> None:
+        self.stop()
+        self.driver.close()
+
+
+def introduce(islands: list[TestIsland]) -> None:
+    for island in islands:
+        island.driver.know({other.name: PeerAddress(other.name) for other in islands})
+
+
+def wait_for(condition: Callable[[], bool], islands: list[TestIsland], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        for island in islands:
+            if island.error is not None:
+                raise island.error
+            if island.driver.failure is not None:
+                raise island.driver.failure
+        if time.monotonic() > deadline:
+            raise TimeoutError([(i.name, i.state.head.round, i.notes[-3:]) for i in islands])
+        time.sleep(0.01)

@@ -1,0 +1,278 @@
+"""The driver on streams in memory: real threads, a real all-reduce, faults made by closing, cutting and lying."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from islands import COUNT, TestIsland, genesis_state, introduce, wait_for
+
+from diloco.comm.link import Link, Paths
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.transport import PeerAddress
+from diloco.elastic.fetching import fetch_state
+from diloco.elastic.mailbox import CHANNEL, GREETING, MESSAGE, greet
+from diloco.elastic.messages import Collect, Done, Heartbeat, Promise, Ready
+from diloco.elastic.record import NO_BALLOT, Head, Key, Offer
+from diloco.elastic.wire import encode_message
+
+NAMES = ("A", "B", "C", "D")
+
+
+@contextmanager
+def team(names: tuple[str, ...] = NAMES, **options: object) -> Iterator[tuple[MemoryNetwork, list[TestIsland]]]:
+    network = MemoryNetwork()
+    transports = options.pop("transports", lambda network, name: None)
+    state = genesis_state(names)
+    islands = [TestIsland(name, network, state, transport=transports(network, name), **options) for name in names]  # type: ignore[operator,arg-type]
+    introduce(islands)
+    try:
+        for island in islands:
+            island.start()
+        yield network, islands
+    finally:
+        for island in islands:
+            island.close()
+
+
+def at_round(islands: list[TestIsland], number: int) -> None:
+    wait_for(lambda: all(island.state.head.round >= number for island in islands), islands)
+
+
+def stand_still(islands: list[TestIsland]) -> None:
+    for island in islands:
+        island.stop()
+    wait_for(lambda: len({island.state.head for island in islands}) == 1, islands)
+
+
+def assert_agreed(islands: list[TestIsland]) -> None:
+    assert len({island.driver.replica.digest() for island in islands}) == 1
+
+
+def contributions(island: TestIsland, of: TestIsland) -> list[tuple[int, int]]:
+    mine = [
+        (c.offer.lo, c.offer.hi)
+        for record in island.session.records()
+        for c in record.proposal.contributions
+        if c.island == of.name and c.offer.incarnation == of.driver.node.incarnation
+    ]
+    assert all(one[1] == other[0] for one, other in pairwise(mine)), "no gap, nothing twice"
+    return mine
+
+
+def test_islands_agree_bit_by_bit_and_every_contribution_is_in_the_log():
+    with team() as (_, islands):
+        at_round(islands, 12)
+        stand_still(islands)
+        assert_agreed(islands)
+        assert float(islands[0].driver.replica.vectors["parameters"].abs().sum()) > 0
+        for island in islands:
+            assert contributions(islands[0], island)[0][0] == 0
+            assert island.phases - contributions(islands[0], island)[-1][1] <= 1  # the last may still be on offer
+        assert islands[0].state.ledger.overlaps == ()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rounds_go_on_without_an_island_that_is_gone(victim):
+    with team() as (network, islands):
+        at_round(islands, 3)
+        gone = islands.pop(victim)
+        network.peers.pop(gone.name).close()  # nobody reaches it, and its streams break
+        at_round(islands, max(island.state.head.round for island in islands) + 5)
+        stand_still(islands)
+        assert_agreed(islands)
+        assert gone.name not in islands[0].state.roster
+        for island in islands:
+            contributions(islands[0], island)
+        gone.close()
+
+
+def test_a_newcomer_fetches_from_several_and_contributes():
+    with team() as (network, islands):
+        at_round(islands, 3)
+        transport = network.transport("E")
+        addresses = {name: PeerAddress(name) for name in NAMES}
+        for address in addresses.values():
+            greet(transport, address, b"")
+        sizes = {"parameters": COUNT, "momentum": COUNT}
+        digest = islands[0].driver.run.genesis_digest
+        snapshot = fetch_state(transport, "B", addresses, digest, sizes)
+        newcomer = TestIsland("E", network, snapshot.state, vectors=snapshot.vectors, transport=transport)
+        islands.append(newcomer)
+        introduce(islands)
+        newcomer.start()
+        wait_for(lambda: newcomer.contained > 3, islands)
+        stand_still(islands)
+        assert_agreed(islands)
+        assert "E" in islands[0].state.roster
+        assert contributions(islands[0], newcomer)[0][0] == 0
+
+
+def test_a_cut_network_trains_on_and_merges_with_late_contributions():
+    paths = Paths()
+    shaped = {"transports": lambda network, name: ShapedTransport(network.transport(name), Link(), paths)}
+    with team(pace_s=0.2, **shaped) as (_, islands):
+        at_round(islands, 3)
+        for one in "AB":
+            for other in "CD":
+                paths.cut(one, other)
+                paths.cut(other, one)
+        left, right = islands[:2], islands[2:]
+        wait_for(lambda: left[0].state.head.round >= 12 and right[0].state.head.round >= 12, islands)
+        assert left[0].state.head.digest != right[0].state.head.digest
+        for one in "AB":
+            for other in "CD":
+                paths.heal(one, other)
+                paths.heal(other, one)
+        wait_for(lambda: all(set(island.state.roster) == set(NAMES) for island in islands), islands)
+        wait_for(lambda: all(island.session.work.clean for island in islands), islands)
+        stand_still(islands)
+        assert_agreed(islands)
+        final = islands[0].state
+        for island in islands:  # both sides' progress is on the one branch that is left
+            assert island.phases - final.mark(island.name, 1, 0) <= 2
+        assert final.ledger.overlaps != ()  # both sides trained on the same samples, and the ledger says so
+
+
+def test_damaged_vectors_are_noticed_and_healed():
+    with team() as (_, islands):
+        at_round(islands, 2)
+        with islands[2].driver.replica.reading() as vectors:
+            vectors["parameters"][17] += 1.0
+        wait_for(lambda: any(note.kind == "diverged" for note in islands[2].notes), islands)
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+        wait_for(lambda: not islands[2].driver.node.doubtful, islands)
+        stand_still(islands)
+        assert_agreed(islands)
+
+
+def test_goodbye_is_not_waited_for():
+    with team() as (_, islands):
+        at_round(islands, 3)
+        leaver = islands.pop(1)
+        leaver.stop()
+        leaver.driver.leave()
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+        assert any(note.kind == "left" and note.peer == leaver.name for note in islands[0].notes)
+        assert not any(note.kind == "lost" for note in islands[0].notes)
+        leaver.close()
+
+
+class Liar:
+    """A peer that is let in and then says what it likes."""
+
+    def __init__(self, network: MemoryNetwork, islands: list[TestIsland]) -> None:
+        self.transport = network.transport("Z")
+        for island in islands:
+            island.driver.know({"Z": PeerAddress("Z")})
+        self.streams = []
+        for island in islands:
+            stream = self.transport.connect(PeerAddress(island.name), CHANNEL, timeout_s=5)
+            stream.send(GREETING, b"", b"")
+            self.streams.append(stream)
+
+    def say(self, raw: bytes) -> None:
+        for stream in self.streams:
+            try:
+                stream.send(MESSAGE, b"", raw, timeout_s=1)
+            except Exception:  # noqa: BLE001 -- they hung up
+                return
+
+
+HEAD = Head(10, 3, "f" * 64)
+LIES: dict[str, Callable[[Head], bytes]] = {
+    "garbage": lambda head: b"\xff\x00 not JSON",
+    "another message": lambda head: b'["Begin",[]]',
+    "progress that is not its own mark": lambda head: encode_message(
+        Ready(Key(head.round + 1, head.digest), 1, (Offer(0, 5, 9, 10, ()),))
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_peer_that_talks_nonsense_is_excluded_by_name(lie):
+    with team() as (network, islands):
+        at_round(islands, 2)
+        liar = Liar(network, islands)
+
+        def excluded() -> bool:
+            head = islands[0].state.head
+            term = islands[0].driver.node.promise.term
+            raw = LIES[lie](head)
+            if lie.startswith("progress"):
+                raw = encode_message(Ready(Key(head.round + 1, head.digest), term, (Offer(0, 5, 9, 10, ()),)))
+            liar.say(raw)
+            return any(note.kind == "excluded" and note.peer == "Z" and note.text for note in islands[0].notes)
+
+        wait_for(excluded, islands)
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+        stand_still(islands)
+        assert_agreed(islands)
+
+
+def test_a_peer_that_only_sends_heartbeats_holds_nobody_up_for_long():
+    with team() as (network, islands):
+        at_round(islands, 2)
+        liar = Liar(network, islands)
+
+        def excluded() -> bool:
+            liar.say(encode_message(Heartbeat(islands[0].state.head, NO_BALLOT, False, 1)))
+            return any(note.kind == "excluded" and note.peer == "Z" for island in islands for note in island.notes)
+
+        wait_for(excluded, islands)
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+
+
+def test_stale_and_foreign_ballots_change_nothing():
+    with team() as (network, islands):
+        at_round(islands, 2)
+        liar = Liar(network, islands)
+        for _ in range(30):
+            head = islands[0].state.head
+            key = Key(head.round + 1, head.digest)
+            for message in (
+                Collect(Head(0, 0, "e" * 64), 1),
+                Done(key, NO_BALLOT, "d" * 64),
+                Promise(Key(99, "c" * 64), 7, 1, 0, None),
+            ):
+                liar.say(encode_message(message))
+            time.sleep(0.005)
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+        stand_still(islands)
+        assert_agreed(islands)
+
+
+def test_a_driver_that_dies_is_noticed_by_its_trainer():
+    with team(("A",)) as (_, islands):
+        at_round(islands, 1)
+
+        def fail(now: float) -> list[object]:
+            raise ZeroDivisionError("a bug")
+
+        islands[0].driver.post(fail)  # type: ignore[arg-type]
+        wait_for(lambda: islands[0].error is not None, [])
+        assert "ZeroDivisionError" in str(islands[0].error)
+        islands[0].error = None
+
+
+def test_work_that_another_branch_lacks_is_owed_again():
+    from diloco.elastic.work import Work
+
+    work = Work(1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32))
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    offer = work.cut(one, 5, ((0, 4),))
+    assert (offer.lo, offer.hi, offer.tokens) == (0, 1, 5)
+    assert work.rebase(1).tolist() == [-1.0, -2.0]  # contained: no longer displacement
+    assert work.clean
+    work.cut(two, 7, ((4, 8),))
+    assert work.rebase(2).tolist() == [-10.0, -20.0]
+    back = work.rebase(0)  # a branch that has neither
+    assert back.tolist() == [11.0, 22.0] and work.used(0) == ((0, 8),)
+    late = work.next_offer()
+    assert (late.lo, late.hi, late.tokens) == (0, 2, 12)
+    assert work.payload(late).view(torch.float32).tolist() == [11.0, 22.0]
+    assert work.rebase(1).tolist() == [-1.0, -2.0]  # a branch that has the first only
+    assert (work.next_offer().lo, work.next_offer().hi) == (1, 2)
