@@ -20,6 +20,14 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     return parse_config(tree)
 
 
+def overrides_tree(overrides: Iterable[str]) -> dict[str, Any]:
+    """`island.batch=8` and the like by themselves, as sections."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _override(tree, override)
+    return tree
+
+
 def parse_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate({name: section for name, section in tree.items() if section is not None})

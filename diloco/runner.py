@@ -32,7 +32,7 @@ def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome
         trainer = Trainer(config, place, events)  # before anything on disk is touched: it refuses what cannot work
         if resume:
             trainer.resume()
-        place.leader_first(lambda: _open_folder(config, events, resume=resume, fresh=fresh))
+        place.leader_first(lambda: open_folder(config, events, resume=resume, fresh=fresh))
         try:
             with stop_on_signal(loud=place.leader) as stop:
                 return trainer.run(lambda: stop.asked)
@@ -40,7 +40,7 @@ def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome
             events.close()
 
 
-def _open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) -> None:
+def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) -> None:
     folder = Path(config.dir)
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
@@ -59,7 +59,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     Never trains over an earlier run unasked, never moves or fills a folder that is no run, never joins a run that
     another process is at.
     """
-    if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not is_run(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
     kept = None
     if folder.exists():
@@ -76,6 +76,10 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
         folder.mkdir(parents=True)
         _lock(folder)
     return kept
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
 
 
 def _lock(folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""What a lost island costs the others: from the first *begin* of a round until the last survivor has committed it.
+
+Real processes, real signals, in the middle of the all-reduce. The extra time is that of the struck round over the
+median of undisturbed rounds of the same islands.
+"""
+
+import signal
+import time
+from statistics import median
+from typing import Any
+
+from diloco.bench.crew import Crew, Setting, crew
+from diloco.bench.report import Check, Report
+
+NAMES = ("A", "B", "C", "D")  # A leads
+ROUNDS = 6  # undisturbed, after the first two
+INTO_S = 0.1  # of the all-reduce, when the blow falls
+
+
+def measure(*, values: int, silence_s: float) -> Report:
+    setting = Setting(values, silence_s)
+    cases = {
+        "kill a member": (("C",), signal.SIGKILL),
+        "kill the coordinator": (("A",), signal.SIGKILL),
+        "kill two": (("A", "C"), signal.SIGKILL),
+        "stop a member": (("C",), signal.SIGSTOP),
+        "stop the coordinator": (("A",), signal.SIGSTOP),
+    }
+    rows = {name: strike(setting, victims, number) for name, (victims, number) in cases.items()}
+    extra = {name: row["extra_s"] for name, row in rows.items()}
+    equal = all(row["digests_equal"] for row in rows.values())
+    return Report(
+        [
+            Check("recover.kill_extra_s", max(extra["kill a member"], extra["kill the coordinator"]), 1.0, "lower"),
+            Check("recover.kill_two_extra_s", extra["kill two"], 1.0, "lower"),
+            Check(
+                "recover.stop_extra_s",
+                max(extra["stop a member"], extra["stop the coordinator"]),
+                silence_s + 1.0,
+                "lower",
+            ),
+            Check("recover.digests_equal", float(equal), 1.0, "higher"),
+        ],
+        {"islands": len(NAMES), "values": values, "silence_s": silence_s, "faults": rows},
+    )
+
+
+def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str, Any]:
+    with crew(setting, NAMES) as team:
+        _await_commits(team, ROUNDS + 2, NAMES)
+        usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
+        begin = team.expect(lambda event: event.kind == "begin" and len(event.data["members"]) == len(NAMES))
+        time.sleep(INTO_S)
+        for victim in victims:
+            team.signal(victim, number)
+        survivors = tuple(name for name in NAMES if name not in victims)
+        struck = begin.data["round"]
+        _await_commits(team, struck, survivors)
+        took = _duration(team, struck, survivors)
+        digests = _digests(team, survivors)
+        notes = [event.data["note"] for event in team.events if event.kind == "note"]
+    return {
+        "extra_s": took - median(usual),
+        "round_s": took,
+        "usual_s": median(usual),
+        "digests_equal": len(digests) == 1,
+        "notes": "; ".join(sorted({f"{kind} {peer}" for kind, peer, _ in notes})),
+    }
+
+
+def _await_commits(team: Crew, round_number: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        team.expect(
+            lambda event, name=name: (
+                (event.island, event.kind) == (name, "commit")  # type: ignore[misc]
+                and event.data["round"] >= round_number
+            ),
+            since=0.0,
+        )
+
+
+def _duration(team: Crew, round_number: int, names: tuple[str, ...]) -> float:
+    of_round = [event for event in team.events if event.data.get("round") == round_number]
+    begun = min(event.at for event in of_round if event.kind == "begin")
+    return max(event.at for event in of_round if event.kind == "commit" and event.island in names) - begun
+
+
+def _digests(team: Crew, names: tuple[str, ...]) -> set[str]:
+    """Of the survivors' vectors, once they stand still at the same head."""
+    for name in names:
+        team.send(name, "stop")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        reports = team.reports(names)
+        if len({report["head"] for report in reports.values()}) == 1:
+            break
+        time.sleep(0.1)
+    return {report["digest"] for report in reports.values()}

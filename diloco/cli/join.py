@@ -1,0 +1,55 @@
+import re
+import socket
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from diloco.cli.run import ending, parse_rate
+from diloco.comm.ticket import Ticket
+from diloco.configfile import overrides_tree
+from diloco.errors import ConfigError, TicketError
+from diloco.island_run import join
+from diloco.peer import Connection, host_towards
+from diloco.units import parse_rate as parse_bits
+
+
+def join_command(
+    ticket: str,
+    overrides: list[str],
+    *,
+    dir: Path | None,
+    name: str | None,
+    max_up: str | None,
+    max_down: str | None,
+    link: str | None,
+    host: str | None,
+) -> None:
+    text = read_ticket(ticket)
+    parsed = Ticket.parse(text, time.time())
+    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
+    folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
+    rate, delay_s = parse_rate(link)
+    up, down = (cap(option, "--max-up" if option is max_up else "--max-down") for option in (max_up, max_down))
+    own = overrides_tree(overrides)
+    connection = Connection(host or host_towards(parsed.addresses), up or rate, down or rate, delay_s, name)
+    outcome = join(text, own, connection, folder)
+    if outcome.leader:
+        Console(highlight=False).print(ending(outcome, str(folder)), soft_wrap=True, markup=False)
+
+
+def read_ticket(given: str) -> str:
+    """Tickets are long: a file that holds one will do."""
+    if given.startswith("diloco1-"):
+        return given
+    try:
+        return Path(given).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TicketError(f"{given[:60]!r} is no ticket and no file that holds one ({error})") from None
+
+
+def cap(text: str | None, option: str) -> float | None:
+    try:
+        return None if text is None else parse_bits(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None

@@ -1,0 +1,105 @@
+"""Record 0: what a run is, fixed by whoever founds it. A joiner takes its configuration from it and checks its data.
+
+It holds settings, names, shapes and digests only: nothing in it is ever run.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from diloco.config import Config
+from diloco.configfile import parse_config
+from diloco.data import Samples
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.record import Head
+from diloco.elastic.state import RunState
+from diloco.errors import ConfigError, JoinRefused
+from diloco.outer import Layout
+
+PROTOCOL = 1
+SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
+SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
+OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machine to machine
+
+
+@dataclass(frozen=True)
+class Genesis:
+    protocol: int
+    config: dict[str, Any]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    data: str  # fingerprint: length and digest
+    samples: int  # of one epoch
+    founder: str
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, samples: Samples, founder: str) -> "Genesis":
+        tree = config.model_dump(mode="json")
+        shared = {name: tree[name] for name in SHARED}
+        shared["island"] = {name: tree["island"][name] for name in SUGGESTED}
+        fingerprint = samples.source.fingerprint()
+        return cls(PROTOCOL, shared, layout.names, layout.shapes, fingerprint, samples.train_count, founder)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> "Genesis":
+        try:
+            tree = json.loads(raw)
+            names, shapes = tuple(map(str, tree["names"])), tuple(tuple(map(int, s)) for s in tree["shapes"])
+            return cls(
+                int(tree["protocol"]), dict(tree["config"]), names, shapes,
+                str(tree["data"]), int(tree["samples"]), str(tree["founder"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JoinRefused(
+                f"the run's first record cannot be read ({error!r}): use the same diloco as its founder"
+            ) from None
+
+    @cached_property
+    def raw(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.raw).hexdigest()
+
+    def state(self) -> RunState:
+        epochs = self.config["data"].get("epochs")
+        limit = None if epochs is None else epochs * self.samples
+        return RunState(Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit))
+
+    def configure(self, own: Mapping[str, Any]) -> Config:
+        """The run's settings, with this island's own for what is its own business."""
+        if self.protocol != PROTOCOL:
+            raise JoinRefused(f"the run speaks protocol {self.protocol}, this diloco {PROTOCOL}: use the same version")
+        tree: dict[str, Any] = {**self.config}
+        for name, value in own.items():
+            if name == "island":
+                tree["island"] = tree["island"] | value
+            elif name not in SHARED:
+                tree[name] = value
+            elif name == "data" and isinstance(value, dict) and set(value) <= set(OWN_DATA):
+                tree["data"] = tree["data"] | value
+            else:
+                raise JoinRefused(f"{name} is the run's own setting, the same for all: leave it out")
+        try:
+            return parse_config(tree)
+        except ConfigError as error:
+            raise JoinRefused(f"the run's configuration does not work here: {error}") from None
+
+    def check(self, layout: Layout, samples: Samples) -> None:
+        """Whether this island would train the same model on the same data."""
+        for name, shape, own_name, own_shape in zip(self.names, self.shapes, layout.names, layout.shapes, strict=False):
+            if (name, shape) != (own_name, own_shape):
+                raise JoinRefused(f"the model differs: {own_name} {list(own_shape)} here, {name} {list(shape)} there")
+        if len(self.names) != len(layout.names):
+            raise JoinRefused(f"the model differs: {len(layout.names)} parameters here, {len(self.names)} there")
+        if samples.source.fingerprint() != self.data:
+            hint = "the standard library differs between Python versions: use the same Python as the founder, "
+            hint = hint if self.config["data"]["source"] == "stdlib" else ""
+            raise JoinRefused(
+                f"the data differs: {samples.source.name} is not what the run trains on; {hint}"
+                "or set data.path to the same data"
+            )

@@ -1,0 +1,164 @@
+"""This machine as a peer: identity, directory, transports, and who else is there."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.comm.auto import AutoTransport
+from diloco.comm.direct import DirectTransport
+from diloco.comm.directory import Directory
+from diloco.comm.identity import Identity, peer_id_of
+from diloco.comm.inbox import Inbox
+from diloco.comm.libp2p import Libp2pTransport
+from diloco.comm.link import Link, Paths
+from diloco.comm.link import Path as Way
+from diloco.comm.pooled import PooledTransport
+from diloco.comm.record import PeerRecord
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.ticket import Ticket, check_admission
+from diloco.comm.transport import PeerAddress, Transport
+from diloco.elastic.driver import Network
+from diloco.errors import DirectoryError, PeerRefused
+
+PUBLISH_S = 15.0
+EXPIRES_S = 60.0
+LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How this island reaches the others."""
+
+    host: str = "127.0.0.1"  # where it listens, and how others see it
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+    delay_s: float = 0.0  # emulated, one way
+    name: str = "island"
+    devices: str = "cpu"
+    mesh: str = "fsdp 1 x tp 1"
+
+    @property
+    def rates(self) -> tuple[float | None, float | None]:
+        return self.up_bits_per_s, self.down_bits_per_s
+
+
+class Peer:
+    """In the directory from `publish` on; `watch` tells about others as they come and go."""
+
+    def __init__(self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection) -> None:
+        self.connection, self.run_id = connection, run_id
+        self.identity = Identity.load(folder / "identity.key")
+        self.id = self.identity.peer_id
+        self.ticket = ticket
+        self.records: dict[str, PeerRecord] = {}
+        self._names: dict[str, str] = {}  # they outlive records
+        self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
+        bootstrap = ticket.addresses if ticket is not None else ()
+        self.directory = Directory.start(self.identity, run_id, bootstrap=bootstrap, listen_host=connection.host)
+        inbox = Inbox()
+        self._direct = DirectTransport(self.id, connection.host, inbox=inbox)
+        self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
+        self.plain: Transport = _shape(self._auto, connection)
+        self.bulk = PooledTransport(self.plain)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """For a ticket's bootstrap."""
+        return self.directory.addresses
+
+    def write_addresses(self, folder: Path) -> None:
+        (folder / "addresses").write_text("".join(f"{address}\n" for address in self.addresses))
+
+    def network(self) -> Network:
+        assert self.ticket is not None
+        return Network(self.plain, self.bulk, self.ticket.render().encode(), self._admit)
+
+    def _admit(self, peer: str, greeting: bytes) -> None:
+        """Any member checks any other's admission by itself."""
+        record = self.records.get(peer)
+        if record is None:
+            raise PeerRefused(f"{peer} has no record in the run's directory")
+        ticket = Ticket.parse(greeting.decode(errors="replace"), time.time())
+        check_admission(ticket, self.run_id, record.public_key, time.time())
+
+    def publish(self) -> None:
+        me = self._direct.address(self.connection.host)
+        round_number, digest = self.head()
+        up, down = self.connection.up_bits_per_s or 0, self.connection.down_bits_per_s or 0
+        record = PeerRecord(
+            self.run_id, self.identity.public_key, self.addresses, ((me.host, me.port),), me.certificate_der,
+            self.connection.name, self.connection.devices, self.connection.mesh, int(up), int(down),
+            round_number, bytes.fromhex(digest),
+        )  # fmt: skip
+        self.directory.publish(record, EXPIRES_S)
+
+    def look(self) -> dict[str, PeerAddress]:
+        """Everybody else who is in the directory now; they, and only they, may connect."""
+        found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
+        found.pop(self.id, None)
+        self.records = found
+        self._names |= {peer: record.name for peer, record in found.items()}
+        addresses = {peer: address_of(peer, record) for peer, record in found.items()}
+        self._auto.allow(addresses.values())
+        return addresses
+
+    def name_of(self, peer: str) -> str:
+        if peer == self.id:
+            return self.connection.name
+        return self._names.get(peer, peer[-8:])
+
+    def watch(self, know: Callable[[Mapping[str, PeerAddress]], None]) -> None:
+        self._thread = threading.Thread(target=self._watch, args=(know,), name="directory-watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self, know: Callable[[Mapping[str, PeerAddress]], None]) -> None:
+        published = -PUBLISH_S
+        while not self._stop.wait(LOOK_S):
+            try:
+                if time.monotonic() - published > PUBLISH_S:
+                    self.publish()
+                    published = time.monotonic()
+                know(self.look())
+            except DirectoryError as error:  # the others may still be reached; try again
+                log.warning("%s: the directory does not answer: %s", self.connection.name, error)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        self.bulk.close()
+        self.directory.close()
+
+
+def address_of(peer: str, record: PeerRecord) -> PeerAddress:
+    host, port = record.bulk[0] if record.bulk else ("", 0)
+    return PeerAddress(peer, host, port, record.certificate, record.control)
+
+
+def _shape(transport: Transport, connection: Connection) -> Transport:
+    if connection.up_bits_per_s is None and connection.down_bits_per_s is None and not connection.delay_s:
+        return transport
+    link = Link(connection.up_bits_per_s, connection.down_bits_per_s)
+    return ShapedTransport(transport, link, Paths(Way(delay_s=connection.delay_s)))
+
+
+def host_towards(addresses: tuple[str, ...]) -> str:
+    """The address under which this machine would be seen by the peers at these multiaddrs."""
+    for address in addresses:
+        parts = address.split("/")
+        if len(parts) > 2 and parts[1] == "ip4":
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect((parts[2], 9))  # sends nothing
+                    return str(probe.getsockname()[0])
+                except OSError:
+                    continue
+    return "127.0.0.1"
