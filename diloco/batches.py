@@ -3,14 +3,17 @@
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diloco.config import Config, DataConfig, IslandConfig
 from diloco.data import Samples, Source, TokenFile, hf_source, stdlib_source, text_source
+from diloco.data.samples import Rows
+from diloco.elastic.ranges import Ranges, first, minus, size
 from diloco.errors import ConfigError
 from diloco.place import Place
 from diloco.units import format_size
@@ -60,7 +63,7 @@ class TokenisingProgress:
 
 
 class Batches:
-    """An endless row of training batches; each is a list of micro-batches [rows, sequence + 1] on the device.
+    """Training batches by position; each is a list of micro-batches [rows, sequence + 1] on the device.
 
     Micro-batch m of the island's batch goes, in equal slices, to the data ranks: whatever the mesh, an inner step
     sees the same samples.
@@ -69,28 +72,34 @@ class Batches:
     def __init__(self, samples: Samples, island: IslandConfig, place: Place) -> None:
         self._samples, self._island, self._place = samples, island, place
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self.seek(0)
+        self._ahead: tuple[Ranges, Future[list[Tensor]]] | None = None
 
-    def seek(self, position: int) -> None:
-        """Go on with the sample at `position`."""
-        self.position = position
-        self._ahead = self._reader.submit(self._read, position)
-
-    def __next__(self) -> list[Tensor]:
-        rows = self._ahead.result()
-        self.position += self._island.batch
-        self._ahead = self._reader.submit(self._read, self.position)
+    def read(self, batch: Ranges, following: Ranges = ()) -> list[Tensor]:
+        """The samples at these positions; those at `following` are read meanwhile."""
+        if self._ahead is not None and self._ahead[0] == batch:
+            rows = self._ahead[1].result()
+        else:
+            rows = self._reader.submit(self._read, batch).result()
+        self._ahead = (following, self._reader.submit(self._read, following)) if following else None
         return [part.to(self._place.device, non_blocking=True) for part in rows]
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
 
-    def _read(self, position: int) -> list[Tensor]:
-        per_micro_batch = self._island.batch // self._island.accumulate
+    def _read(self, batch: Ranges) -> list[Tensor]:
+        per_micro_batch = size(batch) // self._island.accumulate
         rows = per_micro_batch // self._place.data_ranks
-        starts = [position + m * per_micro_batch + self._place.data_rank * rows for m in range(self._island.accumulate)]
-        parts = [torch.from_numpy(self._samples.train(start, rows)) for start in starts]
+        starts = [m * per_micro_batch + self._place.data_rank * rows for m in range(self._island.accumulate)]
+        parts = [torch.from_numpy(self._rows(slice_of(batch, start, rows))) for start in starts]
         return [part.pin_memory() for part in parts] if self._place.device.type == "cuda" else parts
+
+    def _rows(self, part: Ranges) -> Rows:
+        return np.concatenate([self._samples.train(lo, hi - lo) for lo, hi in part])
+
+
+def slice_of(batch: Ranges, start: int, count: int) -> Ranges:
+    """`count` of its positions, after the first `start`."""
+    return minus(first(batch, start + count), first(batch, start))
 
 
 def validation_batches(samples: Samples, island: IslandConfig, place: Place, count: int) -> Iterator[Tensor]:

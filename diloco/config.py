@@ -96,6 +96,7 @@ class DataConfig(Section):
     split: str = key("train", "hf: which split of the data set")
     field: str = key("text", "hf: which field holds the text")
     sequence: Positive = key(256, "tokens in a sample")
+    epochs: Positive | None = key(None, "end the run after so many passes over the data; null: after inner.steps only")
     validation: Fraction = key(0.02, "share of the samples, from the end, kept for validation")
 
     @model_validator(mode="after")
@@ -187,11 +188,14 @@ class SyncConfig(Section):
 class ElasticConfig(Section):
     """What happens when islands come, go, stall or lose each other (an island alone has nobody to wait for)."""
 
-    min_islands: Annotated[Count, Field(ge=1, le=1)] = key(1, "islands a round needs")
+    min_islands: Positive = key(1, "islands a round needs")
     silence_s: Annotated[Seconds, Field(gt=0)] = key(
         5.0, "seconds without a sign of life until an island counts as lost"
     )
     straggler: Annotated[Number, Field(ge=1)] = key(1.5, "how much longer than the others an island may take")
+    grace_s: Annotated[Seconds, Field(ge=0)] = key(
+        20.0, "seconds an island that is asked to stop waits for a round to take its progress"
+    )
     partition: Literal["merge", "pause"] = key(
         "merge", "a cut network: both sides train on and merge, or a minority waits"
     )

@@ -5,7 +5,7 @@ unsharded). `apply` uses individually rounded operations only, so the same updat
 no fused multiply-add, no `alpha=`, no reductions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,10 +13,25 @@ from math import prod
 import torch
 from torch import Tensor
 
-from diloco.elastic.rounds import Update
+from diloco.comm.codec import CODECS
+from diloco.elastic.record import Record
 
 CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
 TINY = 2.0**-100  # momentum below this becomes zero: denormals differ between platforms
+
+
+@dataclass(frozen=True)
+class Update:
+    """One committed outer update of one fragment. It holds all that `apply` and a later replay need."""
+
+    round: int
+    fragment: int
+    step: int  # the run's clock after this update
+    mean: Tensor  # fp32, weighted mean of the contributions
+    lr: float
+    momentum: float
+    contributors: tuple[str, ...]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,25 @@ def apply(state: OuterState, update: Update) -> None:
         part = slice(start, start + CHUNK)
         _nesterov(state.parameters[part], state.momentum[part], update.mean[part], lr, momentum)
     state.round, state.step = update.round, update.step
+
+
+def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> Update:
+    """The same for vectors that a replica keeps."""
+    parameters, momentum = vectors["parameters"], vectors["momentum"]
+    update = update_of(record, payload, len(parameters))
+    layout = Layout(("all",), ((len(parameters),),))
+    apply(OuterState(layout, parameters, momentum, round=update.round - 1), update)
+    return update
+
+
+def update_of(record: Record, payload: Tensor, count: int) -> Update:
+    """What a committed record does to the outer state; `payload` is the encoded mean."""
+    proposal, settings = record.proposal, record.proposal.settings
+    mean = CODECS[settings.codec].decode(payload, count)
+    return Update(
+        proposal.key.round, proposal.fragment, proposal.step, mean, settings.lr, settings.momentum,
+        proposal.islands, proposal.tokens,
+    )  # fmt: skip
 
 
 def _nesterov(parameters: Tensor, velocity: Tensor, gradient: Tensor, lr: Tensor, momentum: Tensor) -> None:

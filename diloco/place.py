@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,14 @@ class Place:
         votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
+
+    def share(self, value: Any) -> Any:
+        """The leader's value, on every process."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def leader_first(self, work: Callable[[], None]) -> None:
         """Let the leader do something for all; if it fails, every process stops, and only the leader says why."""

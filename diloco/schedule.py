@@ -31,7 +31,7 @@ class Classic:
     steps: int
 
     def after(self, step: int) -> list[Work]:
-        due = step % self.every == 0 or step == self.steps
+        due = step % self.every == 0 or step >= self.steps
         return [Launch(0), Apply(0)] if due else []
 
 

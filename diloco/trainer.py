@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 
+from diloco.alone import Alone
 from diloco.batches import Batches, open_samples, validation_batches
 from diloco.checkpoint.save import read_facts, read_inner, read_outer, saves, write_save
 from diloco.config import Config
-from diloco.elastic.rounds import AloneRounds, Update
+from diloco.elastic.ranges import Ranges, first, minus, normal, size
 from diloco.errors import SaveError, TrainingDiverged
 from diloco.events import Events
 from diloco.island import Island
 from diloco.network import build_network
-from diloco.outer import OuterState, apply, outer_lr
+from diloco.outer import OuterState, outer_lr
 from diloco.place import Place
 from diloco.schedule import Apply, Classic, Launch, learning_rate
 from diloco.speed import Meter, flops_per_token, peak_flops
+from diloco.together import Together
+
+LOOK_S = 0.1  # how often an island without samples looks again
 
 
 @dataclass(frozen=True)
@@ -44,74 +48,163 @@ class Trainer:
         peak = peak_flops(place.device)
         self.meter = Meter(flops_per_token(network, sequence), peak and peak * place.world)
         self.island = Island(network, place, config.island, config.inner)
-        self.outer = OuterState.zeros(self.island.layout) if place.leader else None
-        self.island.read(self._outer_parameters)
         self.batches = Batches(self.samples, config.island, place)
         self.schedule = Classic(config.sync.every, config.inner.steps)
-        self.rounds = self._open_rounds(round=0)
-        self.step = self.round = 0
+        self.outside: Alone | Together | None = self._alone() if place.leader else None  # the leader's
+        self.local_steps = 0  # since the base, of progress that the outer state does not contain
+        self.finished = False
+        self._tokens = 0  # since the last cut
+        self._used: Ranges = ()
+        self._pool: Ranges = ()  # samples to train on
+        self._look()
         self.validation_losses: list[float] = []
         self._losses: list[torch.Tensor] = []
         self._skipped_before = 0  # this phase
+        self._started = time.perf_counter()
         self._model_name = network.name
         self._resumed_from: Path | None = None
 
+    def join(self, outside: Together | None) -> None:
+        """Take part in a run with others, from where they are. Only the leader has a connection."""
+        self.outside = outside
+        self.island.write(self._base)
+        self._look()
+
+    @property
+    def step(self) -> int:
+        """The run's clock: the outer state's, and what was trained since."""
+        return self._outer_step + self.local_steps
+
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
-        """Train to the end, or until asked to stop; then save."""
+        """Train to the end, or until asked to stop; then contribute what is left, and save."""
         self._first_step = self.step
         with closing(self.batches):
             self._tell_start()
             if self.step == 0 and self.config.evaluate.every:
                 self._validate()
             self.meter.reset()
-            while self.step < self.config.inner.steps and not self.place.any(should_stop()):
-                self.advance()
+            while not self.finished and not self.place.any(should_stop()):
+                self.advance(should_stop)
+            self._leave()
             self.save()
-        self.events.emit("end", step=self.step, finished=self.step >= self.config.inner.steps)
+        self.events.emit("end", step=self.step, finished=self.finished)
         return self._outcome()
 
-    def advance(self) -> None:
-        """One inner step, and whatever the schedule wants after it."""
-        self.step += 1
-        loss = self.island.step(next(self.batches), learning_rate(self.config.inner, self.step))
+    def advance(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """One inner step, and whatever the schedule wants after it; or a look at what others have done."""
+        if not self._train_step():
+            self._without_samples(should_stop)
+        else:
+            for work in self.schedule.after(self.step):
+                match work:
+                    case Launch(fragment):
+                        self._launch(fragment)
+                    case Apply(fragment):
+                        self._finish(fragment, should_stop)
+        if self.place.any(self.outside is not None and self.outside.poll()):
+            self._rebase(at_cut=False)
+
+    def _train_step(self) -> bool:
+        batch = first(self._pool, self.config.island.batch)
+        if size(batch) < self.config.island.batch:
+            return False
+        self._pool = minus(self._pool, batch)
+        self.local_steps += 1
+        loss = self.island.step(self.batches.read(batch, first(self._pool, size(batch))), self._learning_rate)
+        self._used = normal((*self._used, *batch))
+        self._tokens += self._tokens_per_step
         self._observe(loss)
-        for work in self.schedule.after(self.step):
-            match work:
-                case Launch(fragment):
-                    self._launch(fragment)
-                case Apply(fragment):
-                    self._apply(fragment)
-                    self._after_round()
+        return True
+
+    def _without_samples(self, should_stop: Callable[[], bool]) -> None:
+        """Nothing is leased to this island: contribute what it has, or wait until something is."""
+        if self._tokens or self.place.any(self.outside is not None and self.outside.owes):
+            self._launch(0)
+            self._finish(0, should_stop)
+        elif isinstance(self.outside, Together):
+            self.outside.wait(LOOK_S)
 
     def _launch(self, fragment: int) -> None:
         """Contribute base - local, where base is the outer parameters that this phase started from."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()  # steps still queued belong to training, not to the round
         self._started = time.perf_counter()
-        local = torch.empty_like(self.outer.parameters) if self.outer else None
-        self.island.read(local)
-        if self.outer is not None and local is not None:
-            pseudo_gradient = torch.sub(self.outer.parameters, local, out=local)
-            tokens = (self.step - self.outer.step) * self._tokens_per_step
-            self.rounds.start(fragment, pseudo_gradient, weight=tokens, step=self.step)
+        displacement = self._displacement()
+        if self.outside is not None and displacement is not None:
+            self.outside.start(fragment, displacement, tokens=self._tokens, samples=self._used, step=self.step)
+        self._tokens, self._used = 0, ()
 
-    def _apply(self, fragment: int) -> None:
-        if self.outer is not None:
-            update = self.rounds.finish(fragment)
-            apply(self.outer, update)
-            self._tell_round(update)
-        self.island.write(self._outer_parameters)
-        self.round += 1
+    def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> None:
+        """Wait until the round is over, with or without this island's part in it."""
+        over = self.outside is not None and self.outside.finish(fragment, should_stop)
+        if self.place.any(over):
+            self._rebase(at_cut=True)
+            self._after_round()
+
+    def _displacement(self) -> torch.Tensor | None:
+        """Progress that the outer state does not contain, on the leader. All processes call it."""
+        local = torch.empty_like(self.outside.parameters) if self.outside is not None else None
+        self.island.read(local)
+        return None if self.outside is None or local is None else torch.sub(self.outside.parameters, local, out=local)
+
+    def _rebase(self, *, at_cut: bool) -> None:
+        """The outer parameters moved from G to G': the island's become G' + progress that G' does not contain."""
+        change, before = None, self.outside.parameters if self.outside is not None else None
+        if self.outside is not None:
+            change = self.outside.take()
+            for round_told in change.told:
+                self._tell_round(round_told)
+        if self.place.any(change is not None and not (at_cut and change.contained)):
+            self._carry_over(before, change.adjust if change is not None else None)
+        else:
+            self.island.write(self._base)
+            self.local_steps = 0
+        self._look()
+
+    def _carry_over(self, before: torch.Tensor | None, adjust: torch.Tensor | None) -> None:
+        local = torch.empty_like(before) if before is not None else None
+        self.island.read(local)
+        if self.outside is not None and local is not None and before is not None:
+            local.sub_(before).add_(self.outside.parameters)
+            if adjust is not None:
+                local.sub_(adjust)
+        self.island.write(local)
+
+    def _look(self) -> None:
+        """What the leader knows, for all processes: the clock, the samples, whether the run is over."""
+        seen = None
+        if self.outside is not None:
+            finished = self.outside.step >= self.config.inner.steps or self.outside.exhausted()
+            seen = self.outside.step, self.outside.round, self.outside.available(self._used), finished
+        self._outer_step, self.round, self._pool, self.finished = self.place.share(seen)
+
+    def _leave(self) -> None:
+        """Contribute what is trained so far, if a round comes in time; then say goodbye."""
+        if not isinstance(self.outside, Together):
+            return
+        if self._tokens and not self.finished:
+            deadline = time.monotonic() + self.config.elastic.grace_s
+            self._launch(0)
+            self._finish(0, lambda: time.monotonic() > deadline)
+        self.outside.leave()
 
     def _after_round(self) -> None:
         """What is done now and then between rounds: validate, save, and notice a run that is beyond help."""
         self._refuse_divergence()
-        last = self.step == self.config.inner.steps
-        if (every := self.config.evaluate.every) and (last or self.round % every == 0):
+        if self._is_validated() and self.place.any(self._speaks):
             self._validate()
-        if self.round % self.config.checkpoint.snapshot_every == 0 and not last:
+        if self.round % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self.save()
         self.meter.pause(time.perf_counter() - self._started)
+
+    def _is_validated(self) -> bool:
+        every = self.config.evaluate.every
+        return self.local_steps == 0 and every > 0 and (self.finished or self.round % every == 0)
+
+    @property
+    def _speaks(self) -> bool:
+        """All islands hold the same outer parameters: one of them validates."""
+        return isinstance(self.outside, Alone) or (isinstance(self.outside, Together) and self.outside.first)
 
     def _validate(self) -> None:
         """Loss of the outer parameters, which the island holds before the first step and right after applying."""
@@ -129,7 +222,7 @@ class Trainer:
         mean = self.island.mean(torch.stack(self._losses).mean())
         rate = self.meter.tokens_per_s()
         self.events.emit(
-            "step", step=self.step, loss=mean, lr=learning_rate(self.config.inner, self.step), tokens_per_s=rate,
+            "step", step=self.step, loss=mean, lr=self._learning_rate, tokens_per_s=rate,
             mfu=self.meter.mfu(rate), skipped=int(self.island.skipped.item()),
         )  # fmt: skip
         self._losses.clear()
@@ -139,7 +232,7 @@ class Trainer:
         """A whole phase without one finite gradient will not get better by itself."""
         skipped = int(self.island.skipped.item())
         phase = (self.step - 1) % self.config.sync.every + 1
-        if skipped - self._skipped_before >= phase:
+        if skipped and skipped - self._skipped_before >= phase:
             again = ", and go on from the last save with --resume" if saves(Path(self.config.dir)) else ""
             raise TrainingDiverged(
                 f"all {phase} steps up to step {self.step} had infinite or NaN gradients: lower inner.lr{again}"
@@ -149,16 +242,25 @@ class Trainer:
     def save(self) -> Path:
         started = time.perf_counter()
         outer, facts = {}, {}
-        if self.outer is not None:
-            outer = {"parameters": self.outer.parameters, "momentum": self.outer.momentum}
-            facts = {
-                "round": self.outer.round, "outer_step": self.outer.step, "position": self.batches.position,
-                "skipped": int(self.island.skipped.item()), "skipped_before": self._skipped_before,
-                "data": self._data_fingerprint, "config": self.config.model_dump(mode="json"),
-            }  # fmt: skip
+        if isinstance(self.outside, Alone):
+            state = self.outside.outer
+            outer = {"parameters": state.parameters, "momentum": state.momentum}
+            facts = self._facts(state.round, state.step)
+        elif isinstance(self.outside, Together):
+            with self.outside.driver.replica.reading() as vectors:
+                outer = {name: vector.clone() for name, vector in vectors.items()}
+            facts = self._facts(self.outside.round, self.outside.step)
         path = write_save(Path(self.config.dir), self.step, inner=self.island.state(), outer=outer, facts=facts)
         self.events.emit("save", step=self.step, path=str(path), seconds=time.perf_counter() - started)
         return path
+
+    def _facts(self, round_number: int, outer_step: int) -> dict[str, Any]:
+        return {
+            "round": round_number, "outer_step": outer_step,
+            "position": self._pool[0][0] if self._pool else 0,
+            "skipped": int(self.island.skipped.item()), "skipped_before": self._skipped_before,
+            "data": self._data_fingerprint, "config": self.config.model_dump(mode="json"),
+        }  # fmt: skip
 
     def resume(self) -> None:
         """Go on from the run folder's last save, exactly where it stopped."""
@@ -167,17 +269,20 @@ class Trainer:
             raise SaveError(f"{self.config.dir} holds no save to resume from: start without --resume")
         facts = read_facts(found[-1])
         self._refuse_other_run(facts, found[-1])
-        if self.outer is not None:
+        if isinstance(self.outside, Alone):
+            outer = self.outside.outer
             for name, vector in read_outer(found[-1]).items():
-                getattr(self.outer, name).copy_(vector)
-            self.outer.round, self.outer.step = facts["round"], facts["outer_step"]
+                getattr(outer, name).copy_(vector)
+            outer.round, outer.step = facts["round"], facts["outer_step"]
+            self.outside.position = facts["position"]
         state = self.island.state()
         read_inner(found[-1], into=state)
         self.island.set_state(state)
-        self.step, self.round, self._skipped_before = facts["step"], facts["round"], facts["skipped_before"]
+        self._skipped_before = facts["skipped_before"]
         self.island.skipped.fill_(facts["skipped"])
-        self.batches.seek(facts["position"])
-        self.rounds = self._open_rounds(facts["round"])
+        self.local_steps = facts["step"] - facts["outer_step"]
+        self._tokens = self.local_steps * self._tokens_per_step
+        self._look()
         self._resumed_from = found[-1]
 
     def _refuse_other_run(self, facts: dict[str, Any], save: Path) -> None:
@@ -195,14 +300,25 @@ class Trainer:
     def _data_fingerprint(self) -> str:
         return self.samples.source.fingerprint()
 
-    def _open_rounds(self, round: int) -> AloneRounds:
-        outer = self.config.outer
-        momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
-        return AloneRounds(self.config.run, lr=outer_lr(outer.lr, islands=1), momentum=momentum, round=round)
+    def _alone(self) -> Alone:
+        setting = self.config.outer
+        momentum = setting.momentum if setting.optimizer == "nesterov" else 0.0
+        outer = OuterState.zeros(self.island.layout)
+        self.island.read(outer.parameters)
+        return Alone(self.config.run, outer, lr=outer_lr(setting.lr, islands=1), momentum=momentum)
 
     @property
-    def _outer_parameters(self) -> torch.Tensor | None:
-        return None if self.outer is None else self.outer.parameters
+    def outer(self) -> OuterState:
+        assert isinstance(self.outside, Alone)
+        return self.outside.outer
+
+    @property
+    def _base(self) -> torch.Tensor | None:
+        return None if self.outside is None else self.outside.parameters
+
+    @property
+    def _learning_rate(self) -> float:
+        return learning_rate(self.config.inner, self.step)
 
     @property
     def _tokens_per_step(self) -> int:
@@ -233,17 +349,12 @@ class Trainer:
         if self._resumed_from is not None:
             self.events.emit("resume", step=self.step, path=str(self._resumed_from))
 
-    def _tell_round(self, update: Update) -> None:
-        self.events.emit(
-            "round", step=update.step, round=update.round, contributors=update.contributors, tokens=update.tokens,
-            outer_lr=update.lr, update_norm=torch.linalg.vector_norm(update.mean).item(),
-            round_s=time.perf_counter() - self._started,
-        )  # fmt: skip
+    def _tell_round(self, told: dict[str, Any]) -> None:
+        self.events.emit("round", **told, round_s=time.perf_counter() - self._started)
 
     def _outcome(self) -> Outcome:
-        finished = self.step >= self.config.inner.steps
         trained = self.step > self._first_step
-        return Outcome(self.step, self.round, finished, self.validation_losses, trained, self.place.leader)
+        return Outcome(self.step, self.round, self.finished, self.validation_losses, trained, self.place.leader)
 
 
 def first_difference(name: str, then: Any, now: Any) -> str | None:

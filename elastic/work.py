@@ -59,11 +59,13 @@ class Work:
 
     def next_offer(self, limit_norm: float = 0.0) -> Offer:
         """The oldest progress that is not contained. Pieces stay apart: another branch may contain the first only."""
-        late = self.owed(self.mark)[:MAX_PHASES]
-        piece = late[0] if len(late) == 1 else self._joined(late, limit_norm)
+        owed = self.owed(self.mark)
+        oldest = owed[:MAX_PHASES]
+        piece = oldest[0] if len(oldest) == 1 else self._joined(oldest, limit_norm)
         self._offered[piece.lo, piece.hi] = piece.encoded
-        late = len(self.owed(self.mark)) > 1
-        return Offer(0, piece.lo, piece.hi, piece.tokens, piece.samples, piece.norm, self.incarnation, late)
+        return Offer(
+            0, piece.lo, piece.hi, piece.tokens, piece.samples, piece.norm, self.incarnation, late=len(owed) > 1
+        )  # fmt: skip
 
     def _joined(self, late: list[Piece], limit_norm: float) -> Piece:
         vector = self._sum(late)

@@ -22,7 +22,8 @@ def make_island(config) -> Island:
 def batches(config, count: int) -> list[list[torch.Tensor]]:
     reader = Batches(open_samples(config), config.island, ALONE)
     try:
-        return [next(reader) for _ in range(count)]
+        size = config.island.batch
+        return [reader.read(((n * size, (n + 1) * size),)) for n in range(count)]
     finally:
         reader.close()
 

@@ -3,8 +3,8 @@ from hashlib import sha256
 import pytest
 import torch
 
-from diloco.elastic.rounds import AloneRounds, Update
-from diloco.outer import CHUNK, Layout, OuterState, apply, outer_lr
+from diloco.alone import Alone
+from diloco.outer import CHUNK, Layout, OuterState, Update, apply, outer_lr
 
 
 def update(round: int, mean: torch.Tensor, *, lr: float = 0.7, momentum: float = 0.9) -> Update:
@@ -78,9 +78,11 @@ def test_outer_lr_follows_the_published_optimum():
 
 
 def test_alone_the_contribution_is_the_mean():
-    rounds = AloneRounds("me", lr=0.4, momentum=0.9, round=7)
-    rounds.start(0, torch.ones(3), weight=10, step=50)
-    committed = rounds.finish(0)
-    assert (committed.round, committed.tokens, committed.contributors) == (8, 10, ("me",))
-    assert committed.mean.tolist() == [1, 1, 1]
-    assert rounds.poll() == []
+    outer = OuterState.zeros(Layout(("all",), ((3,),)))
+    alone = Alone("me", outer, lr=0.4, momentum=0.0)
+    alone.start(0, torch.ones(3), tokens=10, samples=(), step=50)
+    assert alone.poll()
+    change = alone.take()
+    assert change.contained and not alone.poll()
+    assert (change.told[0]["round"], change.told[0]["tokens"], alone.step) == (1, 10, 50)
+    assert outer.parameters.tolist() == pytest.approx([-0.4] * 3)

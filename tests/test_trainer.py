@@ -184,12 +184,14 @@ def test_every_mesh_position_reads_its_own_rows(small):
     """Two data ranks together see exactly the rows that one alone sees, micro-batch by micro-batch."""
     config = small(island={"accumulate": 2})
     samples = make_trainer(config)[0].samples
-    alone = next(Batches(samples, config.island, ALONE))
+    batch = ((0, config.island.batch),)
+    alone = Batches(samples, config.island, ALONE).read(batch)
 
     class Half(Place):
         data_ranks = property(lambda self: 2)  # type: ignore[assignment]
         data_rank = property(lambda self: self.rank)  # type: ignore[assignment]
 
-    halves = [next(Batches(samples, config.island, Half(rank, 2, torch.device("cpu"), None))) for rank in (0, 1)]
+    places = [Half(rank, 2, torch.device("cpu"), None) for rank in (0, 1)]
+    halves = [Batches(samples, config.island, place).read(batch) for place in places]
     for number, micro_batch in enumerate(alone):
         assert torch.equal(torch.cat([half[number] for half in halves]), micro_batch)
