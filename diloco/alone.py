@@ -33,7 +33,9 @@ class Alone:
     def round(self) -> int:
         return self.outer.round
 
-    def start(self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int) -> None:
+    def start(
+        self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int, step_ms: int
+    ) -> None:
         self.position = samples[-1][1] if samples else self.position
         number = self.outer.round + 1
         self._update = Update(
@@ -55,6 +57,9 @@ class Alone:
             "round": update.round, "contributors": update.contributors, "tokens": update.tokens,
             "outer_lr": update.lr, "update_norm": norm, "step": update.step,
         },))  # fmt: skip
+
+    def paces(self) -> list[int]:
+        return []
 
     def available(self, used: Ranges) -> Ranges:
         return ((used[-1][1] if used else self.position, FOR_EVER),)

@@ -193,6 +193,7 @@ class ElasticConfig(Section):
         5.0, "seconds without a sign of life until an island counts as lost"
     )
     straggler: Annotated[Number, Field(ge=1)] = key(1.5, "how much longer than the others an island may take")
+    adaptive: bool = key(False, "slower islands do fewer inner steps in a round, so that all arrive together")
     grace_s: Annotated[Seconds, Field(ge=0)] = key(
         20.0, "seconds an island that is asked to stop waits for a round to take its progress"
     )

@@ -1,6 +1,7 @@
 """`diloco run`: prepares the run's folder, listens for signals, trains, and says what to do next."""
 
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -45,12 +46,21 @@ def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) ->
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
         (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
+        log_to(folder / "diloco.log")
         for sink in _sinks(config, resume=resume):
             events.attach(sink)
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
     if kept is not None:
         events.emit("note", text=f"the earlier run is kept as {kept}")
+
+
+def log_to(path: Path) -> None:
+    """Warnings of the network's threads: for those who look for a reason, not for the terminal."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("diloco")
+    ours.handlers, ours.propagate = [handler], False
 
 
 def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:

@@ -1,6 +1,7 @@
 """When things happen, as pure functions of the step: inner learning rates, and which round is launched or applied."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diloco.config import InnerConfig
@@ -33,6 +34,14 @@ class Classic:
     def after(self, step: int) -> list[Work]:
         due = step % self.every == 0 or step >= self.steps
         return [Launch(0), Apply(0)] if due else []
+
+
+def fair_share(every: int, step_ms: int, others_ms: Iterable[int]) -> int:
+    """Inner steps until the fastest island has done `every`; at least one."""
+    known = [ms for ms in others_ms if ms > 0]
+    if not step_ms or not known:
+        return every
+    return max(1, min(every, every * min(known) // step_ms))
 
 
 def learning_rate(config: InnerConfig, step: int) -> float:

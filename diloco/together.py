@@ -51,8 +51,15 @@ class Together:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
-    def start(self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int) -> None:
-        self.session.start(fragment, pseudo_gradient, tokens=tokens, samples=samples)
+    def start(
+        self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int, step_ms: int
+    ) -> None:
+        self.session.start(fragment, pseudo_gradient, tokens=tokens, samples=samples, step_ms=step_ms)
+
+    def paces(self) -> list[int]:
+        """What an inner step took on each island of the last round, in milliseconds."""
+        rounds = [record for record in self.session.records() if record.proposal.contributions]
+        return [contribution.offer.step_ms for contribution in rounds[-1].proposal.contributions] if rounds else []
 
     def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
         return self.session.finish(fragment, should_stop)

@@ -21,7 +21,7 @@ from diloco.island import Island
 from diloco.network import build_network
 from diloco.outer import OuterState, outer_lr
 from diloco.place import Place
-from diloco.schedule import Apply, Classic, Launch, learning_rate
+from diloco.schedule import Apply, Classic, Launch, Work, fair_share, learning_rate
 from diloco.speed import Meter, flops_per_token, peak_flops
 from diloco.together import Together
 
@@ -56,6 +56,8 @@ class Trainer:
         self._tokens = 0  # since the last cut
         self._used: Ranges = ()
         self._pool: Ranges = ()  # samples to train on
+        self._phase_steps = self._step_ms = 0
+        self._phase_began = time.perf_counter()
         self._look()
         self.validation_losses: list[float] = []
         self._losses: list[torch.Tensor] = []
@@ -95,7 +97,7 @@ class Trainer:
         if not self._train_step():
             self._without_samples(should_stop)
         else:
-            for work in self.schedule.after(self.step):
+            for work in self._due():
                 match work:
                     case Launch(fragment):
                         self._launch(fragment)
@@ -103,6 +105,11 @@ class Trainer:
                         self._finish(fragment, should_stop)
         if self.place.any(self.outside is not None and self.outside.poll()):
             self._rebase(at_cut=False)
+
+    def _due(self) -> list[Work]:
+        """What the schedule wants; an island that is slower than others may be at its share already."""
+        early = self.config.elastic.adaptive and self._phase_steps >= self._share
+        return [Launch(0), Apply(0)] if early else self.schedule.after(self.step)
 
     def _train_step(self) -> bool:
         batch = first(self._pool, self.config.island.batch)
@@ -113,6 +120,7 @@ class Trainer:
         loss = self.island.step(self.batches.read(batch, first(self._pool, size(batch))), self._learning_rate)
         self._used = normal((*self._used, *batch))
         self._tokens += self._tokens_per_step
+        self._phase_steps += 1
         self._observe(loss)
         return True
 
@@ -131,7 +139,10 @@ class Trainer:
         self._started = time.perf_counter()
         displacement = self._displacement()
         if self.outside is not None and displacement is not None:
-            self.outside.start(fragment, displacement, tokens=self._tokens, samples=self._used, step=self.step)
+            self._step_ms = round(1000 * (self._started - self._phase_began) / max(1, self._phase_steps))
+            self.outside.start(
+                fragment, displacement, tokens=self._tokens, samples=self._used, step=self.step, step_ms=self._step_ms
+            )
         self._tokens, self._used = 0, ()
 
     def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> None:
@@ -140,6 +151,7 @@ class Trainer:
         if self.place.any(over):
             self._rebase(at_cut=True)
             self._after_round()
+            self._phase_steps, self._phase_began = 0, time.perf_counter()
 
     def _displacement(self) -> torch.Tensor | None:
         """Progress that the outer state does not contain, on the leader. All processes call it."""
@@ -175,8 +187,9 @@ class Trainer:
         seen = None
         if self.outside is not None:
             finished = self.outside.step >= self.config.inner.steps or self.outside.exhausted()
-            seen = self.outside.step, self.outside.round, self.outside.available(self._used), finished
-        self._outer_step, self.round, self._pool, self.finished = self.place.share(seen)
+            share = fair_share(self.config.sync.every, self._step_ms, self.outside.paces())
+            seen = self.outside.step, self.outside.round, self.outside.available(self._used), finished, share
+        self._outer_step, self.round, self._pool, self.finished, self._share = self.place.share(seen)
 
     def _leave(self) -> None:
         """Contribute what is trained so far, if a round comes in time; then say goodbye."""

@@ -47,6 +47,7 @@ class Offer:
     norm: float = 0.0
     incarnation: int = 0  # whose progress it is: work that a restart restored stays with its old one
     late: bool = False  # of an earlier phase: ready without having trained
+    step_ms: int = 0  # what an inner step took; 0: not known
 
 
 @dataclass(frozen=True)

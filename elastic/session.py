@@ -55,10 +55,10 @@ class Session:
         (offer,) = (c.offer for c in begin.proposal.contributions if c.island == me)
         return self.work.payload(offer)
 
-    def start(self, fragment: int, displacement: Tensor, *, tokens: int, samples: Ranges) -> None:
+    def start(self, fragment: int, displacement: Tensor, *, tokens: int, samples: Ranges, step_ms: int = 0) -> None:
         """Contribute all progress that `state` does not contain: base - local."""
         check(self.driver)
-        offer = self.work.cut(displacement, tokens, samples)
+        offer = self.work.cut(displacement, tokens, samples, step_ms=step_ms)
         self._offered_at = self.state.updates
         self.driver.post(lambda now: self.driver.node.offer(offer, now))
 

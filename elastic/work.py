@@ -5,7 +5,7 @@ after its commit: if this island moves to a branch that lacks it, it is owed aga
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Work:
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
-    def cut(self, displacement: Tensor, tokens: int, samples: Ranges, *, limit_norm: float = 0.0) -> Offer:
+    def cut(self, displacement: Tensor, tokens: int, samples: Ranges, *, step_ms: int = 0) -> Offer:
         """Offer what is not contained: all of it where nothing is late, else the oldest phases only.
 
         `displacement` is all progress since `mark`, owed pieces included.
@@ -50,7 +50,7 @@ class Work:
         open_part = displacement - self._sum(owed) if owed else displacement
         if tokens:
             self._add(open_part, tokens, samples)
-        return self.next_offer(limit_norm)
+        return replace(self.next_offer(), step_ms=step_ms)
 
     def _add(self, vector: Tensor, tokens: int, samples: Ranges) -> None:
         self.hi += 1

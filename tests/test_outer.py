@@ -80,7 +80,7 @@ def test_outer_lr_follows_the_published_optimum():
 def test_alone_the_contribution_is_the_mean():
     outer = OuterState.zeros(Layout(("all",), ((3,),)))
     alone = Alone("me", outer, lr=0.4, momentum=0.0)
-    alone.start(0, torch.ones(3), tokens=10, samples=(), step=50)
+    alone.start(0, torch.ones(3), tokens=10, samples=(), step=50, step_ms=0)
     assert alone.poll()
     change = alone.take()
     assert change.contained and not alone.poll()

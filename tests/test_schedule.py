@@ -1,7 +1,7 @@
 import pytest
 
 from diloco.config import InnerConfig
-from diloco.schedule import Apply, Classic, Launch, learning_rate
+from diloco.schedule import Apply, Classic, Launch, fair_share, learning_rate
 
 
 def test_classic_syncs_every_h_steps_and_at_the_end():
@@ -43,3 +43,11 @@ def test_constant_stays():
 
 def test_no_warm_up_starts_at_the_peak():
     assert learning_rate(InnerConfig(lr=1.0, warmup=0, schedule="constant"), 1) == 1.0
+
+
+def test_a_slower_island_does_its_fair_share():
+    assert fair_share(50, 100, [100, 200]) == 50  # the fastest
+    assert fair_share(50, 200, [100, 200]) == 25
+    assert fair_share(50, 10_000, [100]) == 1
+    assert fair_share(50, 0, [100]) == fair_share(50, 100, []) == fair_share(50, 100, [0]) == 50
+    assert fair_share(50, 80, [100]) == 50  # faster than the last round's fastest: never more than all

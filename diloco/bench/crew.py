@@ -50,6 +50,7 @@ class Setting:
     silence_s: float = 5.0
     pace_s: float = 0.3  # of a phase
     partition: str = "merge"
+    limit: int | None = None  # samples of the whole run
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ..
     return Settings(0.7, 0.9, CODEC), state.step + bool(contributions)
 
 
-def genesis_state(roster: tuple[str, ...]) -> RunState:
-    return RunState(Head(0, 0, hashlib.sha256(GENESIS).hexdigest()), roster, Ledger(epoch=1 << 40))
+def genesis_state(roster: tuple[str, ...], limit: int | None) -> RunState:
+    ledger = Ledger(epoch=limit or 1 << 40, limit=limit)
+    return RunState(Head(0, 0, hashlib.sha256(GENESIS).hexdigest()), roster, ledger)
 
 
 class Worker:
@@ -113,7 +115,8 @@ class Worker:
     def _run(self, roster: tuple[str, ...]) -> None:
         """A founder begins with zeros, a newcomer with what the others have."""
         count = self.setting.count
-        state, vectors = genesis_state(roster), {"parameters": torch.zeros(count), "momentum": torch.zeros(count)}
+        state = genesis_state(roster, self.setting.limit)
+        vectors = {"parameters": torch.zeros(count), "momentum": torch.zeros(count)}
         if self.name not in roster:
             state, vectors = self._fetch(count)
         run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), count, CODECS[CODEC].size(count), _apply)
@@ -232,6 +235,11 @@ class Crew:
 
     def start(self, *names: str, founders: tuple[str, ...] = ()) -> None:
         """New islands, or new lives of dead ones; all that live are introduced to each other."""
+        self.prepare(*names)
+        self.admit(*names, founders=founders)
+
+    def prepare(self, *names: str) -> None:
+        """Their processes only."""
         since = time.monotonic()
         for name in names:
             ours, theirs = self._context.Pipe()
@@ -241,6 +249,8 @@ class Crew:
             self._processes[name], self._pipes[name] = process, ours
         for name in names:
             self._addresses[name] = self._told(name, "hello", since)["address"]
+
+    def admit(self, *names: str, founders: tuple[str, ...] = ()) -> None:
         for name in self.alive():
             self._pipes[name].send(("know", self._addresses))
         for name in names:
@@ -254,6 +264,11 @@ class Crew:
 
     def signal(self, name: str, number: int) -> None:
         os.kill(self._processes[name].pid, number)
+
+    def end(self, name: str) -> None:
+        self.signal(name, signal.SIGKILL)
+        self.join(name)
+        del self._addresses[name]
 
     def join(self, name: str, timeout_s: float = 30.0) -> None:
         self._processes[name].join(timeout_s)

@@ -47,7 +47,7 @@ def measure(*, values: int, silence_s: float) -> Report:
 
 def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str, Any]:
     with crew(setting, NAMES) as team:
-        _await_commits(team, ROUNDS + 2, NAMES)
+        await_commits(team, ROUNDS + 2, NAMES)
         usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
         begin = team.expect(lambda event: event.kind == "begin" and len(event.data["members"]) == len(NAMES))
         time.sleep(INTO_S)
@@ -55,7 +55,7 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
             team.signal(victim, number)
         survivors = tuple(name for name in NAMES if name not in victims)
         struck = begin.data["round"]
-        _await_commits(team, struck, survivors)
+        await_commits(team, struck, survivors)
         took = _duration(team, struck, survivors)
         digests = _digests(team, survivors)
         notes = [event.data["note"] for event in team.events if event.kind == "note"]
@@ -68,7 +68,7 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
     }
 
 
-def _await_commits(team: Crew, round_number: int, names: tuple[str, ...]) -> None:
+def await_commits(team: Crew, round_number: int, names: tuple[str, ...]) -> None:
     for name in names:
         team.expect(
             lambda event, name=name: (

@@ -245,6 +245,19 @@ def recover(
     show(measure(values=values, silence_s=silence), as_json=json)
 
 
+@bench.command(name="join", epilog="Example: diloco bench join --json")
+def bench_join(
+    json: Json = False,
+    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
+) -> None:
+    """What a newcomer costs four islands that train (three minutes)."""
+    from diloco.bench.join import measure
+    from diloco.bench.report import show
+
+    show(measure(values=values, joins=joins), as_json=json)
+
+
 @bench.command(epilog="Example: diloco bench link --rate 200mbit --delay 20ms")
 def link(
     json: Json = False,
