@@ -27,8 +27,8 @@ unit: install  ## every test
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow'
 
-demo: install  ## train a small model on this machine, in about a minute
-	$(BIN)/diloco run examples/quickstart.yaml --fresh
+demo: install  ## four islands on this machine train one model; one is killed and comes back (two minutes)
+	$(BIN)/python examples/demo.py
 
 prove: install  ## run every claim of the project that needs no GPU, and print one table
 	$(BIN)/python tests/prove.py

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,7 @@ from diloco.units import format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_POINTS = 48
+NAMED = 6  # islands in a line; more are counted
 
 
 def open_view(stream: TextIO | None = None) -> Sink:
@@ -44,7 +46,17 @@ def sentence(event: Event) -> str | None:
             return f"round {event['round']:>3}  step {event['step']:>5}  validation loss {event['validation_loss']:.4f}"
         case "save":
             return f"saved step {event['step']} to {event['path']}"
+        case "ticket":
+            return f"others join with: diloco join {event['ticket']}"
+        case "elastic":
+            return f"{event['island']} {event['what']}: {event['text']}"
+        case "round" if len(event["contributors"]) > 1:  # an island alone is told by its validation
+            return f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}"
     return None
+
+
+def names(islands: Sequence[str]) -> str:
+    return ", ".join(islands) if len(islands) <= NAMED else f"{len(islands)} islands"
 
 
 class Pace:

@@ -5,9 +5,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from diloco.board import account
+from diloco.config import Config
 from diloco.configfile import load_config
+from diloco.errors import ConfigError
+from diloco.fleetplan import Plan
+from diloco.peer import Connection
 from diloco.runner import run
 from diloco.trainer import Outcome
+from diloco.units import parse_link
+from diloco.watching import open_islands_view
 
 
 def run_command(path: Path, overrides: list[str], *, resume: bool, fresh: bool) -> None:
@@ -16,6 +23,76 @@ def run_command(path: Path, overrides: list[str], *, resume: bool, fresh: bool) 
     if outcome.leader:
         text = farewell(outcome, config.dir, command_line(path, overrides))
         Console(highlight=False).print(text, soft_wrap=True, markup=False)
+
+
+def islands_command(
+    path: Path,
+    overrides: list[str],
+    islands: int,
+    *,
+    link: str | None,
+    host: str | None,
+    resume: bool,
+    fresh: bool,
+    restart: bool = True,
+) -> None:
+    if resume:
+        raise ConfigError("--resume with --islands is not there yet: start with --fresh, or resume an island alone")
+    config = load_config(path, overrides)
+    up, delay_s = parse_rate(link)
+    if islands > 1:
+        many_islands(Plan(config, path, tuple(overrides), islands, link, host, restart), fresh=fresh)
+        return
+    from diloco.island_run import found
+
+    connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config))
+    outcome = found(config, connection, fresh=fresh)
+    if outcome.leader:
+        Console(highlight=False).print(ending(outcome, config.dir), soft_wrap=True, markup=False)
+
+
+def many_islands(plan: Plan, *, fresh: bool) -> None:
+    """Ends with 0 if the run is finished and all who saw its end hold the same state."""
+    from diloco.launcher import run_islands
+
+    view = open_islands_view()
+    try:
+        board = run_islands(plan, view, fresh=fresh)
+    finally:
+        view.close()
+    text = "\n".join([*account(board), *what_next(plan)])
+    Console(highlight=False).print(text, soft_wrap=True, markup=False)
+    raise SystemExit(0 if board.finished and board.agree else 1)
+
+
+def what_next(plan: Plan) -> list[str]:
+    options = shlex.join(["--islands", str(plan.islands), *plan.network()])
+    command = f"{command_line(plan.path, list(plan.overrides))} {options}"
+    return [
+        "next:",
+        f"  {command} --fresh --set inner.steps={2 * plan.config.inner.steps}",
+        "      trains again, twice as long",
+        f"  {plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log",
+        "      what happened, one JSON object a line, and what the island printed; each island has both",
+    ]
+
+
+def mesh_of(config: Config) -> str:
+    return f"fsdp {config.island.fsdp} x tp {config.island.tp}"
+
+
+def parse_rate(link: str | None) -> tuple[float | None, float]:
+    try:
+        return (None, 0.0) if link is None else parse_link(link)
+    except ValueError as error:
+        raise ConfigError(f"--link {link}: {error}") from None
+
+
+def ending(outcome: Outcome, folder: str) -> str:
+    done = "done" if outcome.finished else "left"
+    losses = outcome.validation_losses
+    found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    return f"{done}: step {outcome.step}, round {outcome.round}{found}; {folder}/events.jsonl has all of it"
 
 
 def command_line(path: Path, overrides: list[str]) -> str:
