@@ -34,13 +34,20 @@ class OuterLog:
             assert not self._entries or self._entries[-1].digest == entry.parent, "a log is one chain"
             self._entries.append(entry)
             del self._entries[:-KEEP_HEADERS]
-            if len(self._entries) > KEEP_PAYLOADS:
-                self._library.drop(payload_name(self._entries[-KEEP_PAYLOADS - 1].payload))
+            self._drop_old_payloads()
 
     def replace(self, entries: list[Entry]) -> None:
         """Another branch."""
         with self._lock:
             self._entries = list(entries)
+            self._drop_old_payloads()
+
+    def _drop_old_payloads(self) -> None:
+        """Those of attempts that came to nothing, too."""
+        kept = {payload_name(entry.payload) for entry in self._entries[-KEEP_PAYLOADS:]}
+        for name in self._library.names():
+            if name.startswith(payload_name("")) and name not in kept:
+                self._library.drop(name)
 
     def after(self, digest: str) -> list[Entry] | None:
         """What follows this entry, if its bytes are all still here; None where that is not known."""

@@ -56,6 +56,7 @@ class Replica:
         """Keep a copy of this version for others (the present one if none is named); its meta. None: it is past."""
         with self._lock:
             now = time.monotonic()
+            self._unpin_old()
             version = version or self._fresh(now) or self.version
             if version not in self._pins:
                 if version != self.version:

@@ -21,7 +21,7 @@ from diloco.elastic.mailbox import greet
 from diloco.elastic.messages import Note
 from diloco.elastic.node import Node, Options
 from diloco.elastic.state import RunState
-from diloco.errors import JoinRefused, TransferFailed, TransportError
+from diloco.errors import JoinRefused, MessageRefused, TransferFailed, TransportError
 from diloco.events import Events
 from diloco.genesis import Genesis
 from diloco.outer import apply_record
@@ -34,6 +34,7 @@ from diloco.trainer import Outcome, Trainer
 TICKET_S = 30 * 24 * 3600.0
 SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
+PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
 PHASES_AHEAD = 2  # worth of samples that an island leases
 
@@ -183,15 +184,22 @@ class Search:
         sizes = {"parameters": count, "momentum": count}
         return self._ask(lambda first, others: fetch_state(self.peer.plain, first, others, genesis.digest, sizes))
 
+    def _members(self, addresses: dict[str, PeerAddress]) -> dict[str, PeerAddress]:
+        """Those who have a state: other newcomers have none to give."""
+        return {peer: address for peer, address in addresses.items() if any(self.peer.records[peer].chain_digest)}
+
     def _ask(self, question: Callable[[str, dict[str, PeerAddress]], Any]) -> Any:
-        deadline = time.monotonic() + SEARCH_S
+        deadline, published = time.monotonic() + SEARCH_S, time.monotonic()
         while time.monotonic() < deadline:
+            if time.monotonic() - published > PUBLISH_AGAIN_S:  # somebody may have missed the first one
+                self.peer.publish()
+                published = time.monotonic()
             addresses = self.peer.look()
-            for first, address in addresses.items():
+            for first, address in self._members(addresses).items():
                 try:
                     greet(self.peer.plain, address, self.peer.network().greeting)
                     return question(first, addresses)
-                except (TransferFailed, TransportError) as error:
+                except (TransferFailed, TransportError, MessageRefused, ValueError) as error:
                     self._reason = str(error)
             time.sleep(AGAIN_S)
         raise JoinRefused(f"no member of the run answered within {SEARCH_S:.0f} s ({self._reason}): is it still on?")

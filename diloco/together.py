@@ -33,6 +33,7 @@ class Together:
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.driver, self.session = driver, Session(driver, config.sync.codec)
         self._names = names  # of islands, for people
+        self._batch = config.island.batch
         count = driver.run.count
         self.parameters, self._spare = torch.empty(count), torch.empty(count)
         self.session.take(self.parameters)
@@ -103,7 +104,7 @@ class Together:
 
     def exhausted(self) -> bool:
         """All samples of the run are consumed."""
-        return self.session.state.ledger.exhausted
+        return self.session.state.ledger.exhausted(self._batch)
 
     def leave(self) -> None:
         self.driver.leave()

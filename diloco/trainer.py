@@ -56,7 +56,7 @@ class Trainer:
         self._tokens = 0  # since the last cut
         self._used: Ranges = ()
         self._pool: Ranges = ()  # samples to train on
-        self._phase_steps = self._step_ms = 0
+        self._phase_steps = self._step_ms = self._steps_here = self._ramp_steps = 0
         self._phase_began = time.perf_counter()
         self._look()
         self.validation_losses: list[float] = []
@@ -70,6 +70,8 @@ class Trainer:
         """Take part in a run with others, from where they are. Only the leader has a connection."""
         self.outside = outside
         self.island.write(self._base)
+        if self.place.share(outside is not None and outside.step > 0):
+            self._ramp_steps = min(self.config.inner.warmup, self.config.sync.every)
         self._look()
 
     @property
@@ -121,6 +123,7 @@ class Trainer:
         self._used = normal((*self._used, *batch))
         self._tokens += self._tokens_per_step
         self._phase_steps += 1
+        self._steps_here += 1
         self._observe(loss)
         return True
 
@@ -187,7 +190,8 @@ class Trainer:
         seen = None
         if self.outside is not None:
             finished = self.outside.step >= self.config.inner.steps or self.outside.exhausted()
-            share = fair_share(self.config.sync.every, self._step_ms, self.outside.paces())
+            paces = self.outside.paces() if self.config.elastic.adaptive else []
+            share = fair_share(self.config.sync.every, self._step_ms, paces)
             seen = self.outside.step, self.outside.round, self.outside.available(self._used), finished, share
         self._outer_step, self.round, self._pool, self.finished, self._share = self.place.share(seen)
 
@@ -195,7 +199,7 @@ class Trainer:
         """Contribute what is trained so far, if a round comes in time; then say goodbye."""
         if not isinstance(self.outside, Together):
             return
-        if self._tokens and not self.finished:
+        if (self._tokens or self.outside.owes) and not self.finished:
             deadline = time.monotonic() + self.config.elastic.grace_s
             self._launch(0)
             self._finish(0, lambda: time.monotonic() > deadline)
@@ -331,7 +335,9 @@ class Trainer:
 
     @property
     def _learning_rate(self) -> float:
-        return learning_rate(self.config.inner, self.step)
+        """A newcomer's optimizer starts empty: its first steps are smaller."""
+        ramp = min(1.0, self._steps_here / max(1, self._ramp_steps))
+        return learning_rate(self.config.inner, self.step) * ramp
 
     @property
     def _tokens_per_step(self) -> int:

@@ -31,8 +31,6 @@ MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apa
 
 class Coordinator(Member):
     def _follow_or_lead(self, now: float) -> None:
-        if self._catching_up is not None and now - self._catching_up[1] > 60 * self.options.silence_s:
-            self._catching_up = None  # the driver owes an answer; do not hang on it for ever
         if self.term is None and self._may_lead(now):
             self._start_term(now)
         if self.term is not None:
@@ -175,7 +173,7 @@ class Coordinator(Member):
         term.adopted, term.fetching = record, None
         if not self.rules.adopting_is_not_committing:
             self.held = Held(self._own_ballot(term), record)
-            self._commit(record, self.me, now)
+            self._commit(term, record, now)
             return
         if self.held is None or self.held.record.digest != record.digest:
             self.held = Held(self._own_ballot(term), record)
@@ -197,19 +195,21 @@ class Coordinator(Member):
         alive = {peer: view.incarnation for peer, view in self.peers.views.items() if self.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
+        for peer in sorted(peer for peer in set(self.state.roster) - alive.keys() if not self.peers.views[peer].left):
+            self._note("lost", peer, f"round {self.state.key.round} goes on without it")
         proposal = leading.propose(self.state, fragment, offers, alive, wants, self.options.decide)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
         self._begin(term, Begin(self.state.key, self._own_ballot(term), proposal, members, rates), now)
 
     def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
-        """Of those who cannot all reach each other, some who can, and are enough."""
+        """Of those who cannot all reach each other, some who can, and are enough. If no such are, all try again."""
         turn = self.state.head.round
         pairs = [pair for pair, apart in self._apart.items() if turn < apart.until and pair <= offers.keys()]
         if not pairs or not self.rules.leave_out_stuck_pairs:
             return offers
         choices = [leading.together(pairs, offers, turn + shift) for shift in range(len(offers))]
-        chosen = next((choice for choice in choices if self._enough(choice)), choices[0])
+        chosen = next((choice for choice in choices if self._enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 
     def _enough(self, members: Collection[str]) -> bool:
@@ -220,7 +220,8 @@ class Coordinator(Member):
     def _is_time(self, term: Term, offers: dict[str, Offer], now: float) -> bool:
         if not self._enough(offers):
             return False
-        live = [peer for peer in self.state.roster if term.answers.get(peer) is not None]
+        promised = term.promised()
+        live = [peer for peer in self.state.roster if peer in promised and self._has_samples(peer, promised[peer])]
         if all(peer in offers or peer in term.ready for peer in live):
             return True
         training = [
@@ -229,6 +230,10 @@ class Coordinator(Member):
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
         due = leading.deadline(self._commit_at, ready_at, len(training), self.options.straggler)
         return due is not None and now >= due
+
+    def _has_samples(self, peer: str, promise: Promise) -> bool:
+        """At the end of the data, one that holds none is not waited for."""
+        return not promise.want or size(self.state.ledger.lease_of(holder_name(peer, promise.incarnation))) > 0
 
     def _starving(self, term: Term) -> bool:
         """Somebody has no samples, and cannot begin to train: admit it now, not at the next sync point."""
@@ -274,7 +279,7 @@ class Coordinator(Member):
 
     def _again(self, term: Term, now: float) -> None:
         """Another attempt of the same term; those who are gone have no part in it."""
-        term.begin, term.settle_at = None, 0.0
+        term.begin, term.fetching, term.settle_at = None, None, 0.0
         term.attempt += 1
         self._collect(term, now)
 
@@ -291,15 +296,22 @@ class Coordinator(Member):
         if wrong:
             self._again(term, now)
         else:
-            self._commit(Record(begin.proposal, right), begin.members[0], now)
+            self._commit(term, Record(begin.proposal, right), now)
 
-    def _commit(self, record: Record, member: str, now: float) -> None:
-        """A coordinator that has not contributed does not have the bytes: a member gives them."""
+    def _commit(self, term: Term, record: Record, now: float) -> None:
+        if self.held is None or self.held.record.digest != record.digest:
+            self._fetch_first(term, record)
+            return
         together = set(record.proposal.islands)
         self._apart = {pair: apart for pair, apart in self._apart.items() if not pair <= together}
-        if self.held is not None and self.held.record.digest == record.digest:
-            self._append(record, now)
-        else:
-            self._on_commit(member, record, now)
-            self.term = None
+        self._append(record, now)
         self._say_all(Commit(record))
+
+    def _fetch_first(self, term: Term, record: Record) -> None:
+        """A coordinator that has not contributed holds the result before it commits it: else only those would know of
+        the commit who may be gone the next moment."""
+        assert term.begin is not None
+        if term.fetching is None:
+            holder = term.begin.members[term.fetches % len(term.begin.members)]
+            term.fetching, term.fetches = (holder, record), term.fetches + 1
+            self._out.append(FetchResult(holder, record))

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ from diloco.elastic.wire import encode
 from diloco.errors import DilocoError, MessageRefused, PlanRefused, RecordInvalid, TransferFailed, TransportError
 
 TICK_S = 0.02
+KEEP_RECORDS = 1000  # for those who tell people what happened
 DIGEST_EVERY = 10  # rounds between two digests of all vectors
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Driver:
         self.changed = threading.Condition()
         self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None
+        self.records: deque[Record] = deque(maxlen=KEEP_RECORDS)
         self.bytes_sent = 0
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
@@ -186,7 +189,9 @@ class Driver:
             )
         except PlanRefused as refused:
             reason = str(refused)
-            self.post(lambda now: self.node.reduce_failed(begin.ballot, "", reason, now))
+            unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
+            blamed = unknown[0] if unknown else begin.ballot.coordinator
+            self.post(lambda now: self.node.reduce_failed(begin.ballot, blamed, reason, now))
             return
         self._attempts[begin.ballot] = attempt
 
@@ -222,6 +227,7 @@ class Driver:
         payload = self._results[record.payload]
         self._results = {EMPTY: self._results[EMPTY]}
         self.log.append(entry_of(record))
+        self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
 
     def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
@@ -291,7 +297,7 @@ class Driver:
             sizes = {"momentum": self.run.count, "parameters": self.run.count}
             snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
             self.post(lambda now: self._switch(snapshot, now))
-        except (TransferFailed, TransportError, MessageRefused) as error:
+        except (TransferFailed, TransportError, MessageRefused, ValueError) as error:  # ValueError: what a peer wrote
             reason = str(error)
             self.tell(Note("behind", peer, f"could not catch up: {reason}"))
             self.post(lambda now: self.node.catch_up_failed(peer, now))
@@ -317,6 +323,7 @@ class Driver:
             self._logged = state
             self._results = {EMPTY: self._results[EMPTY]}
             self.log.replace([])
+            self.records.clear()
 
             def work() -> None:
                 self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))

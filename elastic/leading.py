@@ -27,7 +27,8 @@ class Term:
     ready: dict[str, Ready] = field(default_factory=dict)
     ready_at: dict[str, float] = field(default_factory=dict)
     adopted: Record | None = None
-    fetching: tuple[str, Record] | None = None  # what is to be adopted, and who has it
+    fetching: tuple[str, Record] | None = None  # what is to be adopted or committed, and who has it
+    fetches: int = 0
     begin: Begin | None = None
     begun_at: float = 0.0
     done: dict[str, str] = field(default_factory=dict)

@@ -66,9 +66,11 @@ class Ledger:
     def consumed(self) -> int:
         return self.next - size(self.unconsumed)
 
-    @property
-    def exhausted(self) -> bool:
-        return self.limit is not None and self.next >= self.limit and not self.unconsumed
+    def exhausted(self, batch: int = 1) -> bool:
+        """Nothing is left to lease, and nobody holds enough for a batch."""
+        if self.limit is None or self.next < self.limit or self.free:
+            return False
+        return all(size(lease) < batch for _, lease in self.leases)
 
     def missing(self, epoch: int = 0) -> Ranges:
         """Positions of this pass that no committed contribution has consumed."""

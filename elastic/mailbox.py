@@ -88,10 +88,14 @@ class Mailbox:
             threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
 
     def _listen(self, stream: Stream) -> None:
+        heard = False
         try:
             greeting = stream.receive(_bounded(GREETING), timeout_s=CONNECT_S)
             self.admit(stream.peer, bytes(greeting.payload))
             self.admitted.add(stream.peer)
+            frame = stream.receive(_bounded(MESSAGE))  # who hangs up before was only looking whether we live
+            heard = True
+            self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
             while True:
                 frame = stream.receive(_bounded(MESSAGE))
                 self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
@@ -99,7 +103,8 @@ class Mailbox:
             self.ears.refuse(stream.peer, f"sent garbage: {bad}")
         except TransportError as lost:
             log.debug("%s: stream of %s is over: %s", self.transport.identity, stream.peer, lost)
-            self._look_into(stream.peer)
+            if heard:
+                self._look_into(stream.peer)
         except Exception as error:  # noqa: BLE001 -- a thread's outermost frame: admission was refused
             self.ears.refuse(stream.peer, f"was not admitted: {error}")
         finally:
@@ -146,9 +151,10 @@ class Line:
         while (raw := self._queue.get()) is not None and not self._closed:
             self._busy = True
             try:
-                if not raw and self._stream is not None:
-                    self._hang_up()
-                self._say(raw)
+                if raw:
+                    self._say(raw)
+                else:
+                    self._connect().close()  # a stream that is fine stays: hanging up would make the other side probe
             except TransportError as error:
                 log.debug("to %s: %s", self.address.identity, error)
                 self._hang_up()
@@ -158,9 +164,8 @@ class Line:
     def _say(self, raw: bytes) -> None:
         if self._stream is None:
             self._stream = self._connect()
-        if raw:
-            self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
-            self.mailbox.bytes_sent += len(raw)
+        self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
+        self.mailbox.bytes_sent += len(raw)
 
     def _connect(self) -> Stream:
         started = time.monotonic()

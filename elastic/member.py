@@ -26,10 +26,14 @@ from diloco.elastic.seat import Following, Seat
 from diloco.elastic.state import RunState
 from diloco.errors import RecordInvalid
 
+MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
+
 
 class Member(Seat):
     def _on_heartbeat(self, sender: str, beat: Heartbeat, now: float) -> None:
         view = self.peers.view(sender, now)
+        if view.head is not None and beat.incarnation == view.incarnation and beat.head < view.head:
+            return  # very late: within a life, heads only grow
         view.head, view.promise, view.leading = beat.head, beat.promise, beat.leading
         view.incarnation, view.state_digest = beat.incarnation, beat.state_digest
         behind = beat.head < self.state.head
@@ -72,6 +76,9 @@ class Member(Seat):
         self._meet(sender, collect.head, now)
         if not self._same_key(Key(collect.head.round + 1, collect.head.digest)):
             self._say(sender, self.heartbeat())
+            return
+        if collect.term > self._highest_term + MAX_TERMS_AHEAD:
+            self._ban(sender, f"asks for term {collect.term}", now)
             return
         ballot = Ballot(collect.term, sender, 0)
         if ballot < self.promise and (collect.term, sender) != self.promise[:2]:
@@ -149,6 +156,8 @@ class Member(Seat):
             return ""
         if begin.proposal.key != begin.key or self.me not in begin.members:
             return "it began a ballot that cannot be right"
+        if not begin.adopted and begin.proposal.islands and begin.proposal.islands != begin.members:
+            return "it began a ballot whose members are not its contributors"
         try:
             self.state.after(Record(begin.proposal, EMPTY))
         except RecordInvalid as invalid:
@@ -205,7 +214,8 @@ class Member(Seat):
         self._remember()
 
     def _on_goodbye(self, sender: str, goodbye: Goodbye, now: float) -> None:
-        self.peers.view(sender, now).closed = True
+        view = self.peers.view(sender, now)
+        view.closed = view.left = True
         self._out.append(Note("left", sender, goodbye.reason[:200]))
 
 

@@ -17,6 +17,7 @@ from diloco.elastic.messages import (
     Failed,
     Goodbye,
     Heartbeat,
+    Held,
     Message,
     Nack,
     Promise,
@@ -31,6 +32,8 @@ __all__ = ["Node", "Options"]
 
 class Node(Coordinator):
     def tick(self, now: float) -> list[Effect]:
+        if self.leaving:
+            return []
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.options.heartbeat_s
             self._say_all(self.heartbeat())
@@ -39,7 +42,7 @@ class Node(Coordinator):
         return effects
 
     def receive(self, sender: str, message: Message, now: float) -> list[Effect]:
-        if not self.peers.banned(sender, now):
+        if not self.peers.banned(sender, now) and not self.leaving:
             self.peers.hear(sender, now)
             self._handle(sender, message, now)
         return self._flush() if isinstance(message, Heartbeat) else self._finish(now)  # no hurry: a tick will do
@@ -85,7 +88,12 @@ class Node(Coordinator):
         if following is not None and _is_of(following.begin, record):
             self._hold(following, record)
         elif term is not None and term.fetching is not None and term.fetching[1].digest == record.digest:
-            self._begin_adopted(term, record, self.me, now)
+            term.fetching = None
+            if term.begin is None:
+                self._begin_adopted(term, record, self.me, now)
+            else:
+                self.held = Held(term.begin.ballot, record)
+                self._remember()
         return self._finish(now)
 
     def fetch_failed(self, holder: str, record: Record, reason: str, now: float) -> list[Effect]:
@@ -93,8 +101,10 @@ class Node(Coordinator):
         if following is not None and _is_of(following.begin, record):
             self._give_up(following, holder, reason)
         elif term is not None and term.fetching == (holder, record):
-            term.answers.pop(holder, None)  # and ask again, if it is alive
-            term.fetching, term.resend_at = None, now
+            term.fetching = None
+            if term.begin is None:
+                term.answers.pop(holder, None)  # and ask again, if it is alive
+                term.resend_at = now
         return self._finish(now)
 
     def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[Effect]:
@@ -102,10 +112,10 @@ class Node(Coordinator):
 
         `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors.
         """
-        if self._catching_up is not None:
-            self.peers.view(self._catching_up[0], now).fetches_failed = 0
-        self._catching_up = None
+        donor, self._catching_up = self._catching_up, None
         if state.head > self.state.head or (self.doubtful and whole and state.head >= self.state.head):
+            if donor is not None:
+                self.peers.view(donor[0], now).fetches_failed = 0
             self.doubtful = self.doubtful and not whole
             switched = state.head.round != self.state.head.round + 1
             self.state = state

@@ -18,6 +18,7 @@ class PeerView:
     incarnation: int = -1
     state_digest: str = ""
     closed: bool = False  # its connection broke and it is not to be reached
+    left: bool = False  # it said goodbye
     banned_until: float = 0.0
     fetch_at: float = 0.0  # its state could not be fetched: not before then again
     fetches_failed: int = 0  # since one succeeded
@@ -43,7 +44,7 @@ class Peers:
 
     def hear(self, peer: str, now: float) -> None:
         view = self.view(peer, now)
-        view.heard_at, view.closed = now, False
+        view.heard_at, view.closed, view.left = now, False, False
 
     def reset(self, now: float) -> None:
         """This island slept: nobody else's silence means anything."""

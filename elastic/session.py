@@ -13,7 +13,6 @@ from diloco.elastic.messages import Begin, Effect
 from diloco.elastic.ranges import Ranges, minus
 from diloco.elastic.record import Record, holder_name
 from diloco.elastic.state import RunState
-from diloco.elastic.wire import decode
 from diloco.elastic.work import Work
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
@@ -43,7 +42,7 @@ class Session:
         )
         self.state = driver.applied  # what the trainer's base is
         driver.contribution = self._contribution
-        self._offered_at = -1  # updates, when the last offer was made
+        self._offered_at = self._offered_lo = -1  # updates, and the mark, when the last offer was made
 
     @property
     def owes(self) -> bool:
@@ -59,7 +58,7 @@ class Session:
         """Contribute all progress that `state` does not contain: base - local."""
         check(self.driver)
         offer = self.work.cut(displacement, tokens, samples, step_ms=step_ms)
-        self._offered_at = self.state.updates
+        self._offered_at, self._offered_lo = self.state.updates, offer.lo
         self.driver.post(lambda now: self.driver.node.offer(offer, now))
 
     def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
@@ -79,8 +78,9 @@ class Session:
         return []
 
     def _over(self) -> bool:
+        """A round was committed, or the offer no longer stands: it is contained, or another branch is."""
         applied = self.driver.applied
-        return applied.updates > self._offered_at or self._is_contained(applied)
+        return applied.updates > self._offered_at or self._mark(applied) != self._offered_lo
 
     def _is_contained(self, state: RunState) -> bool:
         return self._mark(state) >= self.work.hi
@@ -115,4 +115,5 @@ class Session:
         return minus(minus(lease, self.work.used(self._mark(self.state))), used)
 
     def records(self) -> list[Record]:
-        return [decode(Record, entry.header) for entry in self.driver.log.entries()]
+        """The last ones, oldest first."""
+        return list(self.driver.records)

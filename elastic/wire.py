@@ -44,9 +44,13 @@ def dump(plain: object) -> bytes:
 
 def parse(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        return json.loads(raw, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise MessageRefused(f"not JSON: {type(error).__name__}") from None
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 def to_plain(value: object) -> Any:
@@ -104,8 +108,8 @@ def _scalar(kind: Any, plain: Any) -> Any:
         return float(plain)
     if type(plain) is not kind:
         raise MessageRefused(f"{type(plain).__name__} where {getattr(kind, '__name__', kind)} was due")
-    if kind is str and len(plain) > MAX_TEXT:
-        raise MessageRefused("a text is too long")
+    if kind is str and (len(plain) > MAX_TEXT or not plain.isprintable()):
+        raise MessageRefused("a text is too long, or cannot be printed")
     if kind is int and abs(plain) >= MAX_INTEGER:
         raise MessageRefused("a number is too large")
     return plain

@@ -4,6 +4,7 @@ A piece is the displacement (base - local) between two cuts. It is encoded once,
 after its commit: if this island moves to a branch that lacks it, it is owed again and comes as a late contribution.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from diloco.elastic.record import Offer
 MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
 KEEP_BYTES = 2 << 30  # of pieces that are contained here, for the case that a heavier branch lacks them
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,6 +63,9 @@ class Work:
     def next_offer(self, limit_norm: float = 0.0) -> Offer:
         """The oldest progress that is not contained. Pieces stay apart: another branch may contain the first only."""
         owed = self.owed(self.mark)
+        if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
+            log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
+            owed[0].lo = self.mark
         oldest = owed[:MAX_PHASES]
         piece = oldest[0] if len(oldest) == 1 else self._joined(oldest, limit_norm)
         self._offered[piece.lo, piece.hi] = piece.encoded

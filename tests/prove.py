@@ -113,6 +113,16 @@ def sixteen_peers() -> Iterator[Result]:
     yield Result("more memory after five rounds, MB", f"{memory / 1e6:.0f}", f"≤ {limit / 1e6:.0f}", memory <= limit)
 
 
+def disasters(seeds: int) -> Callable[[], Iterator[Result]]:
+    def show() -> Iterator[Result]:
+        jobs = str(os.cpu_count() or 1)
+        done = run([*DILOCO, "simulate", "--protocol", "--seeds", str(seeds), "--jobs", jobs])
+        lines = done.stdout.strip().splitlines()
+        yield Result(f"{seeds} seeds", lines[-1] if lines else done.stderr[-80:], "0 violations", done.returncode == 0)
+
+    return show
+
+
 def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_comm_fuzz.py", environment={"DILOCO_FUZZ": str(inputs)})
 
@@ -132,6 +142,12 @@ CLAIMS = [
     Claim("the all-reduce against hivemind, gloo and the link", bench("allreduce")),
     Claim("sixteen peers in one group", sixteen_peers),
     Claim("cancelled at any moment, an all-reduce leaves nothing behind", tests("tests/test_comm_allreduce.py")),
+    Claim("20,000 disasters, and nothing forked, lost or counted twice", disasters(20_000), disasters(100)),
+    Claim("each rule closes a hole", tests("tests/test_elastic_simulator.py", "-k", "scenarios or rule")),
+    Claim("a killed or stopped island costs the others little", bench("recover")),
+    Claim("a newcomer costs the others nothing", bench("join")),
+    Claim("twenty kills in a row; an epoch with crashes and joins", tests("tests/test_elastic_kills.py")),
+    Claim("a cut network trains on and merges; liars are excluded by name", tests("tests/test_elastic_driver.py")),
     Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),
     Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),
 ]  # fmt: skip

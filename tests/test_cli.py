@@ -30,6 +30,7 @@ COMMANDS = [
     ["bench", "allreduce"],
     ["bench", "link"],
     ["bench", "recover"],
+    ["bench", "join"],
     ["simulate"],
 ]
 
@@ -52,7 +53,7 @@ def test_the_list_of_commands_above_is_complete():
     from diloco.cli.app import app, bench
 
     names = {command.callback.__name__ for command in app.registered_commands}
-    benches = {command.callback.__name__ for command in bench.registered_commands}
+    benches = {command.name or command.callback.__name__ for command in bench.registered_commands}
     assert names == {command[0] for command in COMMANDS} - {"bench"}
     assert benches == {command[1] for command in COMMANDS if len(command) == 2}
 

@@ -53,7 +53,14 @@ def test_two_records_of_a_round_are_never_right_in_pause():
 
 @pytest.mark.parametrize(
     ("steady", "calm", "fork"),
-    [("A", False, False), ("C", False, True), ("B", True, True), ("B", False, False), ("D", True, False)],
+    [
+        ("A", False, False),
+        ("C", False, False),
+        ("C", True, True),
+        ("B", True, True),
+        ("B", False, False),
+        ("D", True, False),
+    ],
 )
 def test_in_merge_a_fork_is_right_only_if_nobody_could_have_told(steady, calm, fork):
     """C has appended what A and B took part in; then A appends another."""

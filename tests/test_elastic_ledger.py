@@ -84,9 +84,9 @@ def test_what_returns_is_handed_out_first():
 
 def test_the_run_ends_when_everything_below_the_limit_is_consumed():
     ledger, granted = Ledger(epoch=10, limit=10).grant("A#1", 30)
-    assert granted == ((0, 10),) and not ledger.exhausted
+    assert granted == ((0, 10),) and not ledger.exhausted()
     ledger = ledger.consume("A#1", granted)
-    assert ledger.exhausted
+    assert ledger.exhausted()
     assert ledger.grant("B#1", 5)[1] == ()
 
 

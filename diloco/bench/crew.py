@@ -38,7 +38,6 @@ from diloco.outer import apply_record
 
 CODEC = "int8"
 GENESIS = b"a run without a model"
-SAMPLES = 4  # of a phase
 TOKENS = 1000
 HELLO_S = 120.0
 PHASES = ("collect", "reduce", "commit")
@@ -50,7 +49,8 @@ class Setting:
     silence_s: float = 5.0
     pace_s: float = 0.3  # of a phase
     partition: str = "merge"
-    limit: int | None = None  # samples of the whole run
+    samples: int = 4  # of a phase
+    limit: int | None = None  # of the whole run
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Worker:
         if self.name not in roster:
             state, vectors = self._fetch(count)
         run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), count, CODECS[CODEC].size(count), _apply)
-        options = Options(decide, silence_s=self.setting.silence_s, partition=self.setting.partition, want=2 * SAMPLES)
+        options = Options(
+            decide, silence_s=self.setting.silence_s, partition=self.setting.partition, want=2 * self.setting.samples
+        )
         node = Node(self.name, state, options, now=time.monotonic(), incarnation=time.time_ns() // 1000)
         network = Network(self.plain, PooledTransport(self.plain), b"", lambda peer, greeting: None)
         driver = Watched(node, run, vectors, network, self)
@@ -146,7 +148,7 @@ class Worker:
     def _train(self, session: Session) -> None:
         base, displacement = torch.empty(self.setting.count), torch.randn(self.setting.count)
         while not self.stopping.is_set():
-            batch = first(session.available(()), SAMPLES)
+            batch = first(session.available(()), self.setting.samples)
             if size(batch) or session.owes:
                 self.stopping.wait(self.setting.pace_s)
                 self.phases += bool(size(batch))

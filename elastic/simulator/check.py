@@ -48,9 +48,11 @@ class Checker:
         if self.strict and known != record.digest:
             raise Violation(f"I1: {island} has another record of round {key.round} than {by}")
         rivals = self.rivals.setdefault(key, {})
-        rivals.setdefault(record.digest, set()).add(island)
-        if calm:  # all who took part hold what was committed
-            rivals[record.digest] |= set(record.proposal.islands)
+        new = record.digest not in rivals
+        # all who took part hold what was committed
+        rivals.setdefault(record.digest, set()).update({island}, record.proposal.islands)
+        if not (new and calm):  # an older commit shows late, or somebody was suspected wrongly: `merge` may fork then
+            return
         for digest, who in rivals.items():
             if digest != record.digest and who & steady:
                 raise Violation(

@@ -87,7 +87,7 @@ class Trainer:
 
     def moved(self, *, only_leases: bool) -> None:
         """The head is another one. A record that only admits and leases leaves an offer standing."""
-        if self.at_sync and only_leases:
+        if self.at_sync and only_leases and self.node.pending:
             return
         self.node.withdraw(0)
         self.at_sync = len(self._owed()) > 1  # late progress first
