@@ -123,6 +123,10 @@ def disasters(seeds: int) -> Callable[[], Iterator[Result]]:
     return show
 
 
+def kills(count: int) -> Callable[[], Iterator[Result]]:
+    return tests("tests/test_elastic_kills.py", environment={"DILOCO_KILLS": str(count)})
+
+
 def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_comm_fuzz.py", environment={"DILOCO_FUZZ": str(inputs)})
 
@@ -146,7 +150,7 @@ CLAIMS = [
     Claim("each rule closes a hole", tests("tests/test_elastic_simulator.py", "-k", "scenarios or rule")),
     Claim("a killed or stopped island costs the others little", bench("recover")),
     Claim("a newcomer costs the others nothing", bench("join")),
-    Claim("twenty kills in a row; an epoch with crashes and joins", tests("tests/test_elastic_kills.py")),
+    Claim("twenty kills in a row; an epoch with crashes and joins", kills(20)),
     Claim("a cut network trains on and merges; liars are excluded by name", tests("tests/test_elastic_driver.py")),
     Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),
     Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),

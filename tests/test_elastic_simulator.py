@@ -23,11 +23,11 @@ BATCH = 100
 # The smallest seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
     "adoption_survives_retries": 90,
-    "new_term_after_sleep": 94,
+    "new_term_after_sleep": 187,
     "done_is_durable": 81,
     "marks_decide": 0,
     "key_names_the_parent": 69,
-    "wait_for_everybody": 3,
+    "wait_for_everybody": 22,
     "anybody_may_lead": 43,
     "yield_to_higher_promises": 9,
     "leave_out_stuck_pairs": 86,
