@@ -10,8 +10,8 @@ from diloco.bench.recover import NAMES, await_commits
 from diloco.bench.report import Check, Report
 
 NEWCOMER = "E"
-ROUNDS = 8  # undisturbed
-PACE_S = 2.0  # of a phase: islands train most of the time
+ROUNDS = 4  # undisturbed
+PACE_S = 8.0  # of a phase: short beside real ones, long beside a round
 
 
 def measure(*, values: int, joins: int) -> Report:

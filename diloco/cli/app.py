@@ -251,7 +251,7 @@ def bench_join(
     values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
     joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
 ) -> None:
-    """What a newcomer costs four islands that train (three minutes)."""
+    """What a newcomer costs four islands that train (five minutes)."""
     from diloco.bench.join import measure
     from diloco.bench.report import show
 
