@@ -72,7 +72,8 @@ def take_place(config: IslandConfig) -> Iterator[Place]:
     if world == 1:
         yield Place(0, 1, device, None)
         return
-    dist.init_process_group(_backend(device), timeout=timedelta(minutes=10))
+    # the leader may wait for other islands for hours; torchrun notices a process that dies
+    dist.init_process_group(_backend(device), timeout=timedelta(days=1))
     try:
         mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
         yield Place(rank, world, device, mesh)

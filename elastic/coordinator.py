@@ -188,6 +188,9 @@ class Coordinator(Member):
         promised = term.promised()
         ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
         offers = self._without_stuck_pairs(ready)
+        for peer in leading.outsize(offers):
+            self._ban(peer, f"its contribution is more than {leading.OUTSIZE} times as large as the others'", now)
+            del offers[peer]
         if not self._is_time(term, offers, now):
             if not self._starving(term):
                 return
@@ -195,8 +198,7 @@ class Coordinator(Member):
         alive = {peer: view.incarnation for peer, view in self.peers.views.items() if self.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
-        for peer in sorted(peer for peer in set(self.state.roster) - alive.keys() if not self.peers.views[peer].left):
-            self._note("lost", peer, f"round {self.state.key.round} goes on without it")
+        self._tell_lost(set(self.state.roster) - alive.keys())
         proposal = leading.propose(self.state, fragment, offers, alive, wants, self.options.decide)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
@@ -268,14 +270,21 @@ class Coordinator(Member):
         if not lost and not refused and (pair := leading.culprits(term.failures)) is not None:
             self._note("cut off", pair[0], f"{pair[0]} and {pair[1]} cannot reach each other")
             self._keep_apart(frozenset(pair))
-        for peer in lost:
-            self._note("lost", peer, f"round {self.state.key.round} goes on without it")
+        self._tell_lost(lost)
         self._again(term, now)
         return True
 
     def _keep_apart(self, pair: frozenset[str]) -> None:
         rounds = min(2 * self._apart[pair].rounds, MAX_ROUNDS_APART) if pair in self._apart else 2
         self._apart[pair] = Apart(self.state.head.round + rounds, rounds)
+
+    def _tell_lost(self, peers: set[str]) -> None:
+        """Not of those who said goodbye, and of each once."""
+        for peer in sorted(peers):
+            view = self.peers.views[peer]
+            if not view.left:
+                view.left = True
+                self._note("lost", peer, f"round {self.state.key.round} goes on without it")
 
     def _again(self, term: Term, now: float) -> None:
         """Another attempt of the same term; those who are gone have no part in it."""

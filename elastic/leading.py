@@ -10,6 +10,7 @@ from diloco.elastic.record import Contribution, Grant, Offer, Proposal, Record, 
 from diloco.elastic.state import RunState
 
 WEIGHT_CAP = 2  # times the round's median
+OUTSIZE = 100  # times the median norm of a round's offers: refused
 
 Decide = Callable[
     [RunState, int, tuple[Contribution, ...]], tuple[Settings, int]
@@ -61,6 +62,12 @@ def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: 
 def weigh(offers: dict[str, Offer]) -> dict[str, int]:
     cap = WEIGHT_CAP * median([offer.tokens for offer in offers.values()])
     return {peer: max(1, min(offer.tokens, int(cap))) for peer, offer in offers.items()}
+
+
+def outsize(offers: dict[str, Offer]) -> list[str]:
+    """Those whose progress is far larger than the others': an island that has diverged would take the rest along."""
+    usual = median([offer.norm for offer in offers.values()]) if len(offers) > 2 else 0.0
+    return [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
 
 
 def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:

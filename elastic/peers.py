@@ -18,7 +18,7 @@ class PeerView:
     incarnation: int = -1
     state_digest: str = ""
     closed: bool = False  # its connection broke and it is not to be reached
-    left: bool = False  # it said goodbye
+    left: bool = False  # it said goodbye, or was said to be lost
     banned_until: float = 0.0
     fetch_at: float = 0.0  # its state could not be fetched: not before then again
     fetches_failed: int = 0  # since one succeeded

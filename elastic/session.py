@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -57,9 +58,15 @@ class Session:
     def start(self, fragment: int, displacement: Tensor, *, tokens: int, samples: Ranges, step_ms: int = 0) -> None:
         """Contribute all progress that `state` does not contain: base - local."""
         check(self.driver)
-        offer = self.work.cut(displacement, tokens, samples, step_ms=step_ms)
+        offer = self.work.cut(displacement, tokens, samples, step_ms=step_ms, usual_norm=self._usual_norm())
         self._offered_at, self._offered_lo = self.state.updates, offer.lo
         self.driver.post(lambda now: self.driver.node.offer(offer, now))
+
+    def _usual_norm(self) -> float:
+        """The median of the last round with contributions; 0: there was none."""
+        rounds = (record.proposal.contributions for record in reversed(self.driver.records))
+        last = next((contributions for contributions in rounds if contributions), ())
+        return median([contribution.offer.norm for contribution in last]) if last else 0.0
 
     def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a round is over, with or without this island's part. False: asked to stop before."""

@@ -44,7 +44,9 @@ class Work:
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
-    def cut(self, displacement: Tensor, tokens: int, samples: Ranges, *, step_ms: int = 0) -> Offer:
+    def cut(
+        self, displacement: Tensor, tokens: int, samples: Ranges, *, step_ms: int = 0, usual_norm: float = 0.0
+    ) -> Offer:
         """Offer what is not contained: all of it where nothing is late, else the oldest phases only.
 
         `displacement` is all progress since `mark`, owed pieces included.
@@ -53,32 +55,35 @@ class Work:
         open_part = displacement - self._sum(owed) if owed else displacement
         if tokens:
             self._add(open_part, tokens, samples)
-        return replace(self.next_offer(), step_ms=step_ms)
+        return replace(self.next_offer(usual_norm), step_ms=step_ms)
 
     def _add(self, vector: Tensor, tokens: int, samples: Ranges) -> None:
         self.hi += 1
         norm = float(torch.linalg.vector_norm(vector))
         self.pieces.append(Piece(self.hi - 1, self.hi, tokens, samples, self._encode(vector, self.hi), norm))
 
-    def next_offer(self, limit_norm: float = 0.0) -> Offer:
-        """The oldest progress that is not contained. Pieces stay apart: another branch may contain the first only."""
+    def next_offer(self, usual_norm: float = 0.0) -> Offer:
+        """The oldest progress that is not contained. Pieces stay apart: another branch may contain the first only.
+
+        Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
+        """
         owed = self.owed(self.mark)
         if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
             log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
             owed[0].lo = self.mark
         oldest = owed[:MAX_PHASES]
-        piece = oldest[0] if len(oldest) == 1 else self._joined(oldest, limit_norm)
+        piece = oldest[0] if len(oldest) == 1 else self._joined(oldest, usual_norm)
         self._offered[piece.lo, piece.hi] = piece.encoded
         return Offer(
             0, piece.lo, piece.hi, piece.tokens, piece.samples, piece.norm, self.incarnation, late=len(owed) > 1
         )  # fmt: skip
 
-    def _joined(self, late: list[Piece], limit_norm: float) -> Piece:
+    def _joined(self, late: list[Piece], usual_norm: float) -> Piece:
         vector = self._sum(late)
         norm = float(torch.linalg.vector_norm(vector))
-        if limit_norm and norm > MAX_NORM * limit_norm:
-            vector *= MAX_NORM * limit_norm / norm
-            norm = MAX_NORM * limit_norm
+        if usual_norm and norm > MAX_NORM * usual_norm:
+            vector *= MAX_NORM * usual_norm / norm
+            norm = MAX_NORM * usual_norm
         samples = normal(part for piece in late for part in piece.samples)
         tokens, lo, hi = sum(piece.tokens for piece in late), late[0].lo, late[-1].hi
         return Piece(lo, hi, tokens, samples, self._encode(vector, hi), norm)

@@ -274,5 +274,8 @@ def test_work_that_another_branch_lacks_is_owed_again():
     late = work.next_offer()
     assert (late.lo, late.hi, late.tokens) == (0, 2, 12)
     assert work.payload(late).view(torch.float32).tolist() == [11.0, 22.0]
+    smaller = work.next_offer(usual_norm=late.norm / 4)
+    assert smaller.norm == pytest.approx(late.norm / 2)
+    assert work.payload(smaller).view(torch.float32).tolist() == pytest.approx([5.5, 11.0])
     assert work.rebase(1).tolist() == [-1.0, -2.0]  # a branch that has the first only
     assert (work.next_offer().lo, work.next_offer().hi) == (1, 2)

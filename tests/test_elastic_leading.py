@@ -1,12 +1,13 @@
 """How a coordinator chooses: pure functions."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.elastic.leading import Term, culprits, deadline, propose, quorum, together, weigh
+from diloco.elastic.leading import Term, culprits, deadline, outsize, propose, quorum, together, weigh
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.messages import Failed, Held, Promise
 from diloco.elastic.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
@@ -116,3 +117,11 @@ def test_the_result_of_the_highest_ballot_is_adopted():
     found = Term(9, answers=answers).highest()
     assert found is not None and found[0] == "B"
     assert Term(9, answers={"C": promise(None), "D": None}).highest() is None
+
+
+def test_an_island_that_has_diverged_is_outsize():
+
+    offers = {name: replace(Offer(0, 0, 1, 10, ()), norm=norm) for name, norm in (("A", 1.0), ("B", 2.0), ("C", 500.0))}
+    assert outsize(offers) == ["C"]
+    assert outsize({name: offers[name] for name in "AC"}) == []  # of two, who is to say
+    assert outsize({name: replace(offer, norm=0.0) for name, offer in offers.items()}) == []

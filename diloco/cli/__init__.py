@@ -23,3 +23,5 @@ def main() -> None:
             for line in str(error).splitlines():
                 print(f"{who}error[{error.code}]: {line}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before or after training, which handles it by itself
+        sys.exit(130)
