@@ -3,7 +3,7 @@
 Any island can be it: the first of the roster that is not suspected. Nothing it knows is needed by the next one.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from diloco.elastic import leading
 from diloco.elastic.leading import Term
@@ -278,7 +278,7 @@ class Coordinator(Member):
         rounds = min(2 * self._apart[pair].rounds, MAX_ROUNDS_APART) if pair in self._apart else 2
         self._apart[pair] = Apart(self.state.head.round + rounds, rounds)
 
-    def _tell_lost(self, peers: set[str]) -> None:
+    def _tell_lost(self, peers: Iterable[str]) -> None:
         """Not of those who said goodbye, and of each once."""
         for peer in sorted(peers):
             view = self.peers.views[peer]

@@ -141,8 +141,8 @@ class Node(Coordinator):
         return self._finish(now)
 
     def leave(self, now: float) -> list[Effect]:
-        self.leaving = True
         self._say_all(Goodbye("leaves"))
+        self.leaving = True  # and nothing more is said
         return self._finish(now)
 
     def _handle(self, sender: str, message: Message, now: float) -> None:

@@ -177,7 +177,7 @@ class Seat:
     def _say(self, peer: str, message: Message) -> None:
         if peer == self.me:
             self._to_self.append(message)
-        else:
+        elif not self.leaving:
             self._out.append(Send(peer, message))
 
     def _say_all(self, message: Message) -> None:
