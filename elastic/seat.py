@@ -182,4 +182,4 @@ class Seat:
 
     def _say_all(self, message: Message) -> None:
         for peer in self.peers.views:
-            self._out.append(Send(peer, message))
+            self._say(peer, message)

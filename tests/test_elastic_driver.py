@@ -157,7 +157,7 @@ def test_goodbye_is_not_waited_for():
         leaver.driver.leave()
         at_round(islands, max(island.state.head.round for island in islands) + 3)
         assert any(note.kind == "left" and note.peer == leaver.name for note in islands[0].notes)
-        assert not any(note.kind == "lost" and note.peer == leaver.name for note in islands[0].notes)
+        assert [note for note in islands[0].notes if note.kind == "lost" and note.peer == leaver.name] == []
         leaver.close()
 
 
