@@ -50,7 +50,7 @@ class Trainer:
         self.island = Island(network, place, config.island, config.inner)
         self.batches = Batches(self.samples, config.island, place)
         self.schedule = Classic(config.sync.every, config.inner.steps)
-        self.outside: Alone | Together | None = self._alone() if place.leader else None  # the leader's
+        self.outside: Alone | Together | None = self._alone()  # the leader's
         self.local_steps = 0  # since the base, of progress that the outer state does not contain
         self.finished = False
         self._tokens = 0  # since the last cut
@@ -197,13 +197,15 @@ class Trainer:
 
     def _leave(self) -> None:
         """Contribute what is trained so far, if a round comes in time; then say goodbye."""
-        if not isinstance(self.outside, Together):
+        if not self.place.any(isinstance(self.outside, Together)):
             return
-        if (self._tokens or self.outside.owes) and not self.finished:
+        owes = self.place.any(self.outside is not None and self.outside.owes)
+        if (self._tokens or owes) and not self.finished:
             deadline = time.monotonic() + self.config.elastic.grace_s
             self._launch(0)
             self._finish(0, lambda: time.monotonic() > deadline)
-        self.outside.leave()
+        if self.outside is not None:
+            self.outside.leave()
 
     def _after_round(self) -> None:
         """What is done now and then between rounds: validate, save, and notice a run that is beyond help."""
@@ -317,11 +319,13 @@ class Trainer:
     def _data_fingerprint(self) -> str:
         return self.samples.source.fingerprint()
 
-    def _alone(self) -> Alone:
+    def _alone(self) -> Alone | None:
+        outer = OuterState.zeros(self.island.layout) if self.place.leader else None
+        self.island.read(outer.parameters if outer is not None else None)
+        if outer is None:
+            return None
         setting = self.config.outer
         momentum = setting.momentum if setting.optimizer == "nesterov" else 0.0
-        outer = OuterState.zeros(self.island.layout)
-        self.island.read(outer.parameters)
         return Alone(self.config.run, outer, lr=outer_lr(setting.lr, islands=1), momentum=momentum)
 
     @property
@@ -336,7 +340,7 @@ class Trainer:
     @property
     def _learning_rate(self) -> float:
         """A newcomer's optimizer starts empty: its first steps are smaller."""
-        ramp = min(1.0, self._steps_here / max(1, self._ramp_steps))
+        ramp = min(1.0, (self._steps_here + 1) / max(1, self._ramp_steps))
         return learning_rate(self.config.inner, self.step) * ramp
 
     @property
