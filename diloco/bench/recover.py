@@ -14,7 +14,7 @@ from diloco.bench.report import Check, Report
 
 NAMES = ("A", "B", "C", "D")  # A leads
 ROUNDS = 6  # undisturbed, after the first two
-INTO_S = 0.1  # of the all-reduce, when the blow falls
+INTO = 0.3  # of the usual time of a round, when the blow falls
 
 
 def measure(*, values: int, silence_s: float) -> Report:
@@ -50,7 +50,7 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
         await_commits(team, ROUNDS + 2, NAMES)
         usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
         begin = team.expect(lambda event: event.kind == "begin" and len(event.data["members"]) == len(NAMES))
-        time.sleep(INTO_S)
+        time.sleep(INTO * median(usual))
         for victim in victims:
             team.signal(victim, number)
         survivors = tuple(name for name in NAMES if name not in victims)
