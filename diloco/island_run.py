@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of
 from diloco.comm.transport import PeerAddress
 from diloco.config import Config
+from diloco.configfile import parse_config
 from diloco.elastic.driver import Driver, Run
 from diloco.elastic.fetching import Snapshot, fetch_state
 from diloco.elastic.mailbox import greet
@@ -71,7 +72,7 @@ def found(config: Config, connection: Connection, *, fresh: bool) -> Outcome:
 def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
     """Take part in a run that is under way: its configuration and its state come from the others."""
     ticket = Ticket.parse(text, time.time())
-    island = Config.model_validate({"island": own.get("island", {})})
+    island = parse_config({"island": own.get("island", {})})
     with _island(island) as (place, events, stack):
         peer, genesis = None, None
         if place.leader:
@@ -132,7 +133,7 @@ def _connect(trainer: Trainer, stack: ExitStack, peer: Peer, start: Start) -> To
     node = Node(peer.id, start.state, options_for(config), now=time.monotonic(), incarnation=int(time.time() * 1000))
     node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
     payload_bytes = CODECS[config.sync.codec].size(count)
-    run = Run(start.genesis.raw, start.genesis.digest, count, payload_bytes, _apply)
+    run = Run(start.genesis.raw, start.genesis.digest, count, payload_bytes, apply_record)
 
     def tell(note: Note) -> None:
         island = peer.name_of(note.peer)
@@ -153,10 +154,6 @@ def options_for(config: Config) -> Options:
         decider(config), elastic.silence_s, elastic.straggler, elastic.min_islands, elastic.partition,
         fragments=config.sync.fragments, want=PHASES_AHEAD * config.sync.every * config.island.batch,
     )  # fmt: skip
-
-
-def _apply(vectors: Any, record: Any, payload: torch.Tensor) -> None:
-    apply_record(vectors, record, payload)
 
 
 def _agreement(together: Together) -> dict[str, Any]:
@@ -195,9 +192,12 @@ class Search:
                 self.peer.publish()
                 published = time.monotonic()
             addresses = self.peer.look()
-            for first, address in self._members(addresses).items():
-                try:
+            members = self._members(addresses)
+            for address in members.values():  # all of them: each gives its part of a state
+                with suppress(TransportError):
                     greet(self.peer.plain, address, self.peer.network().greeting)
+            for first in members:
+                try:
                     return question(first, addresses)
                 except (TransferFailed, TransportError, MessageRefused, ValueError) as error:
                     self._reason = str(error)

@@ -94,13 +94,12 @@ def apply(state: OuterState, update: Update) -> None:
     state.round, state.step = update.round, update.step
 
 
-def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> Update:
+def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> None:
     """The same for vectors that a replica keeps."""
     parameters, momentum = vectors["parameters"], vectors["momentum"]
     update = update_of(record, payload, len(parameters))
     layout = Layout(("all",), ((len(parameters),),))
     apply(OuterState(layout, parameters, momentum, round=update.round - 1), update)
-    return update
 
 
 def update_of(record: Record, payload: Tensor, count: int) -> Update:

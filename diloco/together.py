@@ -59,8 +59,7 @@ class Together:
 
     def paces(self) -> list[int]:
         """What an inner step took on each island of the last round, in milliseconds."""
-        rounds = [record for record in self.session.records() if record.proposal.contributions]
-        return [contribution.offer.step_ms for contribution in rounds[-1].proposal.contributions] if rounds else []
+        return [contribution.offer.step_ms for contribution in self.session.last_round()]
 
     def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
         return self.session.finish(fragment, should_stop)

@@ -21,7 +21,7 @@ from diloco.elastic.messages import (
     Promise,
     Ready,
 )
-from diloco.elastic.ranges import size
+from diloco.elastic.ranges import is_normal, size
 from diloco.elastic.record import Key, Offer, Record, holder_name
 from diloco.elastic.seat import Apart
 
@@ -91,6 +91,9 @@ class Coordinator(Member):
             if self.rules.marks_decide and not self.state.fits(sender, offer):
                 if self.rules.key_names_the_parent:
                     self._ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
+                return
+            if not is_normal(offer.samples) or size(offer.samples) > offer.tokens:
+                self._ban(sender, "offers samples that cannot be right", now)
                 return
         term.ready[sender] = ready
         term.ready_at.setdefault(sender, now)
@@ -226,9 +229,8 @@ class Coordinator(Member):
         live = [peer for peer in self.state.roster if peer in promised and self._has_samples(peer, promised[peer])]
         if all(peer in offers or peer in term.ready for peer in live):
             return True
-        training = [
-            peer for peer in live if peer not in offers or not offers[peer].late
-        ]  # the others were ready at once
+        # those with late progress were ready at once
+        training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
         due = leading.deadline(self._commit_at, ready_at, len(training), self.options.straggler)
         return due is not None and now >= due

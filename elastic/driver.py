@@ -1,7 +1,7 @@
 """Runs a `Node` on real transports: one thread takes every input in turn and carries out what the node asks for.
 
 Whatever may block has threads of its own (all-reduces, fetching, sending, applying updates) and posts what came of it.
-The trainer's side is in `rounds.py`.
+The trainer's side is in `session.py`.
 """
 
 import logging

@@ -34,7 +34,6 @@ class Manifest:
     state: RunState
     sizes: tuple[tuple[str, int], ...]  # elements of each vector
     genesis: str
-    late: int = 0
 
 
 @dataclass(frozen=True)

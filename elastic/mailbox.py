@@ -46,7 +46,6 @@ class Mailbox:
         self._lines: dict[str, Line] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.bytes_sent = 0
         self.admitted: set[str] = set()
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
@@ -93,11 +92,9 @@ class Mailbox:
             greeting = stream.receive(_bounded(GREETING), timeout_s=CONNECT_S)
             self.admit(stream.peer, bytes(greeting.payload))
             self.admitted.add(stream.peer)
-            frame = stream.receive(_bounded(MESSAGE))  # who hangs up before was only looking whether we live
-            heard = True
-            self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
             while True:
                 frame = stream.receive(_bounded(MESSAGE))
+                heard = True  # who hangs up before that was only looking whether we live
                 self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
         except (FrameError, MessageRefused) as bad:
             self.ears.refuse(stream.peer, f"sent garbage: {bad}")
@@ -165,7 +162,6 @@ class Line:
         if self._stream is None:
             self._stream = self._connect()
         self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
-        self.mailbox.bytes_sent += len(raw)
 
     def _connect(self) -> Stream:
         started = time.monotonic()

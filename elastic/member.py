@@ -53,7 +53,7 @@ class Member(Seat):
         if self.held is not None and self.held.record.digest == head.digest:
             self._append(self.held.record, now)  # whoever has this head knows that it was committed
             return
-        self._catching_up = sender, now
+        self._catching_up = sender
         self._out.append(CatchUp(sender, head))
 
     def _compare_states(self, now: float) -> None:
@@ -69,7 +69,7 @@ class Member(Seat):
         self.doubtful = True
         self._note("diverged", self.me, "its vectors differ from the others': it fetches theirs")
         peer = min(peer for peer in said if said[peer] == digest)
-        self._catching_up = peer, now
+        self._catching_up = peer
         self._out.append(CatchUp(peer, self.state.head))
 
     def _on_collect(self, sender: str, collect: Collect, now: float) -> None:
@@ -188,7 +188,7 @@ class Member(Seat):
             self._append(self.held.record, now)
         elif self._catching_up is None:
             head = Head(self.state.head.tokens + record.proposal.tokens, record.proposal.key.round, record.digest)
-            self._catching_up = sender, now
+            self._catching_up = sender
             self._out.append(CatchUp(sender, head))
 
     def _append(self, record: Record, now: float) -> None:

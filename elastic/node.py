@@ -115,7 +115,7 @@ class Node(Coordinator):
         donor, self._catching_up = self._catching_up, None
         if state.head > self.state.head or (self.doubtful and whole and state.head >= self.state.head):
             if donor is not None:
-                self.peers.view(donor[0], now).fetches_failed = 0
+                self.peers.view(donor, now).fetches_failed = 0
             self.doubtful = self.doubtful and not whole
             switched = state.head.round != self.state.head.round + 1
             self.state = state

@@ -39,9 +39,6 @@ class Peers:
             view = self.views[peer] = PeerView(now)
         return view
 
-    def forget(self, peer: str) -> None:
-        self.views.pop(peer, None)
-
     def hear(self, peer: str, now: float) -> None:
         view = self.view(peer, now)
         view.heard_at, view.closed, view.left = now, False, False

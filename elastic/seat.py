@@ -103,7 +103,7 @@ class Seat:
         self.frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
         self.leaving = self.doubtful = False
         self._highest_term = memory.term if memory else 0
-        self._catching_up: tuple[str, float] | None = None
+        self._catching_up: str | None = None
         self._apart: dict[frozenset[str], Apart] = {}
         self.peers.know(set(state.roster) - {me}, now)  # until they are silent for too long, they count as alive
         self._commit_at = self._awake_at = self._heartbeat_at = self._lead_at = now

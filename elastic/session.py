@@ -12,7 +12,7 @@ from diloco.comm.noise import NoiseKey
 from diloco.elastic.driver import Driver, check
 from diloco.elastic.messages import Begin, Effect
 from diloco.elastic.ranges import Ranges, minus
-from diloco.elastic.record import Record, holder_name
+from diloco.elastic.record import Contribution, Record, holder_name
 from diloco.elastic.state import RunState
 from diloco.elastic.work import Work
 
@@ -64,9 +64,13 @@ class Session:
 
     def _usual_norm(self) -> float:
         """The median of the last round with contributions; 0: there was none."""
-        rounds = (record.proposal.contributions for record in reversed(self.driver.records))
-        last = next((contributions for contributions in rounds if contributions), ())
+        last = self.last_round()
         return median([contribution.offer.norm for contribution in last]) if last else 0.0
+
+    def last_round(self) -> tuple[Contribution, ...]:
+        """Who contributed what to the last round that had contributions."""
+        rounds = (record.proposal.contributions for record in reversed(self.records()))
+        return next((contributions for contributions in rounds if contributions), ())
 
     def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a round is over, with or without this island's part. False: asked to stop before."""

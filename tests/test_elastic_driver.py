@@ -182,13 +182,17 @@ class Liar:
                 return
 
 
-HEAD = Head(10, 3, "f" * 64)
-LIES: dict[str, Callable[[Head], bytes]] = {
-    "garbage": lambda head: b"\xff\x00 not JSON",
-    "another message": lambda head: b'["Begin",[]]',
-    "progress that is not its own mark": lambda head: encode_message(
-        Ready(Key(head.round + 1, head.digest), 1, (Offer(0, 5, 9, 10, ()),))
-    ),
+def offering(offer: Offer) -> Callable[[Head, int], bytes]:
+    return lambda head, term: encode_message(Ready(Key(head.round + 1, head.digest), term, (offer,)))
+
+
+LIES: dict[str, Callable[[Head, int], bytes]] = {
+    "garbage": lambda head, term: b"\xff\x00 not JSON",
+    "another message": lambda head, term: b'["Begin",[]]',
+    "no number": lambda head, term: b'["Goodbye",[NaN]]',
+    "progress that is not its own mark": offering(Offer(0, 5, 9, 10, ())),
+    "more samples than tokens": offering(Offer(0, 0, 1, 10, ((0, 1000),))),
+    "samples twice": offering(Offer(0, 0, 1, 10, ((0, 4), (2, 6)))),
 }
 
 
@@ -199,12 +203,7 @@ def test_a_peer_that_talks_nonsense_is_excluded_by_name(lie):
         liar = Liar(network, islands)
 
         def excluded() -> bool:
-            head = islands[0].state.head
-            term = islands[0].driver.node.promise.term
-            raw = LIES[lie](head)
-            if lie.startswith("progress"):
-                raw = encode_message(Ready(Key(head.round + 1, head.digest), term, (Offer(0, 5, 9, 10, ()),)))
-            liar.say(raw)
+            liar.say(LIES[lie](islands[0].state.head, islands[0].driver.node.promise.term))
             return any(note.kind == "excluded" and note.peer == "Z" and note.text for note in islands[0].notes)
 
         wait_for(excluded, islands)

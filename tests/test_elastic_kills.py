@@ -45,19 +45,6 @@ def bring_back(team: Crew, name: str) -> None:
         raise AssertionError(f"{name} did not come back: {own[-8:]}") from None
 
 
-def stand_still(team: Crew) -> dict[str, dict]:
-    names = tuple(team.alive())
-    for name in names:
-        team.send(name, "stop")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        reports = team.reports(names)
-        if len({report["head"] for report in reports.values()}) == 1:
-            return reports
-        time.sleep(0.1)
-    raise TimeoutError({name: report["head"] for name, report in reports.items()})
-
-
 def records_of(reports: dict[str, dict]) -> dict[str, Record]:
     records = [decode(Record, raw) for report in reports.values() for raw in report["records"]]
     return {record.digest: record for record in records}
@@ -101,7 +88,7 @@ def test_kills_in_a_row():
             await_round(team, newest(team) + 1, survivors)  # the next round is committed by all of them
             records |= records_of(team.reports(tuple(survivors)))
             bring_back(team, victim)
-        reports = stand_still(team)
+        reports = team.stand_still()
         assert len({report["digest"] for report in reports.values()}) == 1
         assert_nothing_lost_or_twice(chain(records | records_of(reports), reports["B"]["head"].digest))
         final = reports["B"]["state"]
@@ -130,7 +117,7 @@ def test_one_epoch_with_crashes_and_joins_uses_each_sample_once():
         while not all(report["state"].ledger.exhausted() for report in team.reports().values()):
             assert time.monotonic() < deadline, {n: r["state"].ledger for n, r in team.reports().items()}
             time.sleep(0.3)
-        reports = stand_still(team)
+        reports = team.stand_still()
         ledger = next(iter(reports.values()))["state"].ledger
         missing = ledger.missing()
         assert sum(hi - lo for lo, hi in missing) <= 0.001 * setting.limit, f"missing: {missing}"

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -40,6 +40,7 @@ CODEC = "int8"
 GENESIS = b"a run without a model"
 TOKENS = 1000
 HELLO_S = 120.0
+STAND_STILL_S = 30.0
 PHASES = ("collect", "reduce", "commit")
 
 
@@ -119,7 +120,7 @@ class Worker:
         vectors = {"parameters": torch.zeros(count), "momentum": torch.zeros(count)}
         if self.name not in roster:
             state, vectors = self._fetch(count)
-        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), count, CODECS[CODEC].size(count), _apply)
+        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), count, CODECS[CODEC].size(count), apply_record)
         options = Options(
             decide, silence_s=self.setting.silence_s, partition=self.setting.partition, want=2 * self.setting.samples
         )
@@ -134,9 +135,11 @@ class Worker:
     def _fetch(self, count: int) -> tuple[RunState, dict[str, torch.Tensor]]:
         sizes, genesis = {"parameters": count, "momentum": count}, hashlib.sha256(GENESIS).hexdigest()
         while True:
-            for peer, address in list(self.addresses.items()):
-                try:
+            for address in list(self.addresses.values()):
+                with suppress(TransportError):
                     greet(self.plain, address, b"")
+            for peer in list(self.addresses):
+                try:
                     snapshot = fetch_state(self.plain, peer, self.addresses, genesis, sizes)
                 except (TransferFailed, TransportError) as error:
                     self.tell("refused", reason=str(error))
@@ -203,10 +206,6 @@ def phase_of(effect: Effect) -> str:
         case Append() | Send(_, Commit()):
             return "commit"
     return ""
-
-
-def _apply(vectors: Any, record: Any, payload: torch.Tensor) -> None:
-    apply_record(vectors, record, payload)
 
 
 def _work(name: str, setting: Setting, pipe: Connection) -> None:
@@ -308,6 +307,21 @@ class Crew:
             self.send(name, "report")
             found[name] = self._told(name, "report", since)
         return found
+
+    def stand_still(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+        """Their reports, once they have stopped training and are all at the same head."""
+        names = names or tuple(self.alive())
+        for name in names:
+            self.send(name, "stop")
+        deadline = time.monotonic() + STAND_STILL_S
+        while True:
+            reports = self.reports(names)
+            heads = {name: report["head"] for name, report in reports.items()}
+            if len(set(heads.values())) == 1:
+                return reports
+            if time.monotonic() > deadline:
+                raise TimeoutError(heads)
+            time.sleep(0.1)
 
     def _told(self, name: str, kind: str, since: float) -> dict[str, Any]:
         return self.expect(lambda event: (event.island, event.kind) == (name, kind), since=since).data

@@ -57,7 +57,7 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
         struck = begin.data["round"]
         await_commits(team, struck, survivors)
         took = _duration(team, struck, survivors)
-        digests = _digests(team, survivors)
+        digests = {report["digest"] for report in team.stand_still(survivors).values()}
         notes = [event.data["note"] for event in team.events if event.kind == "note"]
     return {
         "extra_s": took - median(usual),
@@ -83,16 +83,3 @@ def _duration(team: Crew, round_number: int, names: tuple[str, ...]) -> float:
     of_round = [event for event in team.events if event.data.get("round") == round_number]
     begun = min(event.at for event in of_round if event.kind == "begin")
     return max(event.at for event in of_round if event.kind == "commit" and event.island in names) - begun
-
-
-def _digests(team: Crew, names: tuple[str, ...]) -> set[str]:
-    """Of the survivors' vectors, once they stand still at the same head."""
-    for name in names:
-        team.send(name, "stop")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        reports = team.reports(names)
-        if len({report["head"] for report in reports.values()}) == 1:
-            break
-        time.sleep(0.1)
-    return {report["digest"] for report in reports.values()}
