@@ -1,9 +1,4 @@
-"""Items from several peers at once: `Donor` gives what a library holds; `ask`, `describe` and `fetch` take.
-
-A stream carries requests one way and answers the other, in order. The donor speaks first, so that a refusal is not lost
-behind a failed write. A request for a chunk names its digest: a donor that has another item of that name says that it
-is not here, so whoever sends wrong bytes all the same is broken or lies.
-"""
+"""A large item from several donors at once: faster ones give more, and one that vanishes costs the chunks in flight."""
 
 import hashlib
 import logging
@@ -11,261 +6,29 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from diloco.checkpoint.library import DIGEST_BYTES, MAX_NAME_BYTES, MAX_PARCEL_BYTES, Item, Library, Parcel
+from diloco.checkpoint.asking import hear, unless_busy, up_to
+from diloco.checkpoint.donor import BYTES, CHANNEL, CHUNK, READY, SLICE_S
+from diloco.checkpoint.library import MAX_NAME_BYTES, Parcel
 from diloco.comm import packing
-from diloco.comm.packing import Malformed, Reader
-from diloco.comm.transport import Frame, PeerAddress, Place, Stream, Transport
-from diloco.comm.wire import Deadline, as_bytes, deadline_in, seconds_to
+from diloco.comm.transport import PeerAddress, Place, Stream, Transport
+from diloco.comm.wire import as_bytes, deadline_in
 from diloco.errors import (
     DonorBusy,
     FrameError,
-    ItemMissing,
-    ParcelRefused,
-    StreamClosed,
     TransferFailed,
     TransferStopped,
     TransportError,
-    TransportTimeout,
     WrongBytes,
 )
 
-CHANNEL = "fetch"
-DESCRIBE, WHOLE, CHUNK = 1, 2, 3  # requests
-READY, BUSY, REFUSED, BYTES, NOT_HERE, TOO_LARGE = 11, 12, 13, 14, 15, 16  # a greeting is one of the first three
-MAX_REQUEST_BYTES = 2 + MAX_NAME_BYTES + 4 + DIGEST_BYTES
-MAX_WHOLE_BYTES = 16 << 20  # larger items go by chunks
-MAX_STREAMS, MAX_STREAMS_OF_ONE = 64, 4
-GREETING_S = 1.0  # in the thread that accepts
-IDLE_S = 120.0  # a stream on which nothing is asked for, or nobody reads an answer, makes way
-SLICE_S = 0.1  # how soon a change that wakes nobody is seen
 MAX_WORKERS = 8
 MAX_ASKED = 8  # chunks asked for in advance of a donor: a long way must not leave the link empty
 MAX_HOLDERS = 2  # donors asked for one chunk at the end: more would share our link for nothing
 
-REFUSALS: dict[int, tuple[type[TransferFailed], str]] = {
-    BUSY: (DonorBusy, "serves as many as it can"),
-    REFUSED: (TransferFailed, "gives us nothing"),
-    NOT_HERE: (ItemMissing, "does not have it"),
-    TOO_LARGE: (TransferFailed, "has it, too large for one answer: fetch it by chunks"),
-}
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class Donor:
-    """Serves a library on a transport until `close()`; after that the transport has no donor any more.
-
-    `failure` is why nobody is accepted any more, if that is so.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        library: Library,
-        *,
-        may_read: Callable[[str], bool] = lambda peer: True,
-        max_streams: int = MAX_STREAMS,
-        max_streams_of_one: int = MAX_STREAMS_OF_ONE,
-    ) -> None:
-        self.failure: BaseException | None = None
-        self._transport, self._library, self._may_read = transport, library, may_read
-        self._max_streams, self._max_of_one = max_streams, max_streams_of_one
-        self._streams: set[Stream] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name=f"donor-{transport.identity}", daemon=True)
-        self._accepting.start()
-
-    def close(self) -> None:
-        self._transport.forget(CHANNEL)
-        with self._lock:
-            self._closed = True
-            streams = list(self._streams)
-        for stream in streams:
-            stream.close()
-        self._accepting.join()
-
-    def _accept(self) -> None:
-        try:
-            while not self._closed:
-                self._accept_one()
-        except StreamClosed:  # the transport is
-            pass
-        except BaseException as error:
-            self.failure = error
-            log.exception("%s gives nothing to others any more", self._transport.identity)
-
-    def _accept_one(self) -> None:
-        try:
-            stream = self._transport.accept(CHANNEL, timeout_s=SLICE_S)
-        except TransportTimeout:
-            return
-        refusal = self._admit(stream)
-        try:
-            if not refusal:
-                threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
-                return
-            stream.send(refusal, timeout_s=GREETING_S)
-        except (TransportError, RuntimeError) as error:  # RuntimeError: out of threads, others must get in later
-            log.warning("%s cannot serve %s: %s", self._transport.identity, stream.peer, error)
-        self._let_go(stream)
-
-    def _admit(self, stream: Stream) -> int:
-        """BUSY, REFUSED, or 0 for a stream that is served."""
-        if not self._may_read(stream.peer):
-            return REFUSED
-        with self._lock:
-            of_peer = sum(other.peer == stream.peer for other in self._streams)
-            if self._closed or len(self._streams) >= self._max_streams or of_peer >= self._max_of_one:
-                log.info("%s is too busy for %s", self._transport.identity, stream.peer)
-                return BUSY
-            self._streams.add(stream)
-        return 0
-
-    def _let_go(self, stream: Stream) -> None:
-        stream.close()
-        with self._lock:
-            self._streams.discard(stream)
-
-    def _serve(self, stream: Stream) -> None:
-        try:
-            stream.send(READY, timeout_s=IDLE_S)
-            while self._may_read(stream.peer):
-                self._answer(stream, stream.receive(_request_only, timeout_s=IDLE_S))
-            stream.send(REFUSED, timeout_s=IDLE_S)
-        except (FrameError, Malformed) as bad:
-            log.warning("%s asks for what is no request: %s", stream.peer, bad)
-        except TransportError as gone:
-            log.debug("%s has gone: %s", stream.peer, gone)
-        except Exception:  # a thread's outermost frame: the owner's on_missing or may_read, say
-            log.exception("%s could not be served", stream.peer)
-        finally:
-            self._let_go(stream)
-
-    def _answer(self, stream: Stream, request: Frame) -> None:
-        reader = Reader(request.head)
-        item = self._library.get(reader.text(MAX_NAME_BYTES))
-        kind, head, payload = _answer_to(request.kind, reader, item)
-        stream.send(kind, head, payload, timeout_s=IDLE_S)
-
-
-def _answer_to(kind: int, reader: Reader, item: Item | None) -> tuple[int, bytes, bytes | memoryview]:
-    number, digest = (reader.integer(4), reader.take(DIGEST_BYTES)) if kind == CHUNK else (0, b"")
-    reader.finish()
-    if item is None or (kind == CHUNK and (number >= item.count or item.digest(number) != digest)):
-        return NOT_HERE, b"", b""
-    if kind == DESCRIBE:
-        return BYTES, b"", item.description().encode()
-    if kind == CHUNK:
-        return BYTES, b"", item.chunk(number)
-    if item.size > MAX_WHOLE_BYTES:
-        return TOO_LARGE, b"", b""
-    return BYTES, hashlib.sha256(item.data).digest(), item.data
-
-
-def _request_only(kind: int, head: bytes, length: int) -> memoryview:
-    if kind not in (DESCRIBE, WHOLE, CHUNK) or length or len(head) > MAX_REQUEST_BYTES:
-        raise FrameError(f"frame of kind {kind} with {len(head)} and {length} bytes, a request was due")
-    return memoryview(bytearray())
-
-
-def ask(transport: Transport, address: PeerAddress, name: str, *, limit: int, timeout_s: float) -> bytes:
-    """One small item (16 MiB at most) from one peer, all of it within the time; else TransferFailed."""
-    frame = _one_answer(transport, address, WHOLE, name, limit, timeout_s)
-    if hashlib.sha256(frame.payload).digest() != frame.head:
-        raise WrongBytes(f"{name!r}: what {address.identity} sent is not what its digest says")
-    return bytes(frame.payload)
-
-
-def describe(transport: Transport, address: PeerAddress, name: str, timeout_s: float) -> Parcel:
-    """What one peer says of its item. Whoever makes room for it first compares the size with what it expects."""
-    frame = _one_answer(transport, address, DESCRIBE, name, MAX_PARCEL_BYTES, timeout_s)
-    try:
-        parcel = Parcel.decode(frame.payload)
-    except ParcelRefused as bad:
-        raise ParcelRefused(f"{name!r} of {address.identity}: {bad}") from None
-    if parcel.name != name:
-        raise ParcelRefused(f"{name!r} of {address.identity}: it describes {parcel.name!r}")
-    return parcel
-
-
-def _one_answer(
-    transport: Transport, address: PeerAddress, kind: int, name: str, limit: int, timeout_s: float
-) -> Frame:
-    deadline, request = deadline_in(timeout_s), packing.text(name, MAX_NAME_BYTES)
-
-    def attempt() -> Frame:
-        stream = transport.connect(address, CHANNEL, timeout_s=seconds_to(deadline) or 0.0)
-        with _closed_at(deadline, stream):
-            _hear(stream, READY, _up_to(0), name)
-            stream.send(kind, request)
-            return _hear(stream, BYTES, _up_to(limit), name)
-
-    try:
-        return _unless_busy(attempt, deadline, threading.Event())
-    except TransportError as error:
-        reason = str(error) if seconds_to(deadline) else f"not all of it came within {timeout_s} s"
-        raise TransferFailed(f"{name!r} of {address.identity}: {reason}", {address.identity: reason}) from None
-
-
-@contextmanager
-def _closed_at(deadline: Deadline, stream: Stream) -> Iterator[None]:
-    """However slowly a peer sends: closing the stream is what ends a frame that has begun."""
-    timer = threading.Timer(seconds_to(deadline) or 0.0, stream.close)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        stream.close()
-
-
-def _unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Event) -> T:
-    """Again and again until the deadline, as long as the donor is busy; and then that is the reason."""
-    busy: DonorBusy | None = None
-    while True:
-        try:
-            return attempt()
-        except DonorBusy as error:
-            busy = error
-        except TransportError:
-            if busy is None or seconds_to(deadline):
-                raise
-        if not seconds_to(deadline) or over.wait(SLICE_S):
-            raise busy
-
-
-def _hear(stream: Stream, kind: int, place: Place, name: str) -> Frame:
-    """The donor's next frame, if it is of that kind."""
-    frame = stream.receive(place)
-    if frame.kind == kind:
-        return frame
-    error, reason = REFUSALS.get(frame.kind, (TransferFailed, f"answers with a frame of kind {frame.kind}"))
-    raise error(f"{name!r}: {stream.peer} {reason}", {stream.peer: reason})
-
-
-def _up_to(limit: int) -> Place:
-    def place(kind: int, head: bytes, length: int) -> memoryview:
-        if length > (limit if kind == BYTES else 0):
-            raise FrameError(f"frame of kind {kind} with {length} bytes, at most {limit} were asked for")
-        return memoryview(bytearray(length))
-
-    return place
-
-
-def _into(room: memoryview) -> Place:
-    def place(kind: int, head: bytes, length: int) -> memoryview:
-        if length != (len(room) if kind == BYTES else 0):
-            raise FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")
-        return room[:length]
-
-    return place
 
 
 class Board:
@@ -429,7 +192,7 @@ class Transfer:
     def _use(self, line: Line) -> None:
         try:
             deadline = deadline_in(self._patience_s)
-            self._take_from(line, _unless_busy(lambda: self._connect(line), deadline, self._over))
+            self._take_from(line, unless_busy(lambda: self._connect(line), deadline, self._over))
         except (TransferFailed, TransportError) as error:
             self._give_up(line, str(error))
         finally:
@@ -444,7 +207,7 @@ class Transfer:
         if self._over.is_set():
             line.close()
         try:
-            _hear(stream, READY, _up_to(0), self.parcel.name)
+            hear(stream, READY, up_to(0), self.parcel.name)
         except DonorBusy:
             line.close()
             raise
@@ -464,7 +227,7 @@ class Transfer:
         while self._ask_ahead(line, stream):
             number = line.asked[0]
             chunk = room[: len(self.out[self.parcel.chunk(number)])]
-            _hear(stream, BYTES, _into(chunk), self.parcel.name)
+            hear(stream, BYTES, _into(chunk), self.parcel.name)
             if hashlib.sha256(chunk).digest() != self.parcel.digests[number]:
                 raise WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")
             self._deliver(line, chunk)
@@ -517,3 +280,12 @@ def fetch(
     transfer = Transfer(parcel, donors, transport, out, have=have, patience_s=patience_s)
     transfer.run(stop, on_progress or (lambda here, size: None))
     return transfer.taken
+
+
+def _into(room: memoryview) -> Place:
+    def place(kind: int, head: bytes, length: int) -> memoryview:
+        if length != (len(room) if kind == BYTES else 0):
+            raise FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")
+        return room[:length]
+
+    return place

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.transfer import ask
+from diloco.checkpoint.asking import ask
 from diloco.comm.codec import CODECS, warm_up
 from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.donor import Donor
 from diloco.checkpoint.library import Library
 from diloco.checkpoint.log import OuterLog, payload_name
 from diloco.checkpoint.replica import Replica, vector_name, vectors_digest
-from diloco.checkpoint.transfer import Donor
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.fetching import (
     Manifest,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.asking import ask, describe
 from diloco.checkpoint.library import Parcel
 from diloco.checkpoint.log import Entry, payload_name
 from diloco.checkpoint.replica import vector_name, vectors_digest
-from diloco.checkpoint.transfer import ask, describe, fetch
+from diloco.checkpoint.transfer import fetch
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.record import EMPTY, Record
 from diloco.elastic.state import RunState

@@ -10,25 +10,11 @@ from random import Random
 
 import pytest
 
-from diloco.checkpoint import transfer
+from diloco.checkpoint import donor
+from diloco.checkpoint.asking import ask, describe
+from diloco.checkpoint.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
 from diloco.checkpoint.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
-from diloco.checkpoint.transfer import (
-    BUSY,
-    BYTES,
-    CHANNEL,
-    CHUNK,
-    DESCRIBE,
-    MAX_ASKED,
-    NOT_HERE,
-    READY,
-    WHOLE,
-    Board,
-    Donor,
-    Transfer,
-    ask,
-    describe,
-    fetch,
-)
+from diloco.checkpoint.transfer import MAX_ASKED, Board, Transfer, fetch
 from diloco.comm import packing
 from diloco.comm.direct import DirectTransport
 from diloco.comm.frame import Buffer
@@ -91,8 +77,8 @@ class Swarm:
         return Transfer(PARCEL, self.addresses, self.me, memoryview(out), **options)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        for donor in self.donors.values():
-            donor.close()
+        for source in self.donors.values():
+            source.close()
         for transport in [self.me, *self.transports.values()]:
             transport.close()
 
@@ -155,8 +141,8 @@ def test_over_tls_nothing_stays_open():
     assert out == STATE and sum(taken.values()) == len(STATE)
     until(lambda: threading.active_count() <= threads and open_files() <= files)
 
-    for donor in donors:
-        donor.close()
+    for source in donors:
+        source.close()
     with pytest.raises(TransferFailed, match="'state' of a"):
         ask(me, addresses["a"], "state", limit=1, timeout_s=SOON)  # refused at once, not after the time
     for transport in [me, *transports.values()]:
@@ -421,7 +407,7 @@ def test_an_answer_beyond_its_limit_is_not_let_in(swarm):
 
 
 def test_an_item_too_large_for_one_answer_says_so(swarm):
-    swarm.donor("a", holding(bytes(transfer.MAX_WHOLE_BYTES + 1)))
+    swarm.donor("a", holding(bytes(donor.MAX_WHOLE_BYTES + 1)))
     with pytest.raises(TransferFailed, match="fetch it by chunks"):
         ask(swarm.me, PeerAddress("a"), "state", limit=1 << 30, timeout_s=SOON)
 
@@ -532,7 +518,7 @@ def test_a_peer_has_a_few_streams_and_all_peers_some(swarm):
 
 
 def test_a_fetch_waits_for_a_donor_that_is_busy(swarm, caplog):
-    caplog.set_level("INFO", logger=transfer.__name__)
+    caplog.set_level("INFO", logger=donor.__name__)
     swarm.donor("a", max_streams=1)
     other = swarm.network.transport("other")
     holder = greeted(other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON))
@@ -554,7 +540,7 @@ def test_who_may_not_read_gets_nothing(swarm):
     readers.clear()
     stream.send(WHOLE, NAME)  # it had been let in; this one is answered
     assert stream.receive(timeout_s=SOON).kind == BYTES
-    assert stream.receive(timeout_s=SOON).kind == transfer.REFUSED
+    assert stream.receive(timeout_s=SOON).kind == donor.REFUSED
     with pytest.raises(TransferFailed, match="a gives us nothing"):
         ask(swarm.me, PeerAddress("a"), "state", limit=9, timeout_s=SOON)
     with pytest.raises(TransferFailed, match="a gives us nothing"):
