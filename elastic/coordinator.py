@@ -65,8 +65,11 @@ class Coordinator(Member):
 
     def _on_answer(self, sender: str, answer: Promise | Ready | Done | Failed, now: float) -> None:
         term = self.term
-        if term is None or not self._same_key(answer.key):
-            return  # late, or of another branch
+        if not self._same_key(answer.key):
+            self._count_misfit(sender, now)  # late, or of another branch
+            return
+        if term is None:
+            return
         match answer:
             case Promise() if answer.term == term.number:
                 self._on_promise(term, sender, answer)
@@ -79,6 +82,8 @@ class Coordinator(Member):
                 term.settle_at = term.settle_at or now + self.options.settle_s
                 if answer.blamed == sender:  # it cannot give what it offered
                     term.ready.pop(sender, None)
+            case _:
+                self._count_misfit(sender, now)
 
     def _on_promise(self, term: Term, sender: str, promise: Promise) -> None:
         before = term.answers.get(sender)

@@ -26,6 +26,7 @@ from diloco.elastic.seat import Following, Seat
 from diloco.elastic.state import RunState
 from diloco.errors import RecordInvalid
 
+MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends a few
 MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
 
 
@@ -75,6 +76,7 @@ class Member(Seat):
     def _on_collect(self, sender: str, collect: Collect, now: float) -> None:
         self._meet(sender, collect.head, now)
         if not self._same_key(Key(collect.head.round + 1, collect.head.digest)):
+            self._count_misfit(sender, now)
             self._say(sender, self.heartbeat())
             return
         if collect.term > self._highest_term + MAX_TERMS_AHEAD:
@@ -87,6 +89,15 @@ class Member(Seat):
         self._promise(max(ballot, self.promise), now)
         self._say(sender, Promise(self.state.key, collect.term, self.incarnation, self.want, self.held))
         self._say_ready()
+
+    def _count_misfit(self, sender: str, now: float) -> None:
+        """One late message is nobody's fault; a stream of them is."""
+        view = self.peers.view(sender, now)
+        if now - view.misfits_since > self.options.silence_s:
+            view.misfits, view.misfits_since = 0, now
+        view.misfits += 1
+        if view.misfits > MAX_MISFITS:
+            self._ban(sender, "keeps sending ballots and answers of other rounds", now)
 
     def _promise(self, ballot: Ballot, now: float) -> None:
         """Nothing below it is finished or served from here on."""
@@ -112,9 +123,11 @@ class Member(Seat):
 
     def _on_begin(self, sender: str, begin: Begin, now: float) -> None:
         if not self._same_key(begin.key):
+            self._count_misfit(sender, now)
             self._say(sender, self.heartbeat())
             return
         if begin.ballot < self.promise:
+            self._count_misfit(sender, now)
             self._say(sender, Nack(self.state.key, self.promise))
             return
         following = self.following

@@ -22,6 +22,8 @@ class PeerView:
     banned_until: float = 0.0
     fetch_at: float = 0.0  # its state could not be fetched: not before then again
     fetches_failed: int = 0  # since one succeeded
+    misfits: int = 0  # messages that belong to other rounds or ballots, since `misfits_since`
+    misfits_since: float = 0.0
 
 
 @dataclass

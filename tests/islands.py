@@ -131,7 +131,9 @@ def introduce(islands: list[TestIsland]) -> None:
         island.driver.know({other.name: PeerAddress(other.name) for other in islands})
 
 
-def wait_for(condition: Callable[[], bool], islands: list[TestIsland], timeout_s: float = 30.0) -> None:
+def wait_for(
+    condition: Callable[[], bool], islands: list[TestIsland], timeout_s: float = 30.0, pause_s: float = 0.01
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         for island in islands:
@@ -141,4 +143,4 @@ def wait_for(condition: Callable[[], bool], islands: list[TestIsland], timeout_s
                 raise island.driver.failure
         if time.monotonic() > deadline:
             raise TimeoutError([(i.name, i.state.head.round, i.notes[-3:]) for i in islands])
-        time.sleep(0.01)
+        time.sleep(pause_s)
