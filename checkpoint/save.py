@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from diloco.errors import SaveError
 
 KEEP = 2
-FACTS = ("step", "round", "outer_step", "position", "skipped", "skipped_before", "data", "config")
+FACTS = (
+    "step", "round", "outer_step", "exchange", "launched", "position", "skipped", "skipped_before", "data", "config",
+)  # fmt: skip
 
 
 def write_save(

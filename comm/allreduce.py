@@ -69,8 +69,9 @@ class Reduction:
         self.plan = plan
         self.me = plan.members.index(transport.identity)
         self.others = [peer for peer in plan.members if peer != transport.identity]
-        self.result = torch.empty_like(contribution) if result is None else result
-        assert self.result.numel() == contribution.numel()
+        size = plan.result_codec.size(plan.count)
+        self.result = contribution.new_empty(size) if result is None else result
+        assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
         self.waiting_for = ""  # whose chunk this member needs next, to go on with its own span
         self._contribution = contribution
@@ -144,7 +145,7 @@ class Reduction:
             self._sent(peer)
         for number, chunk in enumerate(self._mine):
             self._reduced.reach(number + 1)
-            stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.bytes_of(chunk)])
+            stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(chunk)])
             self._sent(peer)
         stream.end()
 
@@ -162,7 +163,7 @@ class Reduction:
             window.filled()
             self._received(peer)
         for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
-            room = result[self.plan.bytes_of(chunk)]
+            room = result[self.plan.result_bytes_of(chunk)]
             stream.receive(_expect(RESULT, number, room))
             self._refuse_bad_result(peer, chunk, room)
             self._received(peer)
@@ -170,12 +171,12 @@ class Reduction:
 
     def _reduce(self) -> None:
         for number, chunk in enumerate(self._mine):
-            place, slot = self.plan.bytes_of(chunk), self._slots[number % WINDOW]
-            slot[self.me, : self._size(chunk)].copy_(self._contribution[place])
+            slot, room = self._slots[number % WINDOW], self.result[self.plan.result_bytes_of(chunk)]
+            slot[self.me, : self._size(chunk)].copy_(self._contribution[self.plan.bytes_of(chunk)])
             for peer, payload in zip(self.plan.members, slot[:, : self._size(chunk)], strict=True):
                 self._await_good(peer, number, payload, chunk)
-            count, key, room = chunk.hi - chunk.lo, self.plan.key, self.result[place]
-            self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room)
+            count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
+            self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room, result)
             self._refuse_bad_result(self.plan.members[self.me], chunk, room)
             for window in self._windows.values():
                 window.free()
@@ -187,13 +188,13 @@ class Reduction:
             self._windows[peer].wait_for(number)
         self.waiting_for = ""
         try:
-            self.plan.codec.refuse_nonfinite(payload, chunk.hi - chunk.lo)
+            self.plan.codec.refuse_bad(payload, chunk.hi - chunk.lo)
         except CodecError as bad:
             raise ContributionRefused(peer, bad) from None
 
     def _refuse_bad_result(self, owner: str, chunk: Span, payload: Tensor) -> None:
         try:
-            self.plan.codec.refuse_nonfinite(payload, chunk.hi - chunk.lo)
+            self.plan.result_codec.refuse_bad(payload, chunk.hi - chunk.lo)
         except CodecError as bad:
             raise ReduceFailed(f"{self.plan.channel}: the mean that {owner} worked out: {bad}", owner) from None
 

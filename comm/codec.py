@@ -1,407 +1,54 @@
-"""How vectors travel: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding.
+"""How vectors travel: all codecs by name. Each is in `codec_dense`, `sign`, `sparse`, `dct` or `lowrank`.
 
-A vector is cut into *pages* of 32768 values at absolute positions, a page into *blocks* of 256. An encoded page is the
-scales of its blocks (fp32; none for fp32 and bf16), then the packed values of its blocks. Its bytes depend only on the
-values, the position and the key, so however a vector is cut into spans and chunks of whole pages, the bytes are the
-same. Only the last page of a vector may be short; its last block is filled up with zeros.
-
-Encoding and decoding use individually rounded fp32 operations, so that ARM, x86 and CUDA agree bit for bit. On a CPU
-a page goes through all its operations in scratch memory that stays in the cache.
+Four are for contributions under error feedback: `sparse`, `sign`, `dct` and `lowrank`. A mean of such vectors is none
+of its kind and has nobody to feed errors back, so it travels value by value: `result_codec_for` says how.
 """
 
-import importlib
-import importlib.util
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
 from functools import cache
-from types import ModuleType
 
 import torch
-from torch import Tensor
 
-from diloco.comm.noise import PAGE, NoiseKey, add_noise
+from diloco.comm.chunks import CHUNK
+from diloco.comm.codec_base import Codec
+from diloco.comm.codec_dense import BLOCK, Bf16, Fp4, Fp32, Int4, Int8
+from diloco.comm.dct import Dct
+from diloco.comm.lowrank import LowRank
+from diloco.comm.noise import PAGE, NoiseKey
+from diloco.comm.sign import Sign
+from diloco.comm.sparse import KEPT, Sparse, union
 from diloco.errors import CodecError
 
-BLOCK = 256
-HALF = BLOCK // 2
-GROUP = 8  # pages that a CPU works on at once: they stay in the cache, and pay for each operation's start
-REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38: it was not encoded"
-NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
-TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Memory to work in, [blocks, BLOCK] each."""
-
-    floats: Tensor
-    bytes: Tensor
-
-    @classmethod
-    def new(cls, blocks: int, device: torch.device) -> "Scratch":
-        floats = torch.empty(blocks, BLOCK, device=device)
-        return cls(floats, torch.empty(blocks, BLOCK, dtype=torch.int8, device=device))
-
-    def of(self, blocks: int) -> "Scratch":
-        return Scratch(self.floats[:blocks], self.bytes[:blocks])
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stretch of whole pages, or the short last one, with its encoded bytes."""
-
-    first_page: int
-    values: Tensor
-    scales: Tensor  # fp32 [pages, blocks a page], a view of the bytes
-    packed: Tensor  # uint8 [pages, bytes a page], a view of the bytes
-    scratch: Scratch
-
-
-@dataclass(frozen=True)
-class Noise:
-    key: NoiseKey
-    first_page: int
-
-    def add_to(self, values: Tensor) -> Tensor:
-        return add_noise(values, self.key, self.first_page)
-
-    def whole_numbers(self, like: Tensor, below: int) -> Tensor:
-        """The noise as int32 in [0, below), in the shape of `like`."""
-        return self.add_to(torch.zeros_like(like)).mul_(below).to(torch.int32)
-
-
-class Codec(ABC):
-    name: str
-    bits: int  # of one packed value
-    scale_bytes: int = 4  # of one block
-
-    def size(self, count: int) -> int:
-        """Exactly this many bytes carry `count` values."""
-        return -(-count // BLOCK) * (BLOCK * self.bits // 8 + self.scale_bytes)
-
-    def encode(
-        self, values: Tensor, key: NoiseKey, start: int = 0, *, out: Tensor | None = None, defer: bool = False
-    ) -> Tensor:
-        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page.
-
-        NaN and infinity are refused, for which a GPU must be waited for. With `defer` nobody waits: the bytes then say
-        NaN where the values do, and the caller asks `refuse_nonfinite` before it uses them.
-        """
-        assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
-        if values.requires_grad or not values.is_contiguous():
-            values = values.detach().contiguous()
-        size = self.size(len(values))
-        payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
-        assert payload.numel() == size
-        if len(values) and not self._encode_fused(values, key, start // PAGE, payload):
-            for part in self._parts(values, payload):
-                self._encode(_whole_blocks(part.values), Noise(key, start // PAGE + part.first_page), part)
-        if not defer:
-            self.refuse_nonfinite(payload, len(values), REFUSED)
-        return payload
-
-    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
-        """In one kernel, where the codec has one and the machine can build it."""
-        return False
-
-    def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
-        """The values behind `size(count)` bytes."""
-        values = torch.empty(count, device=payload.device) if out is None else out
-        assert len(values) == count and values.is_contiguous()
-        values = values.detach()
-        self._check(payload, count)
-        if count and not self._accumulate_fused(payload, values, 1.0, fresh=True):
-            self._accumulate(payload, values.zero_(), 1.0)
-        return values
-
-    def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
-        """Add the decoded values to `into`, each block's scale times `share` (as fp32) in place of its scale."""
-        self._check(payload, len(into))
-        into = into.detach()
-        assert into.is_contiguous()
-        if len(into) and not self._accumulate_fused(payload, into, share, fresh=False):
-            self._accumulate(payload, into, share)
-
-    def mean(
-        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, start: int, count: int, out: Tensor
-    ) -> None:
-        """The encoded sum of `shares` of what the rows of `payloads` say, added up in their order.
-
-        A row may be longer than its payload. The caller has asked `refuse_nonfinite` of each, and does of the result.
-        """
-        if count and not self._mean_fused(payloads, shares, key, start // PAGE, count, out):
-            total = torch.zeros(count, device=payloads.device)
-            for payload, share in zip(payloads, shares, strict=True):
-                self.accumulate(payload[: self.size(count)], total, share)
-            self.encode(total, key, start, out=out, defer=True)
-
-    def _mean_fused(
-        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
-    ) -> bool:
-        return False
-
-    def _accumulate(self, payload: Tensor, into: Tensor, share: float) -> None:
-        factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
-        for part in self._parts(into, payload):
-            decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
-            part.values.add_(decoded.flatten()[: len(part.values)])
-
-    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> bool:
-        """In one kernel, where there is one; `fresh` memory is taken for zeros."""
-        return False
-
-    def _check(self, payload: Tensor, count: int) -> None:
-        if payload.dtype != torch.uint8 or payload.numel() != self.size(count):
-            raise CodecError(f"{self.name}: {count} values take {self.size(count)} bytes, not {payload.numel()}")
-        self.refuse_nonfinite(payload, count, NOT_DECODED)
-
-    def refuse_nonfinite(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
-        """Bytes from elsewhere may say anything: whether every one of `count` values would be finite."""
-        if not self._is_finite(payload, count):
-            raise CodecError(f"{self.name}: {what_then}")
-
-    def _is_finite(self, payload: Tensor, count: int) -> bool:
-        views = (self._split(payload, *cut) for cut in _cuts(count, max(count, 1)))
-        return all(torch.isfinite(self._largest_possible(*view)).all() for view in views)
-
-    def _split(self, payload: Tensor, pages: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
-        cut = self.scale_bytes * -(-(hi - lo) // BLOCK) // pages
-        return raw[:, :cut].view(torch.float32), raw[:, cut:]
-
-    def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
-        """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
-        on_cpu = values.device.type == "cpu"
-        for pages, lo, hi in _cuts(len(values), GROUP if on_cpu else len(values)):
-            blocks = -(-(hi - lo) // BLOCK)
-            scratch = _scratch().of(blocks) if on_cpu else Scratch.new(blocks, values.device)
-            yield Part(lo // PAGE, values[lo:hi], *self._split(payload, pages, lo, hi), scratch)
-
-    @abstractmethod
-    def bound(self, rows: Tensor) -> Tensor:
-        """The largest error that a value may show after decoding; fp32 [blocks, BLOCK] in and out."""
-
-    @abstractmethod
-    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        """Numbers that are finite only if every decoded value is."""
-
-    @abstractmethod
-    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
-        """Fill the part's scales and packed values from fp32 [blocks, BLOCK]; what is not finite stays so."""
-
-    @abstractmethod
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        """The values, fp32 [blocks, BLOCK], with these scales; may lie in the part's scratch memory."""
-
-
-class Fp32(Codec):
-    name, bits, scale_bytes = "fp32", 32, 0
-
-    def bound(self, rows: Tensor) -> Tensor:
-        return torch.zeros_like(rows)
-
-    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        return packed.view(torch.float32)
-
-    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
-        part.packed.view(torch.float32).copy_(rows.view(len(part.packed), -1))
-
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        return torch.mul(part.packed.view(torch.float32).reshape(-1, BLOCK), scales, out=part.scratch.floats)
-
-
-class Bf16(Codec):
-    """The upper half of the bits; adding the noise to the lower half first makes the cut a stochastic rounding."""
-
-    name, bits, scale_bytes = "bf16", 16, 0
-
-    def bound(self, rows: Tensor) -> Tensor:
-        return (rows.abs() * 2.0**-7).clamp(min=2.0**-133)  # one step of 7 bits, or of the denormals
-
-    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        return packed.view(torch.bfloat16)
-
-    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
-        bits = part.scratch.floats.copy_(rows).view(torch.int32)
-        sign = bits & -0x80000000
-        infinite = bits.bitwise_and_(0x7FFFFFFF) >= 0x7F800000
-        bits.add_(noise.whole_numbers(rows, 65536)).clamp_(max=0x7F7FFFFF)  # never up to infinity
-        bits.masked_fill_(infinite, 0x7FC00000).bitwise_or_(sign).bitwise_right_shift_(16)
-        part.packed.view(torch.int16).copy_(bits.view(len(part.packed), -1))
-
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        bits = part.scratch.floats.view(torch.int32)
-        bits.copy_(part.packed.view(torch.int16).reshape(-1, BLOCK)).bitwise_left_shift_(16)
-        return part.scratch.floats.mul_(scales)
-
-
-class Scaled(Codec):
-    """A block's largest magnitude is `levels` times its scale; values are whole numbers of scales."""
-
-    levels: int
-
-    def bound(self, rows: Tensor) -> Tensor:
-        peak = rows.abs().amax(1, keepdim=True)
-        return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
-
-    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        return scales * float(self.levels + 1)  # bytes from elsewhere may say one more than we ever do
-
-    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
-        peak = torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True)
-        empty = peak < TINY
-        shrunk = peak * (1 - 2.0**-22)  # so that levels times the rounded scale is never beyond the largest number
-        scales = (shrunk / torch.full_like(peak, float(self.levels))).masked_fill_(empty, 0.0)
-        part.scales.copy_(scales.view(part.scales.shape))
-        self._pack(self._numbers(rows, peak, empty, noise, part.scratch), part)
-
-    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
-        """floor(y + noise) in [-levels, levels]. A hair below `levels` at the peak, so that no rounding passes it."""
-        steps = (torch.full_like(peak, self.levels - 2.0**-12) / peak).masked_fill_(empty, 0.0)
-        return noise.add_to(torch.mul(rows, steps, out=scratch.floats)).floor_()
-
-    def _pack(self, numbers: Tensor, part: Part) -> None:
-        """As nibbles: the first half of a block low, the second high."""
-        small = part.scratch.bytes.copy_(numbers)
-        nibbles = (small[:, :HALF] & 15).bitwise_or_(small[:, HALF:] << 4)
-        part.packed.view(torch.int8).copy_(nibbles.view(len(part.packed), -1))
-
-
-class Integer(Scaled):
-    """Has kernels of its own where Triton (CUDA) or Numba (CPU) can compile them; elsewhere torch does."""
-
-    def _encode_fused(self, values: Tensor, key: NoiseKey, first_page: int, payload: Tensor) -> bool:
-        kernels = _kernels(values.device.type)
-        if kernels is not None:
-            kernels.encode(values, key, first_page, self.levels, payload)
-        return kernels is not None
-
-    def _accumulate_fused(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> bool:
-        kernels = _kernels(into.device.type)
-        if kernels is not None:
-            kernels.accumulate(payload, into, share, self.levels, fresh)
-        return kernels is not None
-
-    def _mean_fused(
-        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
-    ) -> bool:
-        kernels = _kernels(payloads.device.type)
-        if kernels is None or not hasattr(kernels, "mean"):
-            return False
-        kernels.mean(payloads, shares, count, key, first_page, self.levels, out)
-        return True
-
-    def _is_finite(self, payload: Tensor, count: int) -> bool:
-        kernels = _kernels(payload.device.type)
-        if kernels is None or not hasattr(kernels, "is_finite"):
-            return super()._is_finite(payload, count)
-        finite: bool = kernels.is_finite(payload, self.levels)
-        return finite
-
-
-class Int8(Integer):
-    name, bits, levels = "int8", 8, 127
-
-    def _pack(self, numbers: Tensor, part: Part) -> None:
-        part.packed.view(torch.int8).copy_(numbers.view(len(part.packed), -1))
-
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        pages = part.scratch.floats.view(len(part.packed), -1)
-        return pages.copy_(part.packed.view(torch.int8)).view(-1, BLOCK).mul_(scales)
-
-
-class Int4(Integer):
-    name, bits, levels = "int4", 4, 7
-
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        nibbles, small = part.packed.reshape(-1, HALF).view(torch.int8), part.scratch.bytes
-        torch.bitwise_left_shift(nibbles, 4, out=small[:, :HALF]).bitwise_right_shift_(4)
-        torch.bitwise_right_shift(nibbles, 4, out=small[:, HALF:])
-        return part.scratch.floats.copy_(small).mul_(scales)
-
-
-class Fp4(Scaled):
-    """Sign and three exponent bits: 0 and 2^-6 … 1 of the block's largest magnitude.
-
-    Between two powers of two the mantissa is the share of the way up, so adding noise to it rounds stochastically.
-    Below 2^-6 the share is taken after adding 2^-6, which moves [0, 2^-6) to [2^-6, 2^-5).
-    """
-
-    name, bits, levels = "fp4", 4, 1
-
-    def bound(self, rows: Tensor) -> Tensor:
-        peak = rows.abs().amax(1, keepdim=True)
-        return torch.maximum(rows.abs(), peak * 2.0**-6) * (1 + 1e-5) + TINY
-
-    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
-        """Codes: sign in bit 3, exponent in bits 0 to 2."""
-        share = torch.div(scratch.floats, peak, out=scratch.floats).masked_fill_(empty, 0.0)  # it holds |rows|
-        small = share < 2.0**-6
-        share.add_(small.float().mul_(2.0**-6))
-        exponent = share.view(torch.int32).add_(noise.whole_numbers(rows, 2**23)).bitwise_right_shift_(23)
-        code = exponent.sub_(127 - 7).sub_(small.to(torch.int32)).clamp_(0, 7)
-        negative = (rows < 0).logical_and_(code > 0)  # no -0: whether rows < 0 there is a matter of denormals
-        return code.bitwise_or_(negative.to(torch.int32).bitwise_left_shift_(3))
-
-    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        return scales
-
-    def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        """A code's low bits are an exponent: 2^(code - 7), or nothing for code 0."""
-        packed, small = part.packed.reshape(-1, HALF), part.scratch.bytes.view(torch.uint8)
-        torch.bitwise_and(packed, 15, out=small[:, :HALF])
-        torch.bitwise_right_shift(packed, 4, out=small[:, HALF:])
-        code = small.to(torch.int32)
-        power = code & 7
-        bits = (
-            (power + (127 - 7)).bitwise_left_shift_(23).mul_(power > 0).bitwise_or_((code & 8).bitwise_left_shift_(28))
-        )
-        return torch.mul(bits.view(torch.float32), scales, out=part.scratch.floats)
+__all__ = ["BLOCK", "CODECS", "Codec", "codec_named", "result_codec_for", "warm_up"]
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (Fp32(), Bf16(), Int8(), Int4(), Fp4(), Sparse(), Sign(), Dct(), LowRank())
+}  # fmt: skip
+UNION = re.compile(r"union:([1-9][0-9]{1,3})", re.ASCII)
 
 
 @cache
-def _kernels(device: str) -> ModuleType | None:
-    compiler, module = {"cuda": ("triton", "codec_cuda"), "cpu": ("numba", "codec_cpu")}.get(device, ("", ""))
-    if not compiler or importlib.util.find_spec(compiler) is None:
-        return None
-    kernels = importlib.import_module(f"diloco.comm.{module}")
-    if device == "cpu":
-        kernels.prepare()
-    return kernels
+def codec_named(name: str) -> Codec:
+    """One of CODECS, or `union:K` with K values of each chunk of 4096. Names come from peers: any other is refused."""
+    if name in CODECS:
+        return CODECS[name]
+    match = UNION.fullmatch(name)
+    if match and int(match[1]) <= CHUNK and int(match[1]) % KEPT == 0:
+        return union(int(match[1]))
+    raise CodecError(f"there is no codec {name[:60]!r}")
 
 
-def warm_up() -> None:
-    """Compile what a CPU needs, or load it: seconds that no round should wait for."""
-    _kernels("cpu")
+def result_codec_for(name: str, members: int) -> str:
+    """How a mean of so many contributions travels. Where most of a chunk may be kept, int8 is the smaller one."""
+    if codec_named(name).closed:
+        return name
+    together = union(min(KEPT * members, CHUNK))
+    return together.name if name == "sparse" and together.size(PAGE) < CODECS["int8"].size(PAGE) else "int8"
 
 
-def _cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:
-    """(pages, lo, hi): whole pages, up to `group` together, and then the short last one."""
-    whole = count // PAGE
-    for page in range(0, whole, group):
-        pages = min(group, whole - page)
-        yield pages, page * PAGE, (page + pages) * PAGE
-    if whole * PAGE < count:
-        yield 1, whole * PAGE, count
-
-
-def _whole_blocks(values: Tensor) -> Tensor:
-    """As [blocks, BLOCK], the last one filled up with zeros."""
-    if missing := -len(values) % BLOCK:
-        values = torch.cat((values, values.new_zeros(missing)))
-    return values.view(-1, BLOCK)
-
-
-def _scratch() -> Scratch:
-    """This thread's own, a group of pages large."""
-    if not hasattr(_per_thread, "scratch"):
-        _per_thread.scratch = Scratch.new(GROUP * PAGE // BLOCK, torch.device("cpu"))
-    scratch: Scratch = _per_thread.scratch
-    return scratch
-
-
-_per_thread = threading.local()
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8(), Int4(), Fp4())}
+def warm_up(name: str = "int8") -> None:
+    """Compile what a CPU needs for this codec and its results, or load it: seconds that no round should wait for."""
+    for each in (name, result_codec_for(name, members=2)):
+        codec = codec_named(each)
+        codec.decode(codec.encode(torch.ones(1), NoiseKey(0, 0, "warm-up")), 1)

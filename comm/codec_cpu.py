@@ -1,4 +1,4 @@
-"""int8 and int4 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec` computes with torch.
+"""int8 and int4 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec_dense` computes with torch.
 
 Numba compiles these loops on first use (a second; kept on disk) and needs no compiler on the machine. They hold no GIL,
 so several threads encode and decode at once. Multiplication and addition stay apart: Numba fuses them only when asked.
@@ -37,7 +37,7 @@ Bytes = NDArray[np.int8]
 log = logging.getLogger(__name__)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         dispatcher.enable_caching()
@@ -52,13 +52,18 @@ _dispatchers: list[Any] = []
 
 def prepare() -> None:
     """Compile everything, or load it from disk. Takes seconds the first time: not to be done within a round."""
+    first_run(_run_everything)
+
+
+def first_run(work: Callable[[], None]) -> None:
+    """Of compiled code, however damaged what is kept of it on disk."""
     try:
-        _run_everything()
+        work()
     except (EOFError, OSError, PickleError, ImportError, ValueError, IndexError) as damaged:
         log.warning("compiled code on disk is damaged (%s): compiling anew, without keeping it", damaged)
         for dispatcher in _dispatchers:
             dispatcher._cache = NullCache()
-        _run_everything()
+        work()
 
 
 def _run_everything() -> None:
@@ -72,31 +77,31 @@ def _run_everything() -> None:
         mean(payloads, (0.5, 0.5), count, key, 0, levels, torch.empty_like(payloads[0]))
 
 
-@_compiled
+@compiled
 def _page_bytes(levels: int) -> int:
     return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
 
 
-@_compiled
+@compiled
 def _round(row: Floats, steps: Any, noise: Floats, numbers: Bytes) -> None:
     for i in range(BLOCK):
         numbers[i] = np.int8(np.int32(np.floor(row[i] * steps + noise[i])))
 
 
-@_compiled
+@compiled
 def _pack(numbers: Bytes, out: Bytes) -> None:
     for i in range(HALF):
         out[i] = (numbers[i] & 15) | (numbers[HALF + i] << 4)
 
 
-@_compiled
+@compiled
 def _unpack(packed: Bytes, numbers: Bytes) -> None:
     for i in range(HALF):
         numbers[i] = np.int8(packed[i] << 4) >> 4
         numbers[HALF + i] = packed[i] >> 4
 
 
-@_compiled
+@compiled
 def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
     """What a block with this largest magnitude (its bits) is divided by, and what its values are multiplied with."""
     peak = np.int32(largest).view(np.float32)
@@ -107,7 +112,7 @@ def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
     return peak * SHRINK / levels, (levels - HAIR) / peak
 
 
-@_compiled
+@compiled
 def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
     """Whole blocks: loops of constant length, over the whole array's indices, are a third faster than over slices."""
     width = len(packed) // max(1, len(scales))
@@ -125,7 +130,7 @@ def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, sc
             _pack(numbers, packed[to : to + HALF])
 
 
-@_compiled
+@compiled
 def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
     """`packed` begins behind the page's scales."""
     width, whole = len(packed) // len(scales), len(values) // BLOCK
@@ -136,7 +141,7 @@ def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scal
         _encode_blocks(last, noise[whole * BLOCK :], levels, packed[whole * width :], scales[whole:])
 
 
-@_compiled
+@compiled
 def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
     page_bytes = _page_bytes(levels)
     for page in range(-(-len(values) // PAGE)):
@@ -147,7 +152,7 @@ def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Byt
         _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
 
 
-@_compiled
+@compiled
 def _is_finite(packed: Bytes, levels: Any) -> bool:
     """Whether every value that these scales allow is finite."""
     width = BLOCK if levels > 8 else HALF
@@ -161,19 +166,19 @@ def _is_finite(packed: Bytes, levels: Any) -> bool:
     return True
 
 
-@_compiled
+@compiled
 def _add(row: Floats, numbers: Bytes, scale: Any) -> None:
     for i in range(len(row)):
         row[i] += np.float32(numbers[i]) * scale
 
 
-@_compiled
+@compiled
 def _set(row: Floats, numbers: Bytes, scale: Any) -> None:
     for i in range(len(row)):
         row[i] = NOTHING + np.float32(numbers[i]) * scale  # as if added to zero: never -0
 
 
-@_compiled
+@compiled
 def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fresh: bool) -> None:
     width = len(packed) // len(scales)
     unpacked = np.empty(BLOCK, np.int8)
@@ -192,7 +197,7 @@ def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fr
             _add(row, numbers, scale)
 
 
-@_compiled
+@compiled
 def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: bool) -> None:
     page_bytes = _page_bytes(levels)
     for page in range(-(-len(into) // PAGE)):
@@ -202,7 +207,7 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
         _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part, fresh)
 
 
-@_compiled
+@compiled
 def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
     """Page by page, so that the sums stay in the cache."""
     page_bytes = _page_bytes(levels)
@@ -222,14 +227,14 @@ def mean(
     payloads: Tensor, shares: Sequence[float], count: int, key: NoiseKey, first_page: int, levels: int, out: Tensor
 ) -> None:
     """The encoded sum of shares of what the rows of `payloads` say. The caller has looked at their scales."""
-    table, starts = _noise(key, first_page, count)
+    table, starts = noise_of(key, first_page, count)
     rows, target = payloads.numpy().view(np.int8), out.numpy().view(np.int8)
     _mean(rows, np.array(shares, np.float32), count, table, starts, np.float32(levels), target)
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
     """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
-    table, starts = _noise(key, first_page, len(values))
+    table, starts = noise_of(key, first_page, len(values))
     source, target = values.numpy(), payload.numpy().view(np.int8)
     page_bytes = _page_bytes(levels)
 
@@ -237,7 +242,7 @@ def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload:
         part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
         _encode(part, table, starts[lo:hi], np.float32(levels), raw)
 
-    _spread(work, len(values))
+    spread(work, len(values))
 
 
 def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
@@ -249,10 +254,10 @@ def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: 
         part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
         _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
 
-    _spread(work, len(into))
+    spread(work, len(into))
 
 
-def _noise(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
+def noise_of(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
     """The table, and where each page starts. Not compiled: code on disk would not notice a change of noise.py."""
     first, second, seed = key.seeds
     pages = np.arange(first_page, first_page + -(-count // PAGE), dtype=np.int64)
@@ -263,7 +268,7 @@ def is_finite(payload: Tensor, levels: int) -> bool:
     return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
 
 
-def _spread(work: Callable[[int, int], None], count: int) -> None:
+def spread(work: Callable[[int, int], None], count: int) -> None:
     """Work on pages [lo, hi), in as many threads as torch uses when that is worth it."""
     pages, threads = -(-count // PAGE), min(torch.get_num_threads(), count // WORTH_A_THREAD)
     if threads < 2:

@@ -1,4 +1,4 @@
-"""int8 and int4 as one kernel each way, bit for bit what `diloco.comm.codec` computes on a CPU.
+"""int8 and int4 as one kernel each way, bit for bit what `diloco.comm.codec_dense` computes on a CPU.
 
 Division is the correctly rounded one, and the launch forbids fusing the multiplication with the addition of the noise.
 """

@@ -1,4 +1,8 @@
-"""Error feedback around any codec: what an encoding loses is added to the next one."""
+"""Error feedback around any codec: what an encoding loses is added to the next one.
+
+e <- decay e + x, send C(e), e <- e - what C(e) says. SparseLoCo forgets a little (decay 0.95): what was left out long
+ago describes parameters that have moved on.
+"""
 
 import torch
 from torch import Tensor
@@ -10,13 +14,13 @@ from diloco.comm.noise import NoiseKey
 class ErrorFeedback:
     """The residual changes at `commit` only: an encoding whose round fails has lost nothing."""
 
-    def __init__(self, codec: Codec, count: int) -> None:
-        self.codec = codec
+    def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
+        self.codec, self.decay = codec, decay
         self.residual = torch.zeros(count)
         self._pending: Tensor | None = None
 
     def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
-        wanted = values + self.residual
+        wanted = values + self.residual * self.decay
         payload = self.codec.encode(wanted, key)
         self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
         return payload

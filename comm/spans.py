@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from diloco.comm.codec import CODECS, Codec
+from diloco.comm.codec import Codec, codec_named
 from diloco.comm.noise import PAGE, NoiseKey
-from diloco.errors import PlanRefused
+from diloco.errors import CodecError, PlanRefused
 
 CHUNKS = 3  # of the largest span: enough that results flow while contributions still come
 USUAL_CHUNK_PAGES = 64  # two million values at most: by then what a frame costs is small beside its bytes
@@ -36,6 +36,7 @@ class ReducePlan:
     codec_name: str
     key: NoiseKey  # for rounding the result
     chunk_pages: int = USUAL_CHUNK_PAGES
+    result_codec_name: str = ""  # how the mean travels; empty: as contributions do
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -47,7 +48,11 @@ class ReducePlan:
 
     @property
     def codec(self) -> Codec:
-        return CODECS[self.codec_name]
+        return codec_named(self.codec_name)
+
+    @property
+    def result_codec(self) -> Codec:
+        return codec_named(self.result_codec_name or self.codec_name)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
@@ -60,9 +65,17 @@ class ReducePlan:
         return [Span(lo, min(lo + step, span.hi)) for lo in range(span.lo, span.hi, step)]
 
     def bytes_of(self, chunk: Span) -> slice:
-        """Where the chunk lies in the encoded vector."""
-        first = chunk.lo // PAGE * self.codec.size(PAGE)
-        return slice(first, first + self.codec.size(chunk.hi - chunk.lo))
+        """Where the chunk lies in an encoded contribution."""
+        return _bytes_of(chunk, self.codec)
+
+    def result_bytes_of(self, chunk: Span) -> slice:
+        """Where the chunk lies in the encoded mean."""
+        return _bytes_of(chunk, self.result_codec)
+
+
+def _bytes_of(chunk: Span, codec: Codec) -> slice:
+    first = chunk.lo // PAGE * codec.size(PAGE)
+    return slice(first, first + codec.size(chunk.hi - chunk.lo))
 
 
 def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, ...]:
@@ -106,11 +119,15 @@ def _what_is_wrong(plan: ReducePlan) -> str:
         return "weights are whole numbers"
     if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:
         return "weights are whole numbers, not negative, not all zero, below 2^53 together"
-    if plan.codec_name not in CODECS:
-        return f"there is no codec {plan.codec_name!r}"
+    try:
+        largest = max(codec.size(PAGE) for codec in (plan.codec, plan.result_codec))
+    except CodecError as unknown:
+        return str(unknown)
+    if plan.result_codec.needs_feedback:
+        return f"the mean cannot travel as {plan.result_codec.name}: nobody feeds back what that loses"
     if not 0 < plan.chunk_pages <= MAX_CHUNK_PAGES:
         return f"a chunk has 1 to {MAX_CHUNK_PAGES} pages"
-    if n * plan.codec.size(plan.chunk_pages * PAGE) > MAX_CHUNKS_BYTES:
+    if n * plan.chunk_pages * largest > MAX_CHUNKS_BYTES:
         return f"a chunk of each member takes more than {MAX_CHUNKS_BYTES} bytes"
     return _what_is_wrong_with(plan.spans)
 

@@ -1,62 +1,112 @@
 """An island that has no peers: its contribution is the mean, and every round is its own."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.elastic.ranges import Ranges
-from diloco.elastic.session import Change
-from diloco.outer import OuterState, Update, apply
+from diloco.config import OuterConfig
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.ranges import Ranges, normal
+from diloco.elastic.session import Taken
+from diloco.elastic.work import Trained
+from diloco.outer import apply, outer_settings, outer_vectors, preview
+from diloco.schedule import Schedule
 
 FOR_EVER = 1 << 62  # samples
 
 
-class Alone:
-    """What `Together` is for islands with peers (see together.py)."""
+@dataclass(frozen=True)
+class Launched:
+    fragment: int
+    progress: Tensor
+    done: Trained
 
-    def __init__(self, island: str, outer: OuterState, *, lr: float, momentum: float) -> None:
-        self._island, self._lr, self._momentum = island, lr, momentum
-        self.outer = outer
+
+class Alone:
+    """What `Together` is for islands with peers (see together.py). A launched round is over when it is taken."""
+
+    def __init__(
+        self, island: str, parameters: Tensor, config: OuterConfig, fragments: Fragments, schedule: Schedule
+    ) -> None:
+        self._island, self._config, self._schedule = island, config, schedule
+        self.fragments = fragments
+        self.vectors = outer_vectors(config, parameters)
+        self.base = parameters.clone()  # as last taken, fragment by fragment
+        self.updates = self.step = 0
         self.position = 0  # of the next sample
-        self._update: Update | None = None
+        self.launched: list[Launched] = []
+        self._told: list[dict[str, Any]] = []
 
     @property
     def parameters(self) -> Tensor:
-        return self.outer.parameters
-
-    @property
-    def step(self) -> int:
-        return self.outer.step
+        return self.vectors["parameters"]
 
     @property
     def round(self) -> int:
-        return self.outer.round
+        return self.updates
 
-    def start(
-        self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int, step_ms: int
-    ) -> None:
-        self.position = samples[-1][1] if samples else self.position
-        number = self.outer.round + 1
-        self._update = Update(
-            number, fragment, step, pseudo_gradient, self._lr, self._momentum, (self._island,), tokens
-        )
+    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
+        self.position = done.samples[-1][1] if done.samples else self.position
+        self.launched.append(Launched(fragment, progress, done))
 
     def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
         return True
 
     def poll(self) -> bool:
-        return self._update is not None
+        return False
 
-    def take(self) -> Change:
-        assert self._update is not None
-        update, self._update = self._update, None
-        apply(self.outer, update)
-        norm = torch.linalg.vector_norm(update.mean).item()
-        return Change(contained=True, adjust=None, told=({
-            "round": update.round, "contributors": update.contributors, "tokens": update.tokens,
-            "outer_lr": update.lr, "update_norm": norm, "step": update.step,
-        },))  # fmt: skip
+    def look(self) -> None:
+        pass
+
+    def moved(self) -> list[int]:
+        return []
+
+    def take(self, fragment: int) -> Taken:
+        """Rounds are serial: those that were launched before are over before."""
+        while any(launched.fragment == fragment for launched in self.launched):
+            self._commit(self.launched.pop(0))
+        self.fragments.copy(self.vectors, "parameters", self.base, fragment)
+        return Taken(self.step, owed=None)
+
+    def _commit(self, launched: Launched) -> None:
+        settings = outer_settings(self._config, 1, self.updates // len(self.fragments) + 1)
+        apply(self.vectors, self.fragments, launched.fragment, launched.progress, settings)
+        self.updates, self.step = self.updates + 1, self._schedule.next(self.step)
+        self._told.append({
+            "round": self.round, "contributors": (self._island,), "tokens": launched.done.tokens,
+            "outer_lr": settings.lr, "update_norm": torch.linalg.vector_norm(launched.progress).item(),
+            "step": self.step,
+        })  # fmt: skip
+
+    def preview(self, fragment: int, progress: Tensor) -> Tensor:
+        """Where the fragment will be when this progress is in it."""
+        settings = outer_settings(self._config, 1, self.updates // len(self.fragments) + 1)
+        return preview(self.vectors, self.fragments, fragment, progress, settings)
+
+    def stories(self) -> list[dict[str, Any]]:
+        """Of the rounds that are over since the last time, for people."""
+        told, self._told = self._told, []
+        return told
+
+    def launched_vectors(self) -> dict[str, Tensor]:
+        return {f"launched.{number}": launched.progress for number, launched in enumerate(self.launched)}
+
+    def launched_facts(self) -> list[Any]:
+        return [[launched.fragment, *launched.done] for launched in self.launched]
+
+    def restore(self, vectors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """What a save holds."""
+        for name, vector in self.vectors.items():
+            vector.copy_(vectors[name])
+        self.base.copy_(self.parameters)
+        self.updates, self.step, self.position = facts["round"], facts["outer_step"], facts["position"]
+        self.launched = [
+            Launched(fragment, vectors[f"launched.{number}"], Trained(tokens, normal(map(tuple, samples)), steps))
+            for number, (fragment, tokens, samples, steps) in enumerate(facts["launched"])
+        ]
 
     def paces(self) -> list[int]:
         return []
@@ -64,8 +114,7 @@ class Alone:
     def available(self, used: Ranges) -> Ranges:
         return ((used[-1][1] if used else self.position, FOR_EVER),)
 
-    @property
-    def owes(self) -> bool:
+    def owes(self, fragment: int) -> bool:
         return False
 
     def exhausted(self) -> bool:

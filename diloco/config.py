@@ -138,8 +138,11 @@ class IslandConfig(Section):
 class InnerConfig(Section):
     """The optimizer inside an island."""
 
-    optimizer: Literal["adamw"] = key("adamw", "the inner optimizer")
+    optimizer: Literal["adamw", "muon"] = key(
+        "adamw", "muon: orthogonal updates for the blocks' matrices, AdamW for the rest, at the same lr"
+    )
     lr: Number = key(4e-4, "peak learning rate", gt=0)
+    momentum: Fraction = key(0.95, "muon's momentum (Nesterov)")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.99), "AdamW's decay of first and second moment")
     eps: Number = key(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: Number = key(0.1, "decay of matrices (not of norms and biases)", ge=0)
@@ -166,23 +169,54 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     """The optimizer that combines the islands."""
 
-    optimizer: Literal["nesterov", "sgd"] = key("nesterov", "applied to the mean of the islands' pseudo-gradients")
+    optimizer: Literal["nesterov", "sgd", "adam"] = key(
+        "nesterov", "applied to the mean of the islands' pseudo-gradients"
+    )
     lr: Annotated[Any, BeforeValidator(_auto_or_number)] = key(
         "auto", "auto follows the number of islands: 0.4 for 1, 0.8 for 8"
     )
-    momentum: Fraction = key(0.9, "nesterov's momentum")
+    momentum: Fraction = key(0.9, "nesterov's momentum, adam's decay of the first moment")
+    second: Fraction = key(0.99, "adam's decay of the second moment")
+    eps: Number = key(1e-8, "adam's epsilon", gt=0)
 
 
 class SyncConfig(Section):
     """When islands meet, and what travels."""
 
     every: Positive = key(50, "inner steps between two rounds")
-    fragments: Annotated[Count, Field(ge=1, le=1)] = key(1, "parts that are synchronised one after the other")
-    delay: Annotated[Count, Field(ge=0, le=0)] = key(0, "inner steps between sending and applying")
-    apply: Literal["replace"] = key("replace", "how a result enters the island: replace its parameters")
+    growth: Number = key(0.0, "phases grow as lr falls, to max(every, (growth / lr)^2) steps; 0: they do not", ge=0)
+    fragments: Positive = key(1, "parts that are synchronised one after the other, each once in `every` steps")
+    pattern: Literal["strided", "sequential"] = key(
+        "strided", "how blocks are dealt out to fragments; what is in no block is the last fragment"
+    )
+    delay: Count = key(0, "inner steps between sending and applying, during which training goes on", ge=0)
+    apply: Literal["rebase", "replace", "mix", "eager"] = key(
+        "rebase",
+        "how a result enters the island: with what was trained meanwhile on top (rebase), without it (replace), half "
+        "and half (mix), or a whole phase later, the island's own part at once (eager)",
+    )
+    alpha: Fraction = key(0.5, "mix: the island's own share in its new parameters")
     codec: Literal["fp32", "bf16", "int8", "int4", "fp4"] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.delay >= self.every:
+            raise ValueError(
+                f"sync.delay={self.delay} must be below sync.every={self.every}: a fragment is applied before it is "
+                "launched again; to overlap a whole phase use sync.apply=eager"
+            )
+        if self.fragments > self.every:
+            raise ValueError(f"sync.fragments={self.fragments}: sync.every={self.every} steps are too few for them")
+        if self.apply == "replace" and self.delay:
+            raise ValueError(
+                f"sync.apply=replace with sync.delay={self.delay} would throw away what is trained meanwhile: "
+                "use rebase or mix"
+            )
+        if self.apply == "eager" and (self.delay or self.fragments > 1):
+            raise ValueError("sync.apply=eager overlaps whole phases: leave sync.delay at 0 and sync.fragments at 1")
+        return self
 
 
 class ElasticConfig(Section):
@@ -246,6 +280,15 @@ class Config(Section):
             raise ValueError(
                 f"evaluate.every={self.evaluate.every} needs data to validate on, but data.validation=0: "
                 "raise data.validation or set evaluate.every=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adaptive_possible(self) -> Self:
+        if self.elastic.adaptive and (self.sync.fragments > 1 or self.sync.delay or self.sync.apply == "eager"):
+            raise ValueError(
+                "elastic.adaptive ends an island's phase early, which needs rounds that are waited for: "
+                "leave sync.fragments at 1, sync.delay at 0 and sync.apply at rebase"
             )
         return self
 

@@ -14,7 +14,7 @@ from diloco.parallel import HF_LLAMA, Anatomy
 
 
 def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
-    transformers = _transformers()
+    transformers = load_transformers("model.hf")
     config = _read_config(transformers, path)
     _refuse_misfit(config, path, data_vocab, sequence)
     load = weights == "load" or (weights == "auto" and _has_weights(path))
@@ -34,11 +34,11 @@ def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed:
     )
 
 
-def _transformers() -> Any:
+def load_transformers(needed_for: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise MissingExtra("transformers", "hf", "model.hf") from None
+        raise MissingExtra("transformers", "hf", needed_for) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

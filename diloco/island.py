@@ -7,7 +7,7 @@ time, so that no accelerator ever holds the whole model twice. Only the leader p
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -94,17 +94,26 @@ class Island:
         return value.item()
 
     @torch.no_grad()
-    def read(self, out: Tensor | None) -> None:
-        """Copy the trainable parameters into the leader's flat vector (others pass None). All processes call it."""
+    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
+        """Copy the trainable parameters (or some) to their places in the leader's flat vector; others pass None.
+
+        All processes call it.
+        """
         views = dict(self.layout.views(out)) if out is not None else {}
-        for name, parameter in self.parameters.items():
-            full = whole(parameter.detach())
+        for name in self._chosen(names):
+            full = whole(self.parameters[name].detach())
             if out is not None:
                 views[name].copy_(full)
 
-    def write(self, vector: Tensor | None) -> None:
-        """Set the island's trainable parameters from the leader's flat vector. All processes call it."""
-        self._fill(self.layout.views(vector) if vector is not None else None, self.parameters)
+    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
+        """Set the trainable parameters (or some) from the leader's flat vector. All processes call it."""
+        chosen = self._chosen(names)
+        views = dict(self.layout.views(vector)) if vector is not None else None
+        values = None if views is None else ((name, views[name]) for name in chosen)
+        self._fill(values, {name: self.parameters[name] for name in chosen})
+
+    def _chosen(self, names: Collection[str] | None) -> list[str]:
+        return [name for name in self.parameters if names is None or name in names]
 
     def state(self) -> dict[str, Any]:
         """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.

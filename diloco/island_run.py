@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diloco.checkpoint.asking import ask
-from diloco.comm.codec import CODECS, warm_up
+from diloco.comm.codec import warm_up
 from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of
 from diloco.comm.transport import PeerAddress
@@ -25,7 +25,7 @@ from diloco.elastic.state import RunState
 from diloco.errors import JoinRefused, MessageRefused, TransferFailed, TransportError
 from diloco.events import Events
 from diloco.genesis import Genesis
-from diloco.outer import apply_record
+from diloco.outer import VECTORS, apply_record
 from diloco.peer import Connection, Peer
 from diloco.place import Place, take_place
 from diloco.runner import open_folder, stop_on_signal
@@ -61,9 +61,7 @@ def found(config: Config, connection: Connection, *, fresh: bool) -> Outcome:
             peer = stack.enter_context(_peer(folder, run_id_of(owner.public_key), None, connection))
             peer.ticket = Ticket.issue(owner, peer.addresses, now=time.time(), lifetime_s=TICKET_S)
             genesis = Genesis.of(config, trainer.island.layout, trainer.samples, peer.id)
-            parameters = trainer.outer.parameters
-            vectors = {"parameters": parameters, "momentum": torch.zeros_like(parameters)}
-            start = Start(genesis, genesis.state(), vectors)
+            start = Start(genesis, genesis.state(), trainer.outer)
             events.emit("ticket", ticket=peer.ticket.render())
             write_ticket(folder, peer.ticket)
         return _take_part(trainer, stack, peer, start)
@@ -87,7 +85,8 @@ def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -
         place.leader_first(lambda: open_folder(config, events, resume=True, fresh=False))
         start = None
         if peer is not None:
-            snapshot = Search(peer).state(genesis, trainer.island.layout.size)
+            names = VECTORS[config.outer.optimizer]
+            snapshot = Search(peer).state(genesis, dict.fromkeys(names, trainer.island.layout.size))
             start = Start(genesis, snapshot.state, snapshot.vectors)
             givers = sum(size > 0 for size in snapshot.donors.values())
             story = f"state of round {snapshot.state.head.round} from {givers} peer{'s' * (givers != 1)}"
@@ -129,11 +128,10 @@ def _take_part(trainer: Trainer, stack: ExitStack, peer: Peer | None, start: Sta
 
 
 def _connect(trainer: Trainer, stack: ExitStack, peer: Peer, start: Start) -> Together:
-    config, count = trainer.config, trainer.island.layout.size
+    config = trainer.config
     node = Node(peer.id, start.state, options_for(config), now=time.monotonic(), incarnation=int(time.time() * 1000))
     node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
-    payload_bytes = CODECS[config.sync.codec].size(count)
-    run = Run(start.genesis.raw, start.genesis.digest, count, payload_bytes, apply_record)
+    run = Run(start.genesis.raw, start.genesis.digest, trainer.fragments, apply_record)
 
     def tell(note: Note) -> None:
         island = peer.name_of(note.peer)
@@ -177,8 +175,7 @@ class Search:
     def _item(self, address: PeerAddress) -> bytes:
         return ask(self.peer.plain, address, "genesis", limit=GENESIS_BYTES, timeout_s=10)
 
-    def state(self, genesis: Genesis, count: int) -> Snapshot:
-        sizes = {"parameters": count, "momentum": count}
+    def state(self, genesis: Genesis, sizes: dict[str, int]) -> Snapshot:
         return self._ask(lambda first, others: fetch_state(self.peer.plain, first, others, genesis.digest, sizes))
 
     def _members(self, addresses: dict[str, PeerAddress]) -> dict[str, PeerAddress]:

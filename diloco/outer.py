@@ -1,8 +1,8 @@
-"""The outer state — what all islands agree on — and the deterministic function that changes it.
+"""The outer state — what all islands agree on — and the deterministic functions that change it.
 
-Parameters and momentum are flat fp32 vectors in canonical order (the module's own order of trainable parameters, whole,
-unsharded). `apply` uses individually rounded operations only, so the same update gives the same bits on every platform:
-no fused multiply-add, no `alpha=`, no reductions.
+Parameters and the optimizer's moments are flat fp32 vectors in canonical order (the module's own order of trainable
+parameters, whole, unsharded). An update uses individually rounded operations only, so that it gives the same bits on
+every platform: no fused multiply-add, no `alpha=`, no reductions, divisions of tensors by tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,24 +14,17 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec import CODECS
-from diloco.elastic.record import Record
+from diloco.config import OuterConfig
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.record import Record, Settings
 
 CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
-TINY = 2.0**-100  # momentum below this becomes zero: denormals differ between platforms
-
-
-@dataclass(frozen=True)
-class Update:
-    """One committed outer update of one fragment. It holds all that `apply` and a later replay need."""
-
-    round: int
-    fragment: int
-    step: int  # the run's clock after this update
-    mean: Tensor  # fp32, weighted mean of the contributions
-    lr: float
-    momentum: float
-    contributors: tuple[str, ...]
-    tokens: int
+TINY = 2.0**-100  # moments below this become zero: denormals differ between platforms
+VECTORS = {
+    "sgd": ("momentum", "parameters"),
+    "nesterov": ("momentum", "parameters"),
+    "adam": ("momentum", "parameters", "variance"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,17 +51,10 @@ class Layout:
             start += prod(shape)
 
 
-@dataclass
-class OuterState:
-    layout: Layout
-    parameters: Tensor  # fp32 [layout.size]
-    momentum: Tensor  # fp32 [layout.size]
-    round: int = 0
-    step: int = 0  # the run's clock: inner steps behind these parameters
-
-    @classmethod
-    def zeros(cls, layout: Layout) -> "OuterState":
-        return cls(layout, torch.zeros(layout.size), torch.zeros(layout.size))
+def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
+    """The outer state at its beginning."""
+    names = VECTORS[config.optimizer]
+    return {name: parameters if name == "parameters" else torch.zeros_like(parameters) for name in names}
 
 
 def outer_lr(setting: float | str, islands: int) -> float:
@@ -82,38 +68,75 @@ def outer_lr(setting: float | str, islands: int) -> float:
     return table[-1][1]
 
 
-def apply(state: OuterState, update: Update) -> None:
-    """Advance the state by one committed update, in place."""
-    if update.round != state.round + 1:
-        raise ValueError(f"update of round {update.round} cannot follow round {state.round}")
-    lr = torch.tensor(update.lr, dtype=torch.float32)
-    momentum = torch.tensor(update.momentum, dtype=torch.float32)
-    for start in range(0, state.layout.size, CHUNK):
-        part = slice(start, start + CHUNK)
-        _nesterov(state.parameters[part], state.momentum[part], update.mean[part], lr, momentum)
-    state.round, state.step = update.round, update.step
+def outer_settings(config: OuterConfig, islands: int, number: int) -> Settings:
+    """The scalars of a fragment's update number 1, 2, …: worked out once and stored, because libm differs."""
+    lr = outer_lr(config.lr, islands)
+    if config.optimizer == "adam":
+        corrections = 1 - config.momentum**number, 1 - config.second**number
+        return Settings(lr, config.momentum, "", "", config.optimizer, config.second, config.eps, *corrections)
+    momentum = config.momentum if config.optimizer == "nesterov" else 0.0
+    return Settings(lr, momentum, "", "", config.optimizer)
 
 
-def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> None:
-    """The same for vectors that a replica keeps."""
-    parameters, momentum = vectors["parameters"], vectors["momentum"]
-    update = update_of(record, payload, len(parameters))
-    layout = Layout(("all",), ((len(parameters),),))
-    apply(OuterState(layout, parameters, momentum, round=update.round - 1), update)
+def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
+    """A committed update, with the encoded mean of the contributions."""
+    proposal = record.proposal
+    codec = CODECS[proposal.settings.result_codec]
+    mean = codec.decode(payload, fragments.counts[proposal.fragment])
+    apply(vectors, fragments, proposal.fragment, mean, proposal.settings)
 
 
-def update_of(record: Record, payload: Tensor, count: int) -> Update:
-    """What a committed record does to the outer state; `payload` is the encoded mean."""
-    proposal, settings = record.proposal, record.proposal.settings
-    mean = CODECS[settings.codec].decode(payload, count)
-    return Update(
-        proposal.key.round, proposal.fragment, proposal.step, mean, settings.lr, settings.momentum,
-        proposal.islands, proposal.tokens,
-    )  # fmt: skip
+def apply(vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings) -> None:
+    """Advance one fragment of the outer state by the mean of its contributions, in place."""
+    for lo, hi, gradient in fragments.pieces(mean, fragment):
+        for start in range(lo, hi, CHUNK):
+            part = slice(start, min(start + CHUNK, hi))
+            _step({name: vector[part] for name, vector in vectors.items()}, gradient[start - lo :][:CHUNK], settings)
 
 
-def _nesterov(parameters: Tensor, velocity: Tensor, gradient: Tensor, lr: Tensor, momentum: Tensor) -> None:
+def preview(
+    vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings
+) -> Tensor:
+    """The fragment's parameters as `apply` would make them; the state stays as it is."""
+    found = torch.empty_like(mean)
+    for (lo, hi, gradient), (_, _, out) in zip(
+        fragments.pieces(mean, fragment), fragments.pieces(found, fragment), strict=True
+    ):
+        for start in range(lo, hi, CHUNK):
+            part, here = slice(start, min(start + CHUNK, hi)), slice(start - lo, start - lo + CHUNK)
+            copies = {name: vector[part].clone() for name, vector in vectors.items()}
+            _step(copies, gradient[here], settings)
+            out[here].copy_(copies["parameters"])
+    return found
+
+
+def _step(vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
+    if settings.optimizer == "adam":
+        _adam(vectors["parameters"], vectors["momentum"], vectors["variance"], gradient, settings)
+    else:
+        _nesterov(vectors["parameters"], vectors["momentum"], gradient, settings)
+
+
+def _nesterov(parameters: Tensor, velocity: Tensor, gradient: Tensor, settings: Settings) -> None:
     """v <- D + b v ; theta <- theta - lr (D + b v). Momentum 0 is plain SGD."""
+    lr, momentum = _scalar(settings.lr, gradient), _scalar(settings.momentum, gradient)
     velocity.mul_(momentum).add_(gradient)
     velocity.masked_fill_(velocity.abs() < TINY, 0.0)
     parameters.sub_((velocity * momentum).add_(gradient).mul_(lr))
+
+
+def _adam(parameters: Tensor, first: Tensor, second: Tensor, gradient: Tensor, settings: Settings) -> None:
+    """m <- b m + (1-b) D ; v <- c v + (1-c) D^2 ; theta <- theta - lr (m / m^) / (sqrt(v / v^) + eps)."""
+    first.mul_(_scalar(settings.momentum, first)).add_(gradient * _scalar(1 - settings.momentum, first))
+    first.masked_fill_(first.abs() < TINY, 0.0)
+    square = (gradient * gradient).mul_(_scalar(1 - settings.second, second))
+    second.mul_(_scalar(settings.second, second)).add_(square)
+    second.masked_fill_(second < TINY, 0.0)
+    mean = first / torch.full_like(first, settings.first_correction)
+    root = (second / torch.full_like(second, settings.second_correction)).sqrt_()
+    root.add_(_scalar(settings.eps, root))
+    parameters.sub_((mean / root).mul_(_scalar(settings.lr, mean)))
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=like.device)

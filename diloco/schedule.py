@@ -1,10 +1,11 @@
 """When things happen, as pure functions of the step: inner learning rates, and which round is launched or applied."""
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diloco.config import InnerConfig
+from diloco.config import InnerConfig, SyncConfig
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,64 @@ Work = Launch | Apply
 
 
 @dataclass(frozen=True)
-class Classic:
-    """DiLoCo: everything at once, every H steps, and at the end of the run."""
+class Schedule:
+    """Which fragment is launched or applied after which step of the run's clock. A pass over the fragments takes
+    `every` steps; each is launched once in it, at its own time, and applied `delay` steps later.
 
-    every: int
-    steps: int
+    When training has ended, every fragment is launched once more, so that the outer state contains all of it.
+    """
+
+    launches: tuple[int, ...]  # the steps after which update 1, 2, … is launched
+    fragments: int = 1
+    delay: int = 0
+    eager: bool = False
+
+    @classmethod
+    def of(cls, sync: SyncConfig, inner: InnerConfig) -> "Schedule":
+        """Phases are equally long, or grow as the learning rate falls: max(every, (growth / lr)^2)."""
+        launches, start = [], 0
+        while start < inner.steps:
+            length = sync.every
+            if sync.growth:
+                length = max(length, math.floor((sync.growth / learning_rate(inner, start + 1)) ** 2))
+            launches += [start + round(length * part / sync.fragments) for part in range(1, sync.fragments + 1)]
+            start += length
+        inside = [step for step in launches if step < inner.steps]
+        eager = sync.apply == "eager"
+        return cls((*inside, inner.steps), sync.fragments, 0 if eager else sync.delay, eager)
+
+    @property
+    def steps(self) -> int:
+        return self.launches[-1]
+
+    def next(self, step: int) -> int:
+        """The run's clock after the update that follows `step`."""
+        return self.launches[min(bisect.bisect_right(self.launches, step), len(self.launches) - 1)]
+
+    def is_over(self, step: int, updates: int) -> bool:
+        """The clock has come to its end, and after that every fragment has had its turn."""
+        return step >= self.steps and updates % self.fragments == (len(self.launches) - 1) % self.fragments
 
     def after(self, step: int) -> list[Work]:
-        due = step % self.every == 0 or step >= self.steps
-        return [Launch(0), Apply(0)] if due else []
+        if step >= self.steps:
+            return self._end()
+        here, before = self._launched_at(step), self._launched_at(step - self.delay)
+        launches, applies = [Launch(fragment) for fragment in here], [Apply(fragment) for fragment in before]
+        if self.eager:  # the last result first: the next phase starts from it
+            return [*(Apply(fragment) for fragment in here), *launches]
+        return [*launches, *applies]
+
+    def _launched_at(self, step: int) -> list[int]:
+        where = bisect.bisect_left(self.launches, step)
+        found = where < len(self.launches) and self.launches[where] == step
+        return [where % self.fragments] if found else []
+
+    def _end(self) -> list[Work]:
+        """What is under way first; then the last launch, and everybody else's remaining progress."""
+        last = len(self.launches) - 1
+        order = [(last + more) % self.fragments for more in range(self.fragments)]
+        flight: list[Work] = [Apply((last - back) % self.fragments) for back in range(self.fragments, 0, -1)]
+        return [*flight, *(work for fragment in order for work in (Launch(fragment), Apply(fragment)))]
 
 
 def fair_share(every: int, step_ms: int, others_ms: Iterable[int]) -> int:

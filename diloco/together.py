@@ -1,6 +1,7 @@
 """An island among others, as its trainer sees it: where the outer state is, what to train on, when a round is over."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,38 +11,44 @@ from diloco.config import Config
 from diloco.elastic.driver import Driver
 from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import Contribution, Record, Settings
-from diloco.elastic.session import Change, Session
+from diloco.elastic.session import Session, Taken
 from diloco.elastic.state import RunState
-from diloco.outer import outer_lr
+from diloco.elastic.work import Trained
+from diloco.outer import outer_settings, preview
+from diloco.schedule import Schedule
 
 
 def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]:
     """What a coordinator fixes at *begin*: the outer settings for so many islands, and the run's clock after it."""
-    outer, steps = config.outer, config.inner.steps
-    momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
+    schedule = Schedule.of(config.sync, config.inner)
 
     def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
         if not contributions:
             return Settings(), state.step
-        lr = outer_lr(outer.lr, islands=len(contributions))
-        return Settings(lr, momentum, config.sync.codec), min(state.step + config.sync.every, steps)
+        settings = outer_settings(config.outer, len(contributions), state.updates // config.sync.fragments + 1)
+        return replace(settings, codec=config.sync.codec), schedule.next(state.step)
 
     return decide
 
 
 class Together:
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
-        self.driver, self.session = driver, Session(driver, config.sync.codec)
+        self.fragments = driver.run.fragments
+        self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec)
         self._names = names  # of islands, for people
-        self._batch = config.island.batch
-        count = driver.run.count
-        self.parameters, self._spare = torch.empty(count), torch.empty(count)
-        self.session.take(self.parameters)
+        self._batch, self._outer = config.island.batch, config.outer
+        self.base = torch.empty(self.fragments.count)  # as last taken, fragment by fragment
+        for fragment in range(len(self.fragments)):
+            self.session.take(fragment, self.base)
         self._told = self.session.state.head.round
 
     @property
     def step(self) -> int:
         return self.session.state.step
+
+    @property
+    def updates(self) -> int:
+        return self.session.state.updates
 
     @property
     def round(self) -> int:
@@ -52,10 +59,8 @@ class Together:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
-    def start(
-        self, fragment: int, pseudo_gradient: Tensor, *, tokens: int, samples: Ranges, step: int, step_ms: int
-    ) -> None:
-        self.session.start(fragment, pseudo_gradient, tokens=tokens, samples=samples, step_ms=step_ms)
+    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
+        self.session.start(fragment, progress, done, step_ms=step_ms)
 
     def paces(self) -> list[int]:
         """What an inner step took on each island of the last round, in milliseconds."""
@@ -67,15 +72,42 @@ class Together:
     def poll(self) -> bool:
         return self.session.poll()
 
+    def look(self) -> None:
+        self.session.look()
+
+    def moved(self) -> list[int]:
+        return self.session.moved()
+
     def wait(self, seconds: float) -> None:
         self.session.wait(seconds)
 
-    def take(self) -> Change:
-        contained, adjust = self.session.take(self._spare)
-        self.parameters, self._spare = self._spare, self.parameters
-        return Change(contained, adjust, tuple(self._tell()))
+    @property
+    def parameters(self) -> Tensor:
+        """As they are now: a copy."""
+        with self.driver.replica.reading() as vectors:
+            return vectors["parameters"].clone()
 
-    def _tell(self) -> list[dict[str, Any]]:
+    def take(self, fragment: int) -> Taken:
+        return self.session.take(fragment, self.base)
+
+    def preview(self, fragment: int, progress: Tensor) -> Tensor:
+        """Where the fragment would be if the round had nothing but this island's share of it."""
+        share, islands = self._share()
+        settings = outer_settings(self._outer, islands, self.updates // len(self.fragments) + 1)
+        with self.driver.replica.reading() as vectors:
+            return preview(vectors, self.fragments, fragment, progress * share, settings)
+
+    def _share(self) -> tuple[float, int]:
+        """This island's weight in the last round, and how many were in it. Before the first, all are alike."""
+        last, me = self.session.last_round(), self.driver.node.me
+        weights = {contribution.island: contribution.weight for contribution in last}
+        if me in weights:
+            return weights[me] / sum(weights.values()), len(weights)
+        islands = max(1, len(self.session.state.roster))
+        return 1 / islands, islands
+
+    def stories(self) -> list[dict[str, Any]]:
+        """Of the rounds that are over since the last time, for people."""
         records = [record for record in self.session.records() if record.proposal.key.round > self._told]
         self._told = max(self._told, self.round)
         return [self._story(record) for record in records if record.proposal.key.round <= self.round]
@@ -84,6 +116,7 @@ class Together:
         proposal = record.proposal
         return {
             "round": proposal.key.round,
+            "fragment": proposal.fragment,
             "contributors": tuple(self._names(island) for island in proposal.islands),
             "islands": len(proposal.roster),
             "tokens": proposal.tokens,
@@ -97,9 +130,8 @@ class Together:
     def available(self, used: Ranges) -> Ranges:
         return self.session.available(used)
 
-    @property
-    def owes(self) -> bool:
-        return self.session.owes
+    def owes(self, fragment: int) -> bool:
+        return self.session.owes(fragment)
 
     def exhausted(self) -> bool:
         """All samples of the run are consumed."""
@@ -107,3 +139,4 @@ class Together:
 
     def leave(self) -> None:
         self.driver.leave()
+        self.session.close()

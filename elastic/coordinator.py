@@ -101,7 +101,8 @@ class Coordinator(Member):
                 self._ban(sender, "offers samples that cannot be right", now)
                 return
         term.ready[sender] = ready
-        term.ready_at.setdefault(sender, now)
+        if any(offer.fragment == self.due for offer in ready.offers):
+            term.ready_at.setdefault(sender, now)
 
     def _on_done(self, term: Term, sender: str, payload: str) -> None:
         if term.begin is not None and sender in term.begin.members:
@@ -125,10 +126,11 @@ class Coordinator(Member):
 
     def _resend(self, term: Term, now: float) -> None:
         term.resend_at = now + self.options.resend_s
+        ready = term.offers(self.due)
         for peer in self.peers.views:
             if term.begin is not None and peer in term.begin.members and peer not in term.done:
                 self._say(peer, term.begin)
-            elif term.answers.get(peer) is None or peer not in term.ready:
+            elif term.answers.get(peer) is None or peer not in ready:
                 self._say(peer, Collect(self.state.head, term.number))
 
     def _judge(self, term: Term, now: float) -> None:
@@ -192,14 +194,13 @@ class Coordinator(Member):
         ), now)  # fmt: skip
 
     def _propose(self, term: Term, now: float) -> None:
-        fragment = self.state.updates % self.options.fragments
-        promised = term.promised()
+        fragment, promised = self.due, term.promised()
         ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
         offers = self._without_stuck_pairs(ready)
         for peer in leading.outsize(offers):
             self._ban(peer, f"its contribution is more than {leading.OUTSIZE} times as large as the others'", now)
             del offers[peer]
-        if not self._is_time(term, offers, now):
+        if not self._is_time(term, offers, ready, now):
             if not self._starving(term):
                 return
             offers = {}
@@ -227,12 +228,12 @@ class Coordinator(Member):
             return False
         return len(members) >= max(1, self.options.min_islands)
 
-    def _is_time(self, term: Term, offers: dict[str, Offer], now: float) -> bool:
+    def _is_time(self, term: Term, offers: dict[str, Offer], ready: Collection[str], now: float) -> bool:
         if not self._enough(offers):
             return False
         promised = term.promised()
         live = [peer for peer in self.state.roster if peer in promised and self._has_samples(peer, promised[peer])]
-        if all(peer in offers or peer in term.ready for peer in live):
+        if all(peer in offers or peer in ready for peer in live):
             return True
         # those with late progress were ready at once
         training = [peer for peer in live if peer not in offers or not offers[peer].late]

@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from diloco.checkpoint.donor import Donor
 from diloco.checkpoint.library import Library
 from diloco.checkpoint.log import OuterLog, payload_name
 from diloco.checkpoint.replica import Replica, vector_name, vectors_digest
+from diloco.comm.codec import CODECS
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.fetching import (
     Manifest,
@@ -29,6 +31,7 @@ from diloco.elastic.fetching import (
     fetch_missed,
     fetch_state,
 )
+from diloco.elastic.fragments import Fragments
 from diloco.elastic.mailbox import Mailbox
 from diloco.elastic.messages import (
     Append,
@@ -65,9 +68,21 @@ class Run:
 
     genesis: bytes
     genesis_digest: str
-    count: int  # elements of the fragment's vector
-    payload_bytes: int  # of an encoded one
-    apply: Callable[[Vectors, Record, Tensor], None]  # a committed update, into the outer state's vectors
+    fragments: Fragments
+    apply: Callable[[Vectors, Record, Tensor, Fragments], None]  # a committed update, into the outer state's vectors
+
+    def result_bytes(self, record: Record) -> int:
+        proposal = record.proposal
+        if not proposal.contributions:
+            return 0
+        return CODECS[proposal.settings.result_codec].size(self.fragments.counts[proposal.fragment])
+
+
+class Version(NamedTuple):
+    """The last update of a fragment."""
+
+    digest: str
+    step: int  # the run's clock after it
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,7 @@ class Driver:
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
         self.applied = node.state  # what the vectors contain
+        self.versions = [Version(node.state.head.digest, node.state.step)] * len(run.fragments)
         self.changed = threading.Condition()
         self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None
@@ -94,6 +110,7 @@ class Driver:
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
         self.log = OuterLog(self.library)
+        self._vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, node.state.head.digest, self._meta(node.state))
         self._logged = node.state
         self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
@@ -104,7 +121,7 @@ class Driver:
         self.mailbox = Mailbox(network.plain, self, greeting=network.greeting, admit=network.admit)
         self.donor = Donor(network.plain, self.library, may_read=self.mailbox.admitted.__contains__)
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
             for name, work in (("elastic", self._drive), ("apply", self._apply_all))
         ]
         for thread in self._threads:
@@ -133,7 +150,7 @@ class Driver:
 
     # the loop
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def guarded(self, work: Callable[[], None]) -> None:
         """A thread that dies is noticed: whoever waits for it gets its error."""
         try:
             work()
@@ -177,7 +194,7 @@ class Driver:
                 self.tell(effect)
 
     def _spawn(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+        threading.Thread(target=self.guarded, args=(work,), daemon=True).start()
 
     # all-reduces
 
@@ -185,7 +202,12 @@ class Driver:
         assert self.contribution is not None
         try:
             attempt = Attempt(
-                begin, self.contribution(begin), self.run.count, self.network.bulk, self.addresses, self._reduced
+                begin,
+                self.contribution(begin),
+                self.run.fragments.counts[begin.proposal.fragment],
+                self.network.bulk,
+                self.addresses,
+                self._reduced,
             )
         except PlanRefused as refused:
             reason = str(refused)
@@ -233,16 +255,21 @@ class Driver:
     def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
         def change(vectors: Vectors) -> None:
             if record.proposal.contributions:
-                self.run.apply(vectors, record, payload)
+                self.run.apply(vectors, record, payload, self.run.fragments)
+                self._announce(state, [record.proposal.fragment])
+            else:
+                self._announce(state, [])
 
         self.replica.apply(change, state.head.digest, self._meta(state))
-        self._announce(state)
         if state.head.round % DIGEST_EVERY == 0:
             self._vouch(state)
 
-    def _announce(self, state: RunState) -> None:
+    def _announce(self, state: RunState, fragments: Iterable[int]) -> None:
+        """Together with the vectors: whoever reads them holds their lock."""
         with self.changed:
             self.applied = state
+            for fragment in fragments:
+                self.versions[fragment] = Version(state.head.digest, state.step)
             self.changed.notify_all()
 
     def _vouch(self, state: RunState) -> None:
@@ -258,7 +285,7 @@ class Driver:
             work()
 
     def _meta(self, state: RunState) -> bytes:
-        sizes = (("momentum", self.run.count), ("parameters", self.run.count))
+        sizes = tuple((name, self.run.fragments.count) for name in self._vector_names)
         return encode(Manifest(state, sizes, self.run.genesis_digest))
 
     # fetching
@@ -270,8 +297,8 @@ class Driver:
 
     def _fetch(self, effect: FetchResult) -> None:
         record, holder = effect.record, effect.holder
-        size = self.run.payload_bytes if record.proposal.contributions else 0
         try:
+            size = self.run.result_bytes(record)
             result = fetch_bytes(self.network.plain, {holder: self.addresses[holder]}, record.payload, size)
         except (TransferFailed, TransportError, KeyError) as error:
             reason = str(error)
@@ -286,15 +313,15 @@ class Driver:
 
     def _catch_up(self, peer: str, head: str, *, anew: bool) -> None:
         """The records that were missed where possible, else the whole state."""
-        transport, donors, size = self.network.plain, self._donors(peer), self.run.payload_bytes
+        transport, donors = self.network.plain, self._donors(peer)
         try:
             if peer not in donors:
                 raise TransferFailed(f"{peer} has no address")
-            missed = None if anew else fetch_missed(transport, peer, donors, head, size)
+            missed = None if anew else fetch_missed(transport, peer, donors, head, self.run.result_bytes)
             if missed is not None and missed.records:
                 self.post(lambda now: self._extend(missed, now))
                 return
-            sizes = {"momentum": self.run.count, "parameters": self.run.count}
+            sizes = dict.fromkeys(self._vector_names, self.run.fragments.count)
             snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
             self.post(lambda now: self._switch(snapshot, now))
         except (TransferFailed, TransportError, MessageRefused, ValueError) as error:  # ValueError: what a peer wrote
@@ -326,8 +353,9 @@ class Driver:
             self.records.clear()
 
             def work() -> None:
-                self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
-                self._announce(state)
+                with self.replica.reading():
+                    self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
+                    self._announce(state, range(len(self.run.fragments)))
 
             self._to_apply.put(work)
         return self.node.caught_up(state, now)
@@ -348,7 +376,7 @@ class Driver:
         return None
 
     def _pinned_digest(self, version: str) -> bytes | None:
-        items = {name: self.library.get(vector_name(version, name)) for name in ("momentum", "parameters")}
+        items = {name: self.library.get(vector_name(version, name)) for name in self._vector_names}
         vectors = {
             name: torch.frombuffer(bytearray(item.data), dtype=torch.float32)
             for name, item in items.items()

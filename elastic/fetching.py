@@ -6,7 +6,7 @@ protocol has agreed on.
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,11 @@ def _describe_any(transport: Transport, donors: Mapping[str, PeerAddress], name:
 
 
 def fetch_missed(
-    transport: Transport, peer: str, others: Mapping[str, PeerAddress], since: str, size: int
+    transport: Transport,
+    peer: str,
+    others: Mapping[str, PeerAddress],
+    since: str,
+    result_bytes: Callable[[Record], int],
 ) -> Missed | None:
     """What this peer has after `since`; None where it does not know that, or no longer has the bytes."""
     try:
@@ -88,8 +92,7 @@ def fetch_missed(
     records = decode(tuple[Record, ...], raw)
     found = []
     for record in records:
-        length = size if record.proposal.contributions else 0
-        found.append((record, fetch_bytes(transport, others, record.payload, length)))
+        found.append((record, fetch_bytes(transport, others, record.payload, result_bytes(record))))
     return Missed(tuple(found))
 
 

@@ -169,6 +169,8 @@ class Member(Seat):
             return ""
         if begin.proposal.key != begin.key or self.me not in begin.members:
             return "it began a ballot that cannot be right"
+        if begin.proposal.contributions and begin.proposal.fragment != self.due:
+            return f"it began fragment {begin.proposal.fragment}, and {self.due} is due"
         if not begin.adopted and begin.proposal.islands and begin.proposal.islands != begin.members:
             return "it began a ballot whose members are not its contributors"
         try:

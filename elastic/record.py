@@ -47,6 +47,7 @@ class Offer:
     norm: float = 0.0
     incarnation: int = 0  # whose progress it is: work that a restart restored stays with its old one
     late: bool = False  # of an earlier phase: ready without having trained
+    steps: int = 0  # inner steps behind it
     step_ms: int = 0  # what an inner step took; 0: not known
 
 
@@ -69,7 +70,17 @@ class Settings:
 
     lr: float = 0.0
     momentum: float = 0.0
-    codec: str = "int8"
+    codec: str = "int8"  # of the contributions
+    result: str = ""  # of their mean, where that is another one
+    optimizer: str = "nesterov"
+    second: float = 0.0  # adam's
+    eps: float = 0.0
+    first_correction: float = 1.0
+    second_correction: float = 1.0
+
+    @property
+    def result_codec(self) -> str:
+        return self.result or self.codec
 
 
 @dataclass(frozen=True)

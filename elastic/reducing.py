@@ -47,9 +47,10 @@ class Attempt:
         self.begin = begin
         self.started = time.monotonic()
         self._done = done
-        self.reduction = Reduction(
-            plan_of(begin, count), contribution, transport, addresses, patience_s=CONNECT_S
-        )  # PlanRefused: what peers propose is checked there
+        plan = plan_of(begin, count)  # PlanRefused: what peers propose is checked there
+        if len(contribution) != plan.codec.size(count):
+            raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
+        self.reduction = Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
         self._stalled = ""
         threading.Thread(target=self._run, name="reduce", daemon=True).start()
 

@@ -138,6 +138,11 @@ class Seat:
         since = self.peers.views[peer].behind_since
         return since is None or now - since <= 2 * self.options.heartbeat_s
 
+    @property
+    def due(self) -> int:
+        """The fragment of the next round."""
+        return self.state.updates % self.options.fragments
+
     def _own_ballot(self, term: Term) -> Ballot:
         return Ballot(term.number, self.me, term.attempt)
 

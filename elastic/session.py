@@ -1,66 +1,80 @@
-"""The trainer's side of a driver: hand in a displacement, learn where the outer state went, draw leased samples."""
+"""The trainer's side of a driver: hand in progress, learn where the outer state went, draw leased samples."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from diloco.comm.codec import CODECS
 from diloco.comm.noise import NoiseKey
 from diloco.elastic.driver import Driver, check
+from diloco.elastic.fragments import Fragments
 from diloco.elastic.messages import Begin, Effect
-from diloco.elastic.ranges import Ranges, minus
-from diloco.elastic.record import Contribution, Record, holder_name
+from diloco.elastic.ranges import Ranges, minus, normal
+from diloco.elastic.record import Contribution, Offer, Record, holder_name
 from diloco.elastic.state import RunState
-from diloco.elastic.work import Work
+from diloco.elastic.work import Trained, Work
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
 
-@dataclass(frozen=True)
-class Change:
-    """The outer state went on. Unless all of the island's progress is `contained` in it, its displacement
-    (base - local) goes along, plus `adjust`: progress that was contained before, or is only now."""
+class Taken(NamedTuple):
+    """Where a fragment is now."""
 
-    contained: bool
-    adjust: Tensor | None
-    told: tuple[dict[str, Any], ...] = ()  # for people: the rounds since the last one
+    step: int  # the run's clock after the update that brought it there
+    owed: Tensor | None  # the sum of this island's progress up to its last cut that it does not contain
 
 
 class Session:
     """For one trainer thread."""
 
-    def __init__(self, driver: Driver, codec_name: str) -> None:
-        self.driver, self.codec = driver, CODECS[codec_name]
-        node, count = driver.node, driver.run.count
+    def __init__(self, driver: Driver, fragments: Fragments, codec_name: str) -> None:
+        self.driver, self.fragments, self.codec = driver, fragments, CODECS[codec_name]
+        self.works = [self._work(fragment) for fragment in range(len(fragments))]
+        self.state = driver.applied  # as last seen
+        driver.contribution = self._contribution
+        self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
+        self._offered_at = [("", 0)] * len(fragments)
+        self._encoding = ThreadPoolExecutor(1, "encode")
+
+    def _work(self, fragment: int) -> Work:
+        node, count = self.driver.node, self.fragments.counts[fragment]
         role = holder_name(node.me, node.incarnation)
-        self.work = Work(
+        return Work(
+            fragment,
             node.incarnation,
-            lambda vector, hi: self.codec.encode(vector, NoiseKey(hi, 0, role)),
+            lambda vector, hi: self.codec.encode(vector, NoiseKey(hi, fragment, role)),
             lambda payload: self.codec.decode(payload, count),
         )
-        self.state = driver.applied  # what the trainer's base is
-        driver.contribution = self._contribution
-        self._offered_at = self._offered_lo = -1  # updates, and the mark, when the last offer was made
 
-    @property
-    def owes(self) -> bool:
+    def owes(self, fragment: int = 0) -> bool:
         """Progress of earlier phases is not contained: it can be offered without training first."""
-        return bool(self.work.owed(self.work.mark))
+        return bool(self.works[fragment].owed(self._mark(self.state, fragment)))
 
     def _contribution(self, begin: Begin) -> Tensor:
         me = self.driver.node.me
         (offer,) = (c.offer for c in begin.proposal.contributions if c.island == me)
-        return self.work.payload(offer)
+        return self.works[offer.fragment].payload(offer)
 
-    def start(self, fragment: int, displacement: Tensor, *, tokens: int, samples: Ranges, step_ms: int = 0) -> None:
-        """Contribute all progress that `state` does not contain: base - local."""
+    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
+        """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded;
+        `progress` is not to be changed any more."""
         check(self.driver)
-        offer = self.work.cut(displacement, tokens, samples, step_ms=step_ms, usual_norm=self._usual_norm())
-        self._offered_at, self._offered_lo = self.state.updates, offer.lo
-        self.driver.post(lambda now: self.driver.node.offer(offer, now))
+        work = self.works[fragment]
+        make_offer = work.cut(progress, done, usual_norm=self._usual_norm())
+        self._offered_at[fragment] = self.driver.versions[fragment].digest, work.mark
+
+        def encode_and_offer() -> None:
+            offer = replace(make_offer(), step_ms=step_ms)
+            self.driver.post(lambda now: self._offer(offer, now))
+
+        self._encoding.submit(self.driver.guarded, encode_and_offer)
+
+    def _offer(self, offer: Offer, now: float) -> list[Effect]:
+        return self.driver.node.offer(offer, now)
 
     def _usual_norm(self) -> float:
         """The median of the last round with contributions; 0: there was none."""
@@ -73,14 +87,14 @@ class Session:
         return next((contributions for contributions in rounds if contributions), ())
 
     def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a round is over, with or without this island's part. False: asked to stop before."""
+        """Wait until its round is over, with or without this island's part. False: asked to stop before."""
         with self.driver.changed:
-            while not self._over():
+            while not self._over(fragment):
                 check(self.driver)
                 if should_stop():
                     return False
                 self.driver.changed.wait(WAIT_S)
-        if not self._is_contained(self.driver.applied):
+        if self._mark(self.driver.applied, fragment) < self.works[fragment].hi:
             self.driver.post(lambda now: self._withdraw(fragment))
         return True
 
@@ -88,43 +102,56 @@ class Session:
         self.driver.node.withdraw(fragment)
         return []
 
-    def _over(self) -> bool:
-        """A round was committed, or the offer no longer stands: it is contained, or another branch is."""
-        applied = self.driver.applied
-        return applied.updates > self._offered_at or self._mark(applied) != self._offered_lo
+    def _over(self, fragment: int) -> bool:
+        """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
+        version, mark = self._offered_at[fragment]
+        return self.driver.versions[fragment].digest != version or self._mark(self.driver.applied, fragment) != mark
 
-    def _is_contained(self, state: RunState) -> bool:
-        return self._mark(state) >= self.work.hi
-
-    def _mark(self, state: RunState) -> int:
+    def _mark(self, state: RunState, fragment: int) -> int:
         node = self.driver.node
-        return state.mark(node.me, node.incarnation, 0)
+        return state.mark(node.me, node.incarnation, fragment)
 
     def poll(self) -> bool:
-        """Whether the outer state went on."""
+        """Whether anything was agreed on since the last look."""
         check(self.driver)
         return self.driver.applied.head != self.state.head
+
+    def look(self) -> None:
+        self.state = self.driver.applied
+
+    def moved(self) -> list[int]:
+        """Fragments whose outer parameters are not those that were last taken."""
+        return [f for f, taken in enumerate(self._taken) if self.driver.versions[f].digest != taken]
 
     def wait(self, seconds: float) -> None:
         with self.driver.changed:
             if not self.poll():
                 self.driver.changed.wait(seconds)
 
-    def take(self, base: Tensor) -> tuple[bool, Tensor | None]:
-        """Where the outer state is now: its parameters are written to `base`. Whether all progress up to the last cut
-        is contained in it, and what to add to the displacement if not."""
+    def take(self, fragment: int, base: Tensor) -> Taken:
+        """Where this fragment is now: its parameters are written to their place in `base`."""
         with self.driver.replica.reading() as vectors, self.driver.changed:
-            base.copy_(vectors["parameters"])
-            self.state = self.driver.applied
-        adjust = self.work.rebase(self._mark(self.state))
-        return self.work.clean, adjust
+            self.fragments.copy(vectors, "parameters", base, fragment)
+            self.state, version = self.driver.applied, self.driver.versions[fragment]
+        self._taken[fragment] = version.digest
+        return Taken(version.step, self.works[fragment].rebase(self._mark(self.state, fragment)))
 
     def available(self, used: Ranges) -> Ranges:
         """Samples that this island may train on, besides those it has used since its last cut."""
         node = self.driver.node
         lease = self.state.ledger.lease_of(holder_name(node.me, node.incarnation))
-        return minus(minus(lease, self.work.used(self._mark(self.state))), used)
+        return minus(minus(lease, self._used()), used)
+
+    def _used(self) -> Ranges:
+        """By progress that is not contained."""
+        parts: Iterable[tuple[int, int]] = (
+            part for work in self.works for part in work.used(self._mark(self.state, work.fragment))
+        )
+        return normal(parts)
 
     def records(self) -> list[Record]:
         """The last ones, oldest first."""
         return list(self.driver.records)
+
+    def close(self) -> None:
+        self._encoding.shutdown(wait=False, cancel_futures=True)

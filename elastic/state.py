@@ -37,6 +37,8 @@ class RunState:
         marks, ledger = dict(self.marks), self.ledger
         for contribution in proposal.contributions:
             offer = contribution.offer
+            if offer.fragment != proposal.fragment:
+                raise RecordInvalid(f"{contribution.island}: fragment {offer.fragment} in a round of another")
             if not self.fits(contribution.island, offer):
                 raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi

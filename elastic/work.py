@@ -1,12 +1,16 @@
-"""An island's own progress that the replicated state may not contain yet, cut into pieces, oldest first.
+"""An island's own progress for one fragment that the replicated state may not contain yet, in pieces, oldest first.
 
-A piece is the displacement (base - local) between two cuts. It is encoded once, when it is first offered, and kept
+A piece is the displacement (base - local) between two cuts. It is encoded once, before it is first offered, and kept
 after its commit: if this island moves to a branch that lacks it, it is owed again and comes as a late contribution.
+
+Cuts are made by the trainer's thread; the encoding that an offer needs may run in another one.
 """
 
 import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,73 +24,91 @@ KEEP_BYTES = 2 << 30  # of pieces that are contained here, for the case that a h
 
 log = logging.getLogger(__name__)
 
+Encode = Callable[[Tensor, int], Tensor]
+
+
+class Trained(NamedTuple):
+    """What was done between two cuts."""
+
+    tokens: int
+    samples: Ranges
+    steps: int = 0
+
+
+class Encoded(NamedTuple):
+    payload: Tensor  # uint8
+    norm: float
+
 
 @dataclass
 class Piece:
     lo: int
     hi: int
-    tokens: int
-    samples: Ranges
-    encoded: Tensor  # uint8
-    norm: float
+    done: Trained
+    vector: Tensor | None  # until it is encoded
+    _encoded: Encoded | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def encoded(self, encode: Encode) -> Encoded:
+        with self._lock:
+            if self._encoded is None:
+                assert self.vector is not None
+                norm = float(torch.linalg.vector_norm(self.vector))
+                self._encoded, self.vector = Encoded(encode(self.vector, self.hi), norm), None
+            return self._encoded
 
 
 class Work:
-    """`encode` and `decode` are the codec's, for this fragment's vector."""
+    """`encode` and `decode` are the codec's. `max_phases` late pieces are joined: what is encoded again loses again."""
 
     def __init__(
-        self, incarnation: int, encode: Callable[[Tensor, int], Tensor], decode: Callable[[Tensor], Tensor]
+        self,
+        fragment: int,
+        incarnation: int,
+        encode: Encode,
+        decode: Callable[[Tensor], Tensor],
+        *,
+        max_phases: int = MAX_PHASES,
     ) -> None:
-        self.incarnation = incarnation
-        self._encode, self._decode = encode, decode
+        self.fragment, self.incarnation = fragment, incarnation
+        self._encode, self._decode, self._max_phases = encode, decode, max_phases
         self.pieces: list[Piece] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
-    def cut(
-        self, displacement: Tensor, tokens: int, samples: Ranges, *, step_ms: int = 0, usual_norm: float = 0.0
-    ) -> Offer:
-        """Offer what is not contained: all of it where nothing is late, else the oldest phases only.
-
-        `displacement` is all progress since `mark`, owed pieces included.
-        """
-        owed = self.owed(self.mark)
-        open_part = displacement - self._sum(owed) if owed else displacement
-        if tokens:
-            self._add(open_part, tokens, samples)
-        return replace(self.next_offer(usual_norm), step_ms=step_ms)
-
-    def _add(self, vector: Tensor, tokens: int, samples: Ranges) -> None:
-        self.hi += 1
-        norm = float(torch.linalg.vector_norm(vector))
-        self.pieces.append(Piece(self.hi - 1, self.hi, tokens, samples, self._encode(vector, self.hi), norm))
-
-    def next_offer(self, usual_norm: float = 0.0) -> Offer:
-        """The oldest progress that is not contained. Pieces stay apart: another branch may contain the first only.
-
-        Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
-        """
+    def cut(self, progress: Tensor, done: Trained, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
+        """What was trained since the last cut is a piece. Returned is what makes the offer of all that is owed: of the
+        oldest phases only, where some is late."""
+        if done.tokens:
+            self.hi += 1
+            self.pieces.append(Piece(self.hi - 1, self.hi, done, progress))
         owed = self.owed(self.mark)
         if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
             log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
             owed[0].lo = self.mark
-        oldest = owed[:MAX_PHASES]
-        piece = oldest[0] if len(oldest) == 1 else self._joined(oldest, usual_norm)
-        self._offered[piece.lo, piece.hi] = piece.encoded
-        return Offer(
-            0, piece.lo, piece.hi, piece.tokens, piece.samples, piece.norm, self.incarnation, late=len(owed) > 1
-        )  # fmt: skip
+        oldest, late = owed[: self._max_phases], len(owed) > 1
+        return lambda: self._offer(oldest, late, usual_norm)
 
-    def _joined(self, late: list[Piece], usual_norm: float) -> Piece:
+    def _offer(self, oldest: list[Piece], late: bool, usual_norm: float) -> Offer:
+        """Pieces stay apart: another branch may contain the first only.
+
+        Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
+        """
+        encoded = oldest[0].encoded(self._encode) if len(oldest) == 1 else self._joined(oldest, usual_norm)
+        lo, hi = oldest[0].lo, oldest[-1].hi
+        self._offered[lo, hi] = encoded.payload
+        tokens, steps = sum(piece.done.tokens for piece in oldest), sum(piece.done.steps for piece in oldest)
+        samples = normal(part for piece in oldest for part in piece.done.samples)
+        return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps)
+
+    def _joined(self, late: list[Piece], usual_norm: float) -> Encoded:
         vector = self._sum(late)
         norm = float(torch.linalg.vector_norm(vector))
         if usual_norm and norm > MAX_NORM * usual_norm:
             vector *= MAX_NORM * usual_norm / norm
             norm = MAX_NORM * usual_norm
-        samples = normal(part for piece in late for part in piece.samples)
-        tokens, lo, hi = sum(piece.tokens for piece in late), late[0].lo, late[-1].hi
-        return Piece(lo, hi, tokens, samples, self._encode(vector, hi), norm)
+        return Encoded(self._encode(vector, late[-1].hi), norm)
 
     def payload(self, offer: Offer) -> Tensor:
         """The bytes of an offer, the same in every ballot."""
@@ -97,18 +119,14 @@ class Work:
 
     def used(self, mark: int) -> Ranges:
         """Samples behind progress that a state with this mark does not contain."""
-        return normal(part for piece in self.owed(mark) for part in piece.samples)
+        return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
     def rebase(self, mark: int) -> Tensor | None:
-        """What to add to the island's displacement when its parameters move to a state with this mark."""
-        before, self.mark = self.mark, mark
-        lo, hi = min(mark, before), max(mark, before)
-        between = [piece for piece in self.pieces if lo <= piece.lo and piece.hi <= hi]
-        if not between:
-            return None
-        total = self._sum(between)
+        """The island's parameters move to a state with this mark: the sum of what that does not contain."""
+        self.mark = mark
         self._forget()
-        return total.neg_() if mark > before else total
+        owed = self.owed(mark)
+        return self._sum(owed) if owed else None
 
     @property
     def clean(self) -> bool:
@@ -116,13 +134,17 @@ class Work:
         return self.mark == self.hi
 
     def _sum(self, pieces: list[Piece]) -> Tensor:
-        total = self._decode(pieces[0].encoded).clone()
+        total = self._decode(pieces[0].encoded(self._encode).payload).clone()
         for piece in pieces[1:]:
-            total += self._decode(piece.encoded)
+            total += self._decode(piece.encoded(self._encode).payload)
         return total
 
     def _forget(self) -> None:
-        self._offered = {cuts: raw for cuts, raw in self._offered.items() if cuts[0] >= self.mark}
-        size = sum(piece.encoded.numel() for piece in self.pieces)
-        while self.pieces and size > KEEP_BYTES and self.pieces[0].hi <= self.mark:
-            size -= self.pieces.pop(0).encoded.numel()
+        for cuts in [cuts for cuts in list(self._offered) if cuts[0] < self.mark]:
+            self._offered.pop(cuts, None)
+        contained = [piece for piece in self.pieces if piece.hi <= self.mark]
+        size = sum(piece.encoded(self._encode).payload.numel() for piece in contained)
+        while contained and size > KEEP_BYTES:
+            oldest = contained.pop(0)
+            size -= oldest.encoded(self._encode).payload.numel()
+            self.pieces.remove(oldest)

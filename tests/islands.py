@@ -13,13 +13,15 @@ from diloco.comm.memory import MemoryNetwork
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.transport import PeerAddress
 from diloco.elastic.driver import Driver, Network, Run
+from diloco.elastic.fragments import Fragments
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.messages import Note
 from diloco.elastic.node import Node, Options
-from diloco.elastic.ranges import first, normal
+from diloco.elastic.ranges import first
 from diloco.elastic.record import Contribution, Head, Record, Settings
 from diloco.elastic.session import Session
 from diloco.elastic.state import RunState
+from diloco.elastic.work import Trained
 
 COUNT = 70_000
 CODEC = "int8"
@@ -27,8 +29,11 @@ GENESIS = b"genesis of a test"
 SAMPLES = 8  # of a phase
 
 
-def apply(vectors: Mapping[str, Tensor], record: Record, payload: Tensor) -> None:
-    vectors["parameters"].sub_(CODECS[CODEC].decode(payload, COUNT))
+def apply(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
+    fragment = record.proposal.fragment
+    mean = CODECS[CODEC].decode(payload, fragments.counts[fragment])
+    for lo, hi, part in fragments.pieces(mean, fragment):
+        vectors["parameters"][lo:hi].sub_(part)
     vectors["momentum"].add_(1)
 
 
@@ -67,7 +72,8 @@ class TestIsland:
         plain = transport or network.transport(name)
         options = Options(decide, silence_s=silence_s, partition=partition, want=2 * SAMPLES)
         node = Node(name, state, options, now=time.monotonic(), incarnation=incarnation)
-        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), COUNT, CODECS[CODEC].size(COUNT), apply)
+        fragments = Fragments.whole(COUNT)
+        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), fragments, apply)
         self.driver = Driver(
             node,
             run,
@@ -75,7 +81,7 @@ class TestIsland:
             Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None),
             self.notes.append,
         )
-        self.session = Session(self.driver, CODEC)
+        self.session = Session(self.driver, fragments, CODEC)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.error: BaseException | None = None
@@ -86,30 +92,21 @@ class TestIsland:
 
     def _train(self) -> None:
         try:
-            self.session.take(self._base)
-            displacement, used = torch.zeros(COUNT), ()
+            self.session.take(0, self._base)
             noise = torch.Generator().manual_seed(int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16))
             while not self.stopping.is_set():
-                batch = first(self.session.available(used), SAMPLES)
-                if batch or self.session.owes:
+                batch = first(self.session.available(()), SAMPLES)
+                if batch or self.session.owes():
                     self.stopping.wait(self.pace_s)
-                    used = normal(used + batch)
-                    if batch:
-                        displacement += torch.randn(COUNT, generator=noise)
-                        self.phases += 1
-                    self.session.start(0, displacement, tokens=100 if batch else 0, samples=used)
-                    used = ()
+                    self.phases += bool(batch)
+                    progress = torch.randn(COUNT, generator=noise)
+                    self.session.start(0, progress, Trained(100 if batch else 0, batch))
                     if not self.session.finish(0, self.stopping.is_set):
                         return
                 else:
                     self.stopping.wait(0.01)
                 if self.session.poll():
-                    contained, adjust = self.session.take(self._base)
-                    self.contained += contained
-                    if contained:
-                        displacement = torch.zeros(COUNT)
-                    elif adjust is not None:
-                        displacement = displacement + adjust
+                    self.contained += self.session.take(0, self._base).owed is None
         except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: wait_for raises it
             self.error = error
 

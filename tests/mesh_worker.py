@@ -36,7 +36,7 @@ def train(tree, place, stop_at=None):
         "trained": trainer.island.layout.size,
         "gradients": gradient_norms(trainer),
         "ties": tied_names(trainer.island.module),
-        "agrees": place.leader and torch.equal(local, trainer.outer.parameters),
+        "agrees": place.leader and torch.equal(local, trainer.outer["parameters"]),
         "skipped": trainer.island.skipped.item(),
     }
 

@@ -32,6 +32,8 @@ COMMANDS = [
     ["bench", "recover"],
     ["bench", "join"],
     ["simulate"],
+    ["export"],
+    ["sample"],
 ]
 
 

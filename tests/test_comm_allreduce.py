@@ -11,17 +11,19 @@ from random import Random
 
 import pytest
 import torch
-from golden import REDUCED, RESULT_KEY, digest, golden_contribution, reduced_digest
+from golden import REDUCED, RESULT_KEY, digest, encoded_contribution, reduced_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.comm.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
-from diloco.comm.codec import CODECS
+from diloco.comm.chunks import CHUNK
+from diloco.comm.codec import CODECS, result_codec_for
+from diloco.comm.codec_base import whole_units
 from diloco.comm.direct import DirectTransport
 from diloco.comm.link import Link, Path, Paths
 from diloco.comm.memory import MemoryNetwork
-from diloco.comm.noise import PAGE, NoiseKey
+from diloco.comm.noise import PAGE
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.spans import ReducePlan, Span, spans_by_bandwidth
@@ -45,6 +47,7 @@ class Group:
         fields = {
             "channel": "reduce/1", "members": members, "weights": tuple(range(1, len(members) + 1)),
             "spans": spans_by_bandwidth(count, [1.0] * len(members)), "codec_name": codec, "key": RESULT_KEY,
+            "result_codec_name": result_codec_for(codec, len(members)),
         }  # fmt: skip
         return ReducePlan(**(fields | changes))  # type: ignore[arg-type]
 
@@ -108,10 +111,7 @@ def names(size: int) -> list[str]:
 
 
 def encoded(group: Group, count: int, codec: str) -> dict[str, Tensor]:
-    return {
-        name: CODECS[codec].encode(golden_contribution(count, number), NoiseKey(7, 0, name))
-        for number, name in enumerate(group.transports)
-    }
+    return {name: encoded_contribution(codec, count, number) for number, name in enumerate(group.transports)}
 
 
 KINDS: dict[str, Callable[[int], Group]] = {
@@ -139,7 +139,7 @@ def by_hand(plan: ReducePlan, contributions: dict[str, Tensor]) -> Tensor:
     total = torch.zeros(plan.count)
     for name, weight in zip(plan.members, plan.weights, strict=True):
         plan.codec.accumulate(contributions[name], total, weight / sum(plan.weights))
-    return plan.codec.encode(total, plan.key)
+    return plan.result_codec.encode(total, plan.key)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -174,6 +174,26 @@ def test_small_vectors_and_groups(make, size, count):
     group = make(size)
     plan, contributions = group.plan(count, "int4"), encoded(group, count, "int4")
     assert torch.equal(group.reduce(plan, contributions), by_hand(plan, contributions))
+
+
+def test_a_mean_of_sparse_vectors_keeps_the_places_of_all(make):
+    group, count = make(4), 9 * PAGE + 5000
+    plan, contributions = group.plan(count, "sparse", weights=(1, 1, 1, 1)), encoded(group, count, "sparse")
+    mean = plan.result_codec.decode(group.reduce(plan, contributions), count)
+    decoded = [plan.codec.decode(contributions[name], count) for name in plan.members]
+    exact = sum(decoded) / 4
+    assert plan.result_codec.name == "union:256"
+    assert ((mean - exact).abs() <= plan.result_codec.bound(whole_units(exact, CHUNK)).flatten()[:count]).all()
+    assert not mean[exact == 0].any()
+
+
+def test_places_that_do_not_rise_name_their_sender(make):
+    group, count = make(3), 9 * PAGE
+    contributions = encoded(group, count, "sparse")
+    contributions["m01"].view(-1, 120)[50, 8:104] = 7  # the same place 64 times
+    group.begin(group.plan(count, "sparse"), contributions)
+    refused = [outcome for outcome in group.finish().values() if isinstance(outcome, ContributionRefused)]
+    assert refused and {error.peer for error in refused} == {"m01"}
 
 
 def test_sixteen_members(make):
@@ -354,6 +374,8 @@ def test_a_plan_from_elsewhere_is_checked(make):
     for changes in (
         {"members": ("m00", "m00")}, {"members": ("m00",)}, {"weights": (1, -1)}, {"weights": (0, 0)},
         {"weights": (2**53, 1)}, {"codec_name": "int3"}, {"chunk_pages": 0}, {"chunk_pages": 10**9},
+        {"result_codec_name": "union:5"}, {"result_codec_name": "sparse"},
+        {"codec_name": "dct", "result_codec_name": ""},
         {"spans": (Span(0, PAGE), Span(PAGE + 256, 3 * PAGE))}, {"spans": (Span(0, 100), Span(100, 3 * PAGE))},
         {"spans": (Span(0, 3 * PAGE), Span(3 * PAGE, PAGE))}, {"spans": (Span(PAGE, PAGE), Span(PAGE, 3 * PAGE))},
         {"spans": (Span(0, 3 * PAGE),)},

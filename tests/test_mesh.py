@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "mesh_worker.py"
 MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 2)}
 MODELS = ("built-in tied", "built-in untied", "llama tied", "llama untied")
-ON_BOTH = ("built-in frozen", "qwen3 with QK-norm")  # on the largest mesh only: it holds what the others could break
+# on the largest mesh only: it holds what the others could break
+ON_BOTH = ("built-in frozen", "built-in muon", "qwen3 with QK-norm")
 RUN = {
     "data": {"sequence": 32},
     "inner": {"lr": 1e-3, "warmup": 2, "steps": 20, "clip": 0.5},  # every gradient of these models is above 0.5
@@ -60,7 +61,8 @@ def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
         both = (fsdp, tp) in ((1, 1), (2, 2))
         for name in MODELS + (ON_BOTH if both else ()):
             island = {"batch": 8, "accumulate": 2, "fsdp": fsdp, "tp": tp, "device": "cpu"}
-            config = {**RUN, "model": model_of(name, hf_folders), "island": island}
+            inner = {**RUN["inner"], "optimizer": "muon" if name == "built-in muon" else "adamw"}
+            config = {**RUN, "model": model_of(name, hf_folders), "island": island, "inner": inner}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
         if both:
             resumed = json.loads(json.dumps(cases["built-in tied"]))

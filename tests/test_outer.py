@@ -4,16 +4,22 @@ import pytest
 import torch
 
 from diloco.alone import Alone
-from diloco.outer import CHUNK, Layout, OuterState, Update, apply, outer_lr
+from diloco.config import OuterConfig
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.record import Settings
+from diloco.elastic.work import Trained
+from diloco.outer import CHUNK, Layout, apply, outer_lr, outer_settings, outer_vectors, preview
+from diloco.schedule import Schedule
+
+WHOLE = Fragments.whole
 
 
-def update(round: int, mean: torch.Tensor, *, lr: float = 0.7, momentum: float = 0.9) -> Update:
-    return Update(round, 0, round * 10, mean, lr, momentum, ("a",), tokens=1)
+def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Settings:
+    return Settings(lr, momentum)
 
 
-def state_of(parameters: torch.Tensor) -> OuterState:
-    layout = Layout(("w",), (tuple(parameters.shape),))
-    return OuterState(layout, parameters.clone(), torch.zeros_like(parameters))
+def state_of(parameters: torch.Tensor, optimizer: str = "nesterov") -> dict[str, torch.Tensor]:
+    return outer_vectors(OuterConfig(optimizer=optimizer), parameters.clone())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -22,36 +28,62 @@ def test_equals_torchs_nesterov(momentum):
     theirs = torch.nn.Parameter(torch.randn(1000))
     ours = state_of(theirs.detach())
     sgd = torch.optim.SGD([theirs], lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    for round in range(1, 6):
+    for _ in range(5):
         theirs.grad = torch.randn(1000)
-        apply(ours, update(round, theirs.grad, momentum=momentum))
+        apply(ours, WHOLE(1000), 0, theirs.grad, nesterov(momentum=momentum))
         sgd.step()
-    torch.testing.assert_close(ours.parameters, theirs.detach())
-    assert (ours.round, ours.step) == (5, 50)
+    torch.testing.assert_close(ours["parameters"], theirs.detach())
+
+
+def test_equals_torchs_adam():
+    torch.manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(1000))
+    config = OuterConfig(optimizer="adam", lr=0.1, momentum=0.9, second=0.99)
+    ours = state_of(theirs.detach(), "adam")
+    adam = torch.optim.Adam([theirs], lr=0.1, betas=(0.9, 0.99))
+    for number in range(1, 8):
+        theirs.grad = torch.randn(1000)
+        apply(ours, WHOLE(1000), 0, theirs.grad, outer_settings(config, 1, number))
+        adam.step()
+    torch.testing.assert_close(ours["parameters"], theirs.detach())
 
 
 def test_bits_are_the_same_on_every_platform():
     """The golden digest: integer arithmetic makes the input, so that nothing but `apply` is under test."""
-    indices = torch.arange(CHUNK + 3, dtype=torch.int64)
-    state = state_of(((indices * 2654435761) % 65536).float() / 65536 - 0.5)
-    for round in range(1, 21):
-        mean = ((indices * 40503 + round * 977) % 65536).float() / 65536 - 0.5
-        apply(state, update(round, mean))
-    digest = sha256(state.parameters.numpy().tobytes() + state.momentum.numpy().tobytes()).hexdigest()
+    state = golden_rounds("nesterov", lambda number: nesterov())
+    digest = sha256(state["parameters"].numpy().tobytes() + state["momentum"].numpy().tobytes()).hexdigest()
     assert digest == "1532ff83980ef0c28c7f00975e08a2752d1c300f293bfbe1c75ff21fb3129fe0"
+
+
+def test_adams_bits_are_the_same_on_every_platform():
+    config = OuterConfig(optimizer="adam", lr=0.01)
+    state = golden_rounds("adam", lambda number: outer_settings(config, 4, number))
+    digest = sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+    assert digest == "f43a1e1a6803edf501d42256f49a5cd9763f9bc90b04c4ca35214b5539e8d31f"
+
+
+def golden_rounds(optimizer, settings_of):
+    indices = torch.arange(CHUNK + 3, dtype=torch.int64)
+    state = state_of(((indices * 2654435761) % 65536).float() / 65536 - 0.5, optimizer)
+    for number in range(1, 21):
+        mean = ((indices * 40503 + number * 977) % 65536).float() / 65536 - 0.5
+        apply(state, WHOLE(CHUNK + 3), 0, mean, settings_of(number))
+    return state
 
 
 def test_vanishing_momentum_becomes_zero():
     state = state_of(torch.zeros(2))
-    apply(state, update(1, torch.tensor([2.0**-101, 2.0**-99])))
-    assert state.momentum.tolist() == [0.0, 2.0**-99]
+    apply(state, WHOLE(2), 0, torch.tensor([2.0**-101, 2.0**-99]), nesterov())
+    assert state["momentum"].tolist() == [0.0, 2.0**-99]
 
 
-def test_rounds_apply_in_order():
-    state = state_of(torch.zeros(2))
-    with pytest.raises(ValueError, match="round 3 cannot follow round 0"):
-        apply(state, update(3, torch.ones(2)))
-    assert state.parameters.tolist() == [0.0, 0.0]
+def test_a_fragments_update_leaves_the_others_alone_and_a_preview_everything():
+    fragments = Fragments((((0, 2), (5, 6)), ((2, 5),)))
+    state = state_of(torch.zeros(6))
+    seen = preview(state, fragments, 0, torch.tensor([1.0, 2.0, 3.0]), nesterov(lr=1.0, momentum=0.0))
+    assert seen.tolist() == [-1, -2, -3] and not state["parameters"].any() and not state["momentum"].any()
+    apply(state, fragments, 0, torch.tensor([1.0, 2.0, 3.0]), nesterov(lr=1.0, momentum=0.0))
+    assert state["parameters"].tolist() == [-1, -2, 0, 0, 0, -3]
 
 
 def test_views_cover_the_vector_in_order():
@@ -78,11 +110,11 @@ def test_outer_lr_follows_the_published_optimum():
 
 
 def test_alone_the_contribution_is_the_mean():
-    outer = OuterState.zeros(Layout(("all",), ((3,),)))
-    alone = Alone("me", outer, lr=0.4, momentum=0.0)
-    alone.start(0, torch.ones(3), tokens=10, samples=(), step=50, step_ms=0)
-    assert alone.poll()
-    change = alone.take()
-    assert change.contained and not alone.poll()
-    assert (change.told[0]["round"], change.told[0]["tokens"], alone.step) == (1, 10, 50)
-    assert outer.parameters.tolist() == pytest.approx([-0.4] * 3)
+    alone = Alone("me", torch.zeros(3), OuterConfig(optimizer="sgd", lr=0.4), WHOLE(3), Schedule((50, 100)))
+    alone.start(0, torch.ones(3), Trained(10, ((0, 5),)))
+    assert alone.position == 5 and alone.updates == 0
+    taken = alone.take(0)
+    assert taken.owed is None and (taken.step, alone.step, alone.updates) == (50, 50, 1)
+    (story,) = alone.stories()
+    assert (story["round"], story["tokens"]) == (1, 10) and alone.stories() == []
+    assert alone.base.tolist() == pytest.approx([-0.4] * 3)

@@ -1,14 +1,68 @@
+from itertools import pairwise
+
 import pytest
 
-from diloco.config import InnerConfig
-from diloco.schedule import Apply, Classic, Launch, fair_share, learning_rate
+from diloco.config import InnerConfig, SyncConfig
+from diloco.schedule import Apply, Launch, Schedule, Work, fair_share, learning_rate
+
+
+def schedule(steps: int = 100, **sync: object) -> Schedule:
+    inner = InnerConfig(lr=1.0, steps=steps, warmup=0, schedule="constant")
+    return Schedule.of(SyncConfig(**sync), inner)  # type: ignore[arg-type]
+
+
+def timetable(plan: Schedule) -> dict[int, list[Work]]:
+    return {step: works for step in range(1, plan.steps + 1) if (works := plan.after(step))}
 
 
 def test_classic_syncs_every_h_steps_and_at_the_end():
-    schedule = Classic(every=3, steps=7)
-    due = [step for step in range(1, 8) if schedule.after(step)]
-    assert due == [3, 6, 7]
-    assert schedule.after(3) == [Launch(0), Apply(0)]
+    due = timetable(schedule(7, every=3))
+    assert list(due) == [3, 6, 7]
+    assert due[3] == [Launch(0), Apply(0)]
+    assert due[7][-2:] == [Launch(0), Apply(0)]
+
+
+def test_fragments_are_launched_in_turn_and_applied_later():
+    due = timetable(schedule(30, every=10, fragments=3, delay=2))
+    assert [step for step in due if Launch(0) in due[step]][:2] == [3, 13]
+    assert due[3] == [Launch(0)] and due[5] == [Apply(0)]
+    assert due[7] == [Launch(1)] and due[10] == [Launch(2)] and due[12] == [Apply(2)]
+    launched = [work.fragment for works in due.values() for work in works if isinstance(work, Launch)]
+    assert launched == [0, 1, 2] * 3 + [0, 1]  # at the end, those whose last launch was earlier
+
+
+def test_a_fragment_is_never_launched_again_before_it_was_applied():
+    for fragments, delay, steps in [(1, 9, 33), (3, 0, 30), (3, 9, 31), (4, 5, 38)]:
+        flying: set[int] = set()
+        for works in timetable(schedule(steps, every=10, fragments=fragments, delay=delay)).values():
+            for work in works:
+                if isinstance(work, Launch):
+                    assert work.fragment not in flying
+                    flying.add(work.fragment)
+                else:
+                    flying.discard(work.fragment)
+        assert not flying
+
+
+def test_eager_takes_the_last_result_before_it_launches():
+    due = timetable(schedule(30, every=10, apply="eager"))
+    assert due[10] == [Apply(0), Launch(0)] and due[30][-2:] == [Launch(0), Apply(0)]
+
+
+def test_the_clock_follows_the_launches_and_the_run_ends_when_every_fragment_had_its_turn():
+    plan = schedule(30, every=10, fragments=3)
+    clock, updates = [0], 0
+    while not plan.is_over(clock[-1], updates):
+        clock.append(plan.next(clock[-1]))
+        updates += 1
+    assert clock == [0, 3, 7, 10, 13, 17, 20, 23, 27, 30, 30, 30]
+
+
+def test_phases_grow_as_the_learning_rate_falls():
+    inner = InnerConfig(lr=1.0, steps=100, warmup=0, schedule="cosine", final_lr=0.1)
+    launches = Schedule.of(SyncConfig(every=5, growth=3.0), inner).launches
+    lengths = [hi - lo for lo, hi in pairwise((0, *launches))]
+    assert lengths[0] == 9 and lengths[:-1] == sorted(lengths[:-1]) and lengths[-2] == 20
 
 
 def rates(**settings: object) -> list[float]:

@@ -44,7 +44,7 @@ def test_island_and_outer_state_agree_after_a_round(small):
     trainer.run()
     local = torch.empty(trainer.island.layout.size)
     trainer.island.read(local)
-    assert torch.equal(local, trainer.outer.parameters)
+    assert torch.equal(local, trainer.outer["parameters"])
 
 
 def test_syncing_every_step_with_plain_sgd_is_plain_training(small):
@@ -90,8 +90,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
     second.resume()
     second.run()
     assert curve(heard_first) + curve(heard_second) == curve(heard)
-    assert torch.equal(second.outer.parameters, whole.outer.parameters)
-    assert torch.equal(second.outer.momentum, whole.outer.momentum)
+    assert torch.equal(second.outer["parameters"], whole.outer["parameters"])
+    assert torch.equal(second.outer["momentum"], whole.outer["momentum"])
 
 
 def test_settings_may_change_at_a_resume(small):

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from diloco.comm.codec import CODECS, warm_up
+from diloco.comm.codec import warm_up
 from diloco.comm.direct import DirectTransport
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.transport import PeerAddress
 from diloco.elastic.driver import Driver, Network, Run
 from diloco.elastic.fetching import fetch_state
+from diloco.elastic.fragments import Fragments
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.mailbox import greet
 from diloco.elastic.messages import Append, Collect, Commit, Effect, Note, Reduce, Send
@@ -33,6 +34,7 @@ from diloco.elastic.ranges import first, size
 from diloco.elastic.record import Contribution, Head, Settings
 from diloco.elastic.session import Session
 from diloco.elastic.state import RunState
+from diloco.elastic.work import Trained
 from diloco.errors import TransferFailed, TransportError
 from diloco.outer import apply_record
 
@@ -120,7 +122,8 @@ class Worker:
         vectors = {"parameters": torch.zeros(count), "momentum": torch.zeros(count)}
         if self.name not in roster:
             state, vectors = self._fetch(count)
-        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), count, CODECS[CODEC].size(count), apply_record)
+        fragments = Fragments.whole(count)
+        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), fragments, apply_record)
         options = Options(
             decide, silence_s=self.setting.silence_s, partition=self.setting.partition, want=2 * self.setting.samples
         )
@@ -130,7 +133,7 @@ class Worker:
         self.driver = driver
         driver.know(self.addresses)
         self.tell("started", round=state.head.round)
-        self._train(Session(driver, CODEC))
+        self._train(Session(driver, fragments, CODEC))
 
     def _fetch(self, count: int) -> tuple[RunState, dict[str, torch.Tensor]]:
         sizes, genesis = {"parameters": count, "momentum": count}, hashlib.sha256(GENESIS).hexdigest()
@@ -152,15 +155,15 @@ class Worker:
         base, displacement = torch.empty(self.setting.count), torch.randn(self.setting.count)
         while not self.stopping.is_set():
             batch = first(session.available(()), self.setting.samples)
-            if size(batch) or session.owes:
+            if size(batch) or session.owes():
                 self.stopping.wait(self.setting.pace_s)
                 self.phases += bool(size(batch))
-                session.start(0, displacement, tokens=TOKENS if size(batch) else 0, samples=batch)
+                session.start(0, displacement, Trained(TOKENS if size(batch) else 0, batch))
                 session.finish(0, self.stopping.is_set)
             else:
                 session.wait(0.05)
             if session.poll():
-                session.take(base)
+                session.take(0, base)
 
     def _report(self) -> dict[str, Any]:
         assert self.driver is not None

@@ -123,6 +123,52 @@ def tokenize(
     tokenize_command(inputs, out, tokenizer, raw, vocab)
 
 
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, its name under runs/, or one of its islands' folders.")
+]
+RunTokenizer = Annotated[
+    str | None, typer.Option(help="Its tokenizer, where the run's token file does not say: `bytes` or a folder.")
+]
+
+
+@app.command(epilog="Example: diloco export quickstart exported/quickstart")
+def export(
+    run: RunName,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    tokenizer: RunTokenizer = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what an earlier export wrote to OUT.")] = False,
+) -> None:
+    """Write a run's outer parameters as a Hugging Face model.
+
+    Of the newest save, with config and tokenizer; the run may go on meanwhile.
+    """
+    from diloco.cli.export import export_command
+
+    export_command(run, out, tokenizer=tokenizer, force=force)
+
+
+@app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')
+def sample(
+    run: RunName,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="How the text begins.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="How many to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Lower is safer; 0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many of the likeliest; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Another one, another text.")] = 0,
+    tokenizer: RunTokenizer = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Continue a text with a run's outer parameters.
+
+    Of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
+    """
+    from diloco.cli.sample import sample_command
+    from diloco.sample import Choice
+
+    choice = Choice(temperature, top_k, seed)
+    sample_command(run, prompt, tokens=tokens, choice=choice, tokenizer=tokenizer, device=device)
+
+
 @app.command(epilog="Example: diloco simulate --protocol --seeds 1000 --jobs 8")
 def simulate(
     config: Annotated[

@@ -4,6 +4,7 @@ The digest comes from the files alone, so that a cache hit loads no tokenizer li
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class Tokenizer:
     end: int | None  # written after each document
     digest: str
     encode: Callable[[Sequence[str]], list[npt.ArrayLike]]  # texts to rows of token numbers
+    decode: Callable[[Sequence[int]], str]  # what is no character, or not yet a whole one, becomes U+FFFD
+    save: Callable[[Path], None]  # into a folder that AutoTokenizer loads
 
 
 def tokenizer_digest(spec: str) -> str:
@@ -76,7 +79,35 @@ def _defining_files(path: Path) -> list[Path]:
 
 def _bytes_tokenizer(digest: str) -> Tokenizer:
     # Byte 0 does not occur in text, which makes it a free separator of documents.
-    return Tokenizer(256, 0, digest, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
+    return Tokenizer(
+        256, 0, digest,
+        encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        decode=lambda tokens: bytes(tokens).decode(errors="replace"),
+        save=lambda folder: _save_json(_byte_level(), None, folder),
+    )  # fmt: skip
+
+
+def _byte_level() -> Any:
+    """Bytes as the libraries know them: tokens 0 to 255, each under GPT-2's visible character for it."""
+    try:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise MissingExtra("tokenizers", "hf", "a tokenizer's files") from error
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    names = {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    backend = Backend(models.BPE(vocab=names, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _save_json(backend: Any, end: str | None, folder: Path) -> None:
+    # The class is said: from the model's type alone, transformers would take that model's usual tokenizer.
+    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | ({"eos_token": end} if end else {}), indent=1))
 
 
 def _from_json(path: Path, digest: str) -> Tokenizer:
@@ -91,12 +122,16 @@ def _from_json(path: Path, digest: str) -> Tokenizer:
     backend.no_truncation()  # files saved for inference may ask for 512 tokens a text
     backend.no_padding()
     numbers = backend.get_vocab()
-    end = next((numbers[name] for name in KNOWN_ENDS if name in numbers), None)
+    end = next((name for name in KNOWN_ENDS if name in numbers), None)
 
     def encode(texts: Sequence[str]) -> list[npt.ArrayLike]:
         return [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return Tokenizer(_vocab(numbers, path), end, digest, encode)
+    return Tokenizer(
+        _vocab(numbers, path), numbers[end] if end else None, digest, encode,
+        decode=lambda tokens: str(backend.decode(list(tokens))),
+        save=lambda folder: _save_json(backend, end, folder),
+    )  # fmt: skip
 
 
 def _from_folder(path: Path, digest: str) -> Tokenizer:
@@ -113,7 +148,13 @@ def _from_folder(path: Path, digest: str) -> Tokenizer:
         rows: list[npt.ArrayLike] = backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return rows
 
-    return Tokenizer(_vocab(backend.get_vocab(), path), backend.eos_token_id, digest, encode)
+    return Tokenizer(
+        _vocab(backend.get_vocab(), path), backend.eos_token_id, digest, encode,
+        decode=lambda tokens: str(
+            backend.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ),
+        save=lambda folder: backend.save_pretrained(folder),
+    )  # fmt: skip
 
 
 def _vocab(numbers: dict[str, Any], path: Path) -> int:

@@ -1,0 +1,70 @@
+"""What a slow link costs an inner loop that waits for its rounds, and one that goes on.
+
+The link is made such that a blocking round takes as long as a phase of training: half of the time is lost. Utilisation
+is H times the median step without synchronisation over the wall time of H steps.
+"""
+
+import itertools
+import statistics
+from typing import Any
+
+from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.report import Check, Report
+from diloco.bench.team import Line, median_step_s, one_thread, train_together
+from diloco.comm.codec import CODECS, warm_up
+from diloco.config import Config
+from diloco.configfile import parse_config
+
+CODEC = "int8"
+FIRST_PHASES = 1  # not measured: everything is slower the first time
+
+
+def measure(*, islands: int, every: int, rounds: int) -> Report:
+    rows = run_peers(islands, _work, every, rounds)[0]
+    blocking, overlapped = rows["blocking"], rows["overlapped"]
+    checks = [
+        Check("overlap.utilisation", overlapped["utilisation"], 0.95, "higher"),
+        Check("overlap.step_ratio", overlapped["step_ratio"], 1.05, "lower"),
+    ]
+    figures = {"islands": islands, "every": every, "rounds": rounds, **rows}
+    figures["blocking_utilisation"] = blocking["utilisation"]
+    return Report(checks, figures)
+
+
+def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
+    one_thread()
+    warm_up()
+    free = train_together(peer, _config(every, FIRST_PHASES + 2), Line())
+    step_s = max(peer.exchange(median_step_s(free["moments"])))
+    size = CODECS[CODEC].size(free["parameters"])
+    bits_per_s = 8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s)
+    found: dict[str, Any] = {"step_s": step_s, "link_mbit_per_s": bits_per_s / 1e6}
+    for name, apply in (("blocking", "rebase"), ("overlapped", "eager")):
+        config = _config(every, FIRST_PHASES + rounds, apply=apply)
+        seen = train_together(peer, config, Line(bits_per_s))
+        found[name] = _row(seen["moments"], every, step_s, seen, peer)
+    return found
+
+
+def _row(moments: list[float], every: int, step_s: float, seen: dict[str, Any], peer: BenchPeer) -> dict[str, Any]:
+    """Phases from the second on, but for the last, whose round nothing overlaps."""
+    begins = moments[every - 1 :: every]
+    walls = [later - earlier for earlier, later in itertools.pairwise(begins)][FIRST_PHASES:]
+    inside = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    usual = [span for number, span in enumerate(inside, start=1) if number % every and number > every]
+    utilisation = min(peer.exchange(every * step_s / statistics.mean(walls)))
+    ratio = max(peer.exchange(statistics.median(usual) / step_s))
+    return {
+        "utilisation": utilisation, "step_ratio": ratio, "wall_s_of_phases": walls, "rounds": seen["rounds"],
+        "full_rounds": seen["full_rounds"],
+    }  # fmt: skip
+
+
+def _config(every: int, phases: int, *, apply: str = "rebase") -> Config:
+    return parse_config({
+        "run": "overlap", "model": {"preset": "tiny"}, "data": {"sequence": 128},
+        "island": {"batch": 4, "device": "cpu"}, "inner": {"steps": every * phases, "warmup": 2},
+        "sync": {"every": every, "apply": apply, "codec": CODEC},
+        "elastic": {"min_islands": 2, "straggler": 100.0}, "evaluate": {"every": 0}, "log": {"every": 1},
+        "checkpoint": {"snapshot_every": 1000000},
+    })  # fmt: skip

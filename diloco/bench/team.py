@@ -1,0 +1,131 @@
+"""Real islands that train together without a directory: real trainers, drivers and transports, addresses handed out.
+
+All start from the same seed, so that nobody has to fetch a state.
+"""
+
+import atexit
+import hashlib
+import itertools
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.bench.peers import BenchPeer
+from diloco.bench.speed import Heard
+from diloco.comm.direct import DirectTransport
+from diloco.comm.link import Link, Path, Paths
+from diloco.comm.pooled import PooledTransport
+from diloco.comm.shaped import ShapedTransport
+from diloco.comm.transport import Transport
+from diloco.config import Config
+from diloco.elastic.driver import Driver, Network, Run
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.node import Node
+from diloco.elastic.record import Head, Record
+from diloco.elastic.state import RunState
+from diloco.events import Events
+from diloco.island_run import options_for
+from diloco.outer import apply_record
+from diloco.place import Place, pick_device
+from diloco.together import Together
+from diloco.trainer import Trainer
+
+GENESIS = b"a run among friends"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What each island is connected by; None: as fast as the machine goes."""
+
+    bits_per_s: float | None = None
+    delay_s: float = 0.0
+
+
+def driver_for(
+    trainer: Trainer,
+    roster: tuple[str, ...],
+    transport: Transport,
+    *,
+    apply: Callable[[Mapping[str, Tensor], Record, Tensor, Fragments], None] = apply_record,
+) -> Driver:
+    """The network side of an island that founds a run together with the rest of the roster."""
+    digest = hashlib.sha256(GENESIS).hexdigest()
+    state = RunState(Head(0, 0, digest), roster, Ledger(trainer.samples.train_count))
+    node = Node(transport.identity, state, options_for(trainer.config), now=time.monotonic(), incarnation=1)
+    run = Run(GENESIS, digest, trainer.fragments, apply)
+    network = Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)
+    vectors = {name: vector.clone() for name, vector in trainer.outer.items()}
+    return Driver(node, run, vectors, network, lambda note: None)
+
+
+def train_alone(config: Config) -> dict[str, Any]:
+    config = in_folder(config)
+    place = Place(0, 1, pick_device(config.island.device), None)
+    heard = Heard()
+    trainer = Trainer(config, place, Events([heard]))
+    trainer.run()
+    return {"losses": trainer.validation_losses, "bytes_sent": 0, **_times(trainer, heard)}
+
+
+def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
+    """Called by all workers of a bench at once: each is one island. What this one saw."""
+    config = in_folder(config)
+    names = tuple(f"island-{index}" for index in range(peer.count))
+    plain = DirectTransport(names[peer.index], "127.0.0.1")
+    addresses = dict(zip(names, peer.exchange(plain.address("127.0.0.1")), strict=True))
+    plain.allow(addresses.values())
+    transport: Transport = plain
+    if line.bits_per_s is not None or line.delay_s:
+        shape = Link(line.bits_per_s, line.bits_per_s)
+        transport = ShapedTransport(plain, shape, Paths(Path(delay_s=line.delay_s)))
+    heard = Heard()
+    trainer = Trainer(config, Place(0, 1, pick_device(config.island.device), None), Events([heard]))
+    driver = driver_for(trainer, names, transport)
+    try:
+        driver.know(addresses)
+        trainer.join(Together(driver, config, str))
+        peer.barrier()
+        trainer.run()
+        rounds = [record for record in driver.records if record.proposal.contributions]
+        full = sum(len(record.proposal.contributions) == peer.count for record in rounds)
+        found = {
+            "losses": trainer.validation_losses, "bytes_sent": driver.bytes_sent, "rounds": len(rounds),
+            "full_rounds": full, "digest": driver.replica.digest(), **_times(trainer, heard),
+        }  # fmt: skip
+        peer.barrier()  # nobody leaves while others still read
+        return found
+    finally:
+        driver.close()
+        transport.close()
+
+
+def _times(trainer: Trainer, heard: Heard) -> dict[str, Any]:
+    """When each inner step ended, and what the trainer waited for rounds; log.every=1 tells of each step."""
+    moments = [event["time"] for event in heard.events if event["event"] == "step"]
+    return {
+        "parameters": trainer.island.layout.size, "moments": moments, "waited_s": trainer.membership.waited_s,
+        "steps": trainer.membership.exchange.steps,
+    }  # fmt: skip
+
+
+def in_folder(config: Config) -> Config:
+    """With a folder that goes away with the process: a run saves at its end."""
+    folder = mkdtemp(prefix="diloco-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": folder})})
+
+
+def median_step_s(moments: list[float]) -> float:
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
+
+
+def one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,189 @@
+"""Every schedule against a loop of a few lines that says what it is, with two islands over real rounds."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from diloco.bench.speed import Heard
+from diloco.bench.team import driver_for
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.transport import PeerAddress
+from diloco.elastic.driver import Driver
+from diloco.events import Events
+from diloco.island import Island
+from diloco.network import build_network
+from diloco.outer import apply_record
+from diloco.place import Place
+from diloco.schedule import learning_rate
+from diloco.together import Together
+from diloco.trainer import Trainer
+
+HERE = Place(0, 1, torch.device("cpu"), None)
+H, PASSES, LR, MOMENTUM = 6, 5, 0.7, 0.9
+METHODS = {
+    "classic": {"codec": "fp32"},
+    "streaming": {"codec": "fp32", "fragments": 3},
+    "streaming, mixed": {"codec": "fp32", "fragments": 3, "delay": 1, "apply": "mix"},
+    "sequential, far overlapped": {"codec": "fp32", "fragments": 2, "pattern": "sequential", "delay": 4},
+    "overlapped": {"codec": "fp32", "delay": 3},
+    "eager": {"codec": "fp32", "apply": "eager"},
+}
+
+
+class TestTeam:
+    """Two trainers in two threads. `outer` has the outer parameters after each update, `batches` what each read."""
+
+    __test__ = False
+
+    def __init__(self, config, names=("A", "B")) -> None:
+        self.config, self.network = config, MemoryNetwork()
+        self.outer: list[torch.Tensor] = []
+        self.batches: dict[str, list] = {name: [] for name in names}
+        self.errors: list[BaseException] = []
+        self.trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            drivers = {name: self._driver(name, stack) for name in self.trainers}
+            for driver in drivers.values():
+                driver.know({name: PeerAddress(name) for name in drivers})
+            threads = [threading.Thread(target=self._train, args=(name, drivers[name])) for name in drivers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self.errors:
+                raise self.errors[0]
+            assert len({driver.replica.digest() for driver in drivers.values()}) == 1
+
+    def _driver(self, name, stack) -> Driver:
+        def apply(vectors, record, payload, fragments) -> None:
+            apply_record(vectors, record, payload, fragments)
+            if name == "A":
+                self.outer.append(vectors["parameters"].clone())
+
+        transport = self.network.transport(name)
+        driver = driver_for(self.trainers[name], tuple(self.trainers), transport, apply=apply)
+        stack.callback(driver.close)
+        return driver
+
+    def _train(self, name, driver) -> None:
+        try:
+            trainer, read = self.trainers[name], self.trainers[name].batches.read
+            trainer.join(Together(driver, self.config, str))
+
+            def recording(batch, upcoming=()):
+                found = read(batch, upcoming)
+                self.batches[name].append(found)
+                return found
+
+            trainer.batches.read = recording
+            trainer.run()
+        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame
+            self.errors.append(error)
+
+
+def own_folder(config, name):
+    checkpoint = config.checkpoint.model_copy(update={"dir": f"{config.dir}/{name}"})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def reference(config, batches, fragments, method) -> list[torch.Tensor]:
+    """The outer parameters after each update."""
+    network = build_network(config.model, data_vocab=256, sequence=config.data.sequence, seed=config.seed)
+    islands = [Island(network, HERE, config.island, config.inner) for _ in batches]
+    count, total = len(fragments), islands[0].layout.size
+    delay, alpha = method.get("delay", 0), 0.5 if method.get("apply") == "mix" else None
+    where = [torch.cat([torch.arange(lo, hi) for lo, hi in ranges]) for ranges in fragments.ranges]
+    theta, velocity = torch.empty(total), torch.zeros(total)
+    islands[0].read(theta)
+    base, local = [theta.clone() for _ in islands], [theta.clone() for _ in islands]
+    history, flying, launch_steps = [], [], [round(H * k / count) for k in range(1, PASSES * count + 1)]
+
+    def outer_step(part, mean) -> None:
+        velocity[part] = MOMENTUM * velocity[part] + mean
+        theta[part] -= LR * (mean + MOMENTUM * velocity[part])
+        history.append(theta.clone())
+
+    for step in range(1, H * PASSES + delay + 1):
+        for island, vector, read in zip(islands, local, batches, strict=True):
+            island.write(vector)
+            island.step(read[step - 1], learning_rate(config.inner, step))
+            island.read(vector)
+        if step in launch_steps:
+            part = where[launch_steps.index(step) % count]
+            own = [start[part] - vector[part] for start, vector in zip(base, local, strict=True)]
+            if method.get("apply") == "eager":
+                if flying:
+                    outer_step(part, flying.pop()[2])
+                for start, vector, mine in zip(base, local, own, strict=True):
+                    guess = MOMENTUM * velocity + mine / len(own)
+                    start[:] = vector[:] = theta - LR * (mine / len(own) + MOMENTUM * guess)
+            at_launch = [vector[part].clone() for vector in local]
+            flying.append((step + delay, part, sum(own) / len(own), at_launch))
+        while flying and flying[0][0] == step and method.get("apply") != "eager":
+            _, part, mean, at_launch = flying.pop(0)
+            outer_step(part, mean)
+            for start, vector, then in zip(base, local, at_launch, strict=True):
+                here = vector[part]
+                rebased = theta[part] - (then - here)
+                vector[part] = rebased if alpha is None else alpha * here + (1 - alpha) * theta[part]
+                start[part] = theta[part]
+    return history
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_trainer_does_what_a_plain_loop_says(small, name):
+    method = METHODS[name]
+    config = small(
+        sync={"every": H, **method},
+        outer={"lr": LR, "momentum": MOMENTUM},
+        inner={"steps": H * (PASSES + 2), "schedule": "constant"},
+        elastic={"min_islands": 2, "straggler": 100.0},
+        evaluate={"every": 0},
+    )
+    team = TestTeam(config)
+    team.run()
+    fragments = team.trainers["A"].fragments
+    expected = reference(config, list(team.batches.values()), fragments, method)
+    assert len(expected) >= (PASSES - 1) * len(fragments)
+    for ours, theirs in zip(team.outer, expected, strict=False):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    moved = (expected[-1] - expected[0]).norm() / expected[0].norm()
+    assert moved > 1e-2  # far more than what is allowed
+
+
+def outer_of(config) -> torch.Tensor:
+    trainer = Trainer(config, HERE, Events([Heard()]))
+    trainer.run()
+    return trainer.outer["parameters"]
+
+
+def test_eager_with_one_island_is_classic(small):
+    assert torch.equal(outer_of(small(sync={"apply": "eager"})), outer_of(small()))
+
+
+def test_one_island_that_syncs_at_every_step_with_sgd_is_plain_training(small):
+    config = small(sync={"every": 1}, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 50})
+    heard = Heard()
+    Trainer(config, HERE, Events([heard])).run()
+    losses = [event["loss"] for event in heard.events if event["event"] == "step"]
+
+    plain = Trainer(config, HERE, Events([Heard()]))
+    for step, loss in enumerate(losses, start=1):
+        batch = ((config.island.batch * (step - 1), config.island.batch * step),)
+        found = plain.island.step(plain.batches.read(batch), learning_rate(config.inner, step)).item()
+        assert loss == pytest.approx(found, rel=1e-6)
+
+
+def test_what_is_left_at_the_end_is_contributed(small):
+    """Streaming fragments end at different times: the last rounds bring the outer state to where the islands are."""
+    config = small(sync={"every": 6, "fragments": 3}, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 12})
+    trainer = Trainer(config, HERE, Events([Heard()]))
+    trainer.run()
+    local = torch.empty(trainer.island.layout.size)
+    trainer.island.read(local)
+    torch.testing.assert_close(trainer.outer["parameters"], local)
+    assert trainer.step == 12 and trainer.outside.updates == 8
