@@ -1,11 +1,15 @@
 """diloco: train one large model together on computers that sit far apart.
 
-Light on purpose: importing it loads neither torch nor hivemind.
+Light on purpose: importing it loads neither torch nor hivemind; `diloco.connect` does, when it is first looked up.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diloco.version import __version__
+
+if TYPE_CHECKING:
+    from diloco.api import connect
 
 for _name in ("comm", "elastic", "checkpoint"):
     if (Path(__file__).parent / _name).is_file():
@@ -14,4 +18,12 @@ for _name in ("comm", "elastic", "checkpoint"):
             "run `git config core.symlinks true && git checkout -- diloco`"
         )
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "connect":
+        from diloco.api import connect
+
+        return connect
+    raise AttributeError(f"module 'diloco' has no attribute {name!r}")

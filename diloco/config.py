@@ -196,9 +196,13 @@ class SyncConfig(Section):
         "and half (mix), or a whole phase later, the island's own part at once (eager)",
     )
     alpha: Fraction = key(0.5, "mix: the island's own share in its new parameters")
-    codec: Literal["fp32", "bf16", "int8", "int4", "fp4"] = key(
+    codec: Literal["fp32", "bf16", "int8", "int4", "fp4", "sparse", "sign", "dct", "lowrank"] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
+    feedback: Literal["auto", "on", "off"] = key(
+        "auto", "what encoding loses is added to the next contribution; auto: for sparse, sign, dct and lowrank"
+    )
+    feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -213,6 +217,11 @@ class SyncConfig(Section):
             raise ValueError(
                 f"sync.apply=replace with sync.delay={self.delay} would throw away what is trained meanwhile: "
                 "use rebase or mix"
+            )
+        if self.feedback == "off" and self.codec in ("sparse", "sign", "dct", "lowrank"):
+            raise ValueError(
+                f"sync.codec={self.codec} sends a small part of each contribution, and without feedback the rest "
+                "would be lost: leave sync.feedback at auto"
             )
         if self.apply == "eager" and (self.delay or self.fragments > 1):
             raise ValueError("sync.apply=eager overlaps whole phases: leave sync.delay at 0 and sync.fragments at 1")

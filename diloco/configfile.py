@@ -14,7 +14,7 @@ from diloco.errors import ConfigError
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (or the defaults), changed by `sync.every=100` and the like."""
-    tree = _read_yaml(Path(path)) if path is not None else {}
+    tree = load_tree(Path(path)) if path is not None else {}
     for override in overrides:
         _override(tree, override)
     return parse_config(tree)
@@ -53,7 +53,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def load_tree(path: Path) -> dict[str, Any]:
+    """A YAML file as it stands, not yet checked."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:

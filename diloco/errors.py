@@ -60,6 +60,12 @@ class TrainingDiverged(DilocoError):
     code = "diverged"
 
 
+class LoopError(DilocoError):
+    """A training loop of one's own uses its run in a way that cannot work."""
+
+    code = "loop"
+
+
 class CodecError(DilocoError):
     """A vector cannot be encoded, or bytes cannot be decoded. Nothing was sent or applied."""
 

@@ -23,6 +23,7 @@ PROTOCOL = 1
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
 SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
 OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machine to machine
+OWN_LOOP = "own loop"  # instead of a fingerprint: its data is its own business, and has no length before it is read
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ class Genesis:
     config: dict[str, Any]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    data: str  # fingerprint: length and digest
-    samples: int  # of one epoch
+    data: str  # fingerprint: length and digest; or OWN_LOOP
+    samples: int  # of one epoch; 0: not known
     founder: str
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, samples: Samples, founder: str) -> "Genesis":
+    def of(cls, config: Config, layout: Layout, samples: Samples | None, founder: str) -> "Genesis":
+        """`samples` is None for a loop that brings its own (diloco.connect)."""
         tree = config.model_dump(mode="json")
         shared = {name: tree[name] for name in SHARED}
         shared["island"] = {name: tree["island"][name] for name in SUGGESTED}
-        fingerprint = samples.source.fingerprint()
-        return cls(PROTOCOL, shared, layout.names, layout.shapes, fingerprint, samples.train_count, founder)
+        data, count = (OWN_LOOP, 0) if samples is None else (samples.source.fingerprint(), samples.train_count)
+        return cls(PROTOCOL, shared, layout.names, layout.shapes, data, count, founder)
 
     @classmethod
     def parse(cls, raw: bytes) -> "Genesis":
@@ -67,7 +69,7 @@ class Genesis:
 
     def state(self) -> RunState:
         epochs = self.config["data"].get("epochs")
-        limit = None if epochs is None else epochs * self.samples
+        limit = None if epochs is None or self.data == OWN_LOOP else epochs * self.samples
         return RunState(Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit))
 
     def configure(self, own: Mapping[str, Any]) -> Config:
@@ -89,17 +91,24 @@ class Genesis:
         except ConfigError as error:
             raise JoinRefused(f"the run's configuration does not work here: {error}") from None
 
-    def check(self, layout: Layout, samples: Samples) -> None:
+    def check(self, layout: Layout, samples: Samples | None) -> None:
         """Whether this island would train the same model on the same data."""
         for name, shape, own_name, own_shape in zip(self.names, self.shapes, layout.names, layout.shapes, strict=False):
             if (name, shape) != (own_name, own_shape):
                 raise JoinRefused(f"the model differs: {own_name} {list(own_shape)} here, {name} {list(shape)} there")
         if len(self.names) != len(layout.names):
             raise JoinRefused(f"the model differs: {len(layout.names)} parameters here, {len(self.names)} there")
-        if samples.source.fingerprint() != self.data:
+        if samples is None and self.data != OWN_LOOP:
+            raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
+        if samples is not None and samples.source.fingerprint() != self.data:
             hint = "the standard library differs between Python versions: use the same Python as the founder, "
             hint = hint if self.config["data"]["source"] == "stdlib" else ""
             raise JoinRefused(
                 f"the data differs: {samples.source.name} is not what the run trains on; {hint}"
                 "or set data.path to the same data"
             )
+
+    def refuse_own_loop(self) -> None:
+        """What the built-in trainer would make of its configuration is another model on other data."""
+        if self.data == OWN_LOOP:
+            raise JoinRefused("the run is a program of its own (diloco.connect): start that program with this ticket")

@@ -70,10 +70,14 @@ class Membership:
         batch = first(self.pool, count)
         if size(batch) < count:
             return ()
+        self.trained(batch, tokens)
+        return batch
+
+    def trained(self, batch: Ranges, tokens: int) -> None:
+        """One inner step on these samples."""
         self.pool = minus(self.pool, batch)
         self.exchange.trained(batch, tokens)
         self._phase_steps += 1
-        return batch
 
     def sync_if_due(self, should_stop: Callable[[], bool] = never) -> None:
         """After an inner step: whatever the schedule wants, and a look at what others have done."""

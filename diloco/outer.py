@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.comm.codec import CODECS
+from diloco.comm.codec import codec_named
 from diloco.config import OuterConfig
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.record import Record, Settings
@@ -81,7 +82,7 @@ def outer_settings(config: OuterConfig, islands: int, number: int) -> Settings:
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
     """A committed update, with the encoded mean of the contributions."""
     proposal = record.proposal
-    codec = CODECS[proposal.settings.result_codec]
+    codec = codec_named(proposal.settings.result_codec)
     mean = codec.decode(payload, fragments.counts[proposal.fragment])
     apply(vectors, fragments, proposal.fragment, mean, proposal.settings)
 
@@ -133,9 +134,14 @@ def _adam(parameters: Tensor, first: Tensor, second: Tensor, gradient: Tensor, s
     second.mul_(_scalar(settings.second, second)).add_(square)
     second.masked_fill_(second < TINY, 0.0)
     mean = first / torch.full_like(first, settings.first_correction)
-    root = (second / torch.full_like(second, settings.second_correction)).sqrt_()
+    root = _square_root(second / torch.full_like(second, settings.second_correction))
     root.add_(_scalar(settings.eps, root))
     parameters.sub_((mean / root).mul_(_scalar(settings.lr, mean)))
+
+
+def _square_root(values: Tensor) -> Tensor:
+    """Correctly rounded. torch's own on a CPU is not, where it is built with Intel's library."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:

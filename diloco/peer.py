@@ -1,6 +1,7 @@
 """This machine as a peer: identity, directory, transports, and who else is there."""
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -148,6 +149,11 @@ def _shape(transport: Transport, connection: Connection) -> Transport:
         return transport
     link = Link(connection.up_bits_per_s, connection.down_bits_per_s)
     return ShapedTransport(transport, link, Paths(Way(delay_s=connection.delay_s)))
+
+
+def own_name() -> str:
+    """What this machine is called, where its owner does not say."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
 
 
 def host_towards(addresses: tuple[str, ...]) -> str:

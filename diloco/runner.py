@@ -41,7 +41,7 @@ def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome
             events.close()
 
 
-def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) -> None:
+def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool, view: bool = True) -> None:
     folder = Path(config.dir)
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
@@ -49,6 +49,8 @@ def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool) ->
         log_to(folder / "diloco.log")
         for sink in _sinks(config, resume=resume):
             events.attach(sink)
+        if view:
+            events.attach(open_view())
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
     if kept is not None:
@@ -93,7 +95,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _lock(folder: Path) -> None:
-    """Held until this process ends, however it ends."""
+    """Held until this process ends, however it ends, or releases it."""
     lock = (folder / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,6 +108,13 @@ def _lock(folder: Path) -> None:
 
 
 _locks: list[TextIO] = []
+
+
+def release(folder: Path) -> None:
+    """For a process that goes on when its run has ended."""
+    for lock in [lock for lock in _locks if Path(lock.name).parent == folder]:
+        _locks.remove(lock)
+        lock.close()
 
 
 def _free_name(folder: Path) -> Path:
@@ -121,7 +130,6 @@ def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
         yield TensorBoard(Path(config.dir) / "tensorboard")
     if config.log.wandb:
         yield WandB(config)
-    yield open_view()
 
 
 class Stop:

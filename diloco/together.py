@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.config import Config
+from diloco.comm.codec import codec_named, result_codec_for
+from diloco.config import Config, SyncConfig
 from diloco.elastic.driver import Driver
 from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import Contribution, Record, Settings
@@ -26,15 +27,24 @@ def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]
         if not contributions:
             return Settings(), state.step
         settings = outer_settings(config.outer, len(contributions), state.updates // config.sync.fragments + 1)
-        return replace(settings, codec=config.sync.codec), schedule.next(state.step)
+        codec = config.sync.codec
+        result = result_codec_for(codec, len(contributions))
+        return replace(settings, codec=codec, result=result), schedule.next(state.step)
 
     return decide
+
+
+def decay_of(sync: SyncConfig) -> float | None:
+    """Of error feedback; None: there is none."""
+    wanted = codec_named(sync.codec).needs_feedback if sync.feedback == "auto" else sync.feedback == "on"
+    return sync.feedback_decay if wanted else None
 
 
 class Together:
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.fragments = driver.run.fragments
-        self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec)
+        feedback = decay_of(config.sync)
+        self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
         self._names = names  # of islands, for people
         self._batch, self._outer = config.island.batch, config.outer
         self.base = torch.empty(self.fragments.count)  # as last taken, fragment by fragment
@@ -126,6 +136,10 @@ class Together:
             "late": sum(contribution.offer.late for contribution in proposal.contributions),
             "samples": [contribution.offer.samples for contribution in proposal.contributions],
         }
+
+    def ask(self, samples: int) -> None:
+        """How many this island would like to hold."""
+        self.driver.post(lambda now: self.driver.node.ask(samples, now))
 
     def available(self, used: Ranges) -> Ranges:
         return self.session.available(used)

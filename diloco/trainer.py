@@ -216,13 +216,9 @@ class Trainer:
         """A save fits only the model, data, seed, optimizers and fragments it was made with; all else may change."""
         now, then = self.config.model_dump(mode="json"), facts["config"]
         fixed = {name: (then.get(name), now[name]) for name in ("seed", "model", "data")}
-        for section, key in (
-            ("inner", "optimizer"),
-            ("outer", "optimizer"),
-            ("sync", "fragments"),
-            ("sync", "pattern"),
-        ):
-            fixed[f"{section}.{key}"] = then[section].get(key), now[section][key]
+        for name in ("inner.optimizer", "outer.optimizer", "sync.fragments", "sync.pattern"):
+            section, key = name.split(".")
+            fixed[name] = then[section].get(key), now[section][key]
         for name, (before, after) in fixed.items():
             if changed := first_difference(name, before, after):
                 raise SaveError(f"{save} was made with {changed}: undo that or use --fresh")

@@ -20,7 +20,7 @@ from diloco.checkpoint.donor import Donor
 from diloco.checkpoint.library import Library
 from diloco.checkpoint.log import OuterLog, payload_name
 from diloco.checkpoint.replica import Replica, vector_name, vectors_digest
-from diloco.comm.codec import CODECS
+from diloco.comm.codec import codec_named
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.fetching import (
     Manifest,
@@ -50,7 +50,15 @@ from diloco.elastic.record import EMPTY, Ballot, Record
 from diloco.elastic.reducing import Attempt, Outcome, stall_after
 from diloco.elastic.state import RunState
 from diloco.elastic.wire import encode
-from diloco.errors import DilocoError, MessageRefused, PlanRefused, RecordInvalid, TransferFailed, TransportError
+from diloco.errors import (
+    CodecError,
+    DilocoError,
+    MessageRefused,
+    PlanRefused,
+    RecordInvalid,
+    TransferFailed,
+    TransportError,
+)
 
 TICK_S = 0.02
 KEEP_RECORDS = 1000  # for those who tell people what happened
@@ -75,7 +83,7 @@ class Run:
         proposal = record.proposal
         if not proposal.contributions:
             return 0
-        return CODECS[proposal.settings.result_codec].size(self.fragments.counts[proposal.fragment])
+        return codec_named(proposal.settings.result_codec).size(self.fragments.counts[proposal.fragment])
 
 
 class Version(NamedTuple):
@@ -106,7 +114,7 @@ class Driver:
         self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None
         self.records: deque[Record] = deque(maxlen=KEEP_RECORDS)
-        self.bytes_sent = 0
+        self._bytes_reduced = 0
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
         self.log = OuterLog(self.library)
@@ -133,6 +141,11 @@ class Driver:
         self.addresses = {**self.addresses, **others}
         self.mailbox.know(others)
         self.post(lambda now: self.node.know(others, now))
+
+    @property
+    def bytes_sent(self) -> int:
+        """For rounds: all-reduces, failed ones too, and control messages."""
+        return self._bytes_reduced + self.mailbox.bytes_sent
 
     def post(self, step: Input) -> None:
         self._inputs.put(step)
@@ -220,7 +233,7 @@ class Driver:
     def _reduced(self, begin: Begin, outcome: Outcome) -> None:
         def step(now: float) -> list[Effect]:
             self._attempts.pop(begin.ballot, None)
-            self.bytes_sent += outcome.bytes_sent
+            self._bytes_reduced += outcome.bytes_sent
             if outcome.result is None:
                 return self.node.reduce_failed(
                     begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused
@@ -300,7 +313,7 @@ class Driver:
         try:
             size = self.run.result_bytes(record)
             result = fetch_bytes(self.network.plain, {holder: self.addresses[holder]}, record.payload, size)
-        except (TransferFailed, TransportError, KeyError) as error:
+        except (TransferFailed, TransportError, KeyError, CodecError) as error:
             reason = str(error)
             self.post(lambda now: self.node.fetch_failed(holder, record, reason, now))
             return
@@ -324,7 +337,7 @@ class Driver:
             sizes = dict.fromkeys(self._vector_names, self.run.fragments.count)
             snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
             self.post(lambda now: self._switch(snapshot, now))
-        except (TransferFailed, TransportError, MessageRefused, ValueError) as error:  # ValueError: what a peer wrote
+        except (TransferFailed, TransportError, MessageRefused, CodecError, ValueError) as error:  # what a peer wrote
             reason = str(error)
             self.tell(Note("behind", peer, f"could not catch up: {reason}"))
             self.post(lambda now: self.node.catch_up_failed(peer, now))

@@ -62,6 +62,10 @@ class Mailbox:
         if (line := self._lines.get(peer)) is not None:
             line.put(encode_message(message))
 
+    @property
+    def bytes_sent(self) -> int:
+        return sum(line.bytes_sent for line in list(self._lines.values()))
+
     def flush(self, timeout_s: float) -> None:
         """Until what was said has gone out, or the time is over."""
         deadline = time.monotonic() + timeout_s
@@ -119,6 +123,7 @@ class Line:
         self.mailbox, self.address = mailbox, address
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
         self._stream: Stream | None = None
+        self._sent_before = 0  # by streams that broke
         self._closed = False
         self._busy = False
         threading.Thread(target=self._run, name=f"line-{address.identity[-6:]}", daemon=True).start()
@@ -187,8 +192,14 @@ class Line:
             except queue.Empty:
                 return
 
+    @property
+    def bytes_sent(self) -> int:
+        stream = self._stream
+        return self._sent_before + (stream.bytes_sent if stream is not None else 0)
+
     def _hang_up(self) -> None:
         if self._stream is not None:
+            self._sent_before += self._stream.bytes_sent
             self._stream.close()
             self._stream = None
 

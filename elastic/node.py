@@ -67,6 +67,14 @@ class Node(Coordinator):
         """More progress will be offered instead. What was said for the present round stands."""
         self.pending.pop(fragment, None)
 
+    def ask(self, want: int, now: float) -> list[Effect]:
+        """For so many samples to hold. Whom it has promised is told, as if it had been asked once more."""
+        self.want = want
+        if self.promise.coordinator:
+            promise = Promise(self.state.key, self.promise.term, self.incarnation, self.want, self.held)
+            self._say(self.promise.coordinator, promise)
+        return self._finish(now)
+
     def reduced(self, ballot: Ballot, payload: str, now: float) -> list[Effect]:
         following = self.following
         if following is not None and following.begin.ballot == ballot and ballot >= self.promise:

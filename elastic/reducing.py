@@ -97,7 +97,8 @@ def plan_of(begin: Begin, count: int) -> ReducePlan:
     ballot, key = begin.ballot, begin.key
     channel = f"reduce/{key.round}/{key.parent[:16]}/{ballot.term}.{ballot.attempt}/{ballot.coordinator}"
     noise = NoiseKey(key.round, proposal.fragment, "result")
-    return ReducePlan(channel, begin.members, weights, spans, proposal.settings.codec, noise, chunk_pages_for(spans))
+    codec, result = proposal.settings.codec, proposal.settings.result
+    return ReducePlan(channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result)
 
 
 def stall_after(silence_s: float, last: Outcome | None, chunks: int) -> float:

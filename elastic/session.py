@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 from torch import Tensor
 
-from diloco.comm.codec import CODECS
+from diloco.comm.codec import codec_named
+from diloco.comm.feedback import ErrorFeedback
 from diloco.comm.noise import NoiseKey
 from diloco.elastic.driver import Driver, check
 from diloco.elastic.fragments import Fragments
@@ -16,7 +18,7 @@ from diloco.elastic.messages import Begin, Effect
 from diloco.elastic.ranges import Ranges, minus, normal
 from diloco.elastic.record import Contribution, Offer, Record, holder_name
 from diloco.elastic.state import RunState
-from diloco.elastic.work import Trained, Work
+from diloco.elastic.work import MAX_PHASES, Trained, Work
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
@@ -31,8 +33,10 @@ class Taken(NamedTuple):
 class Session:
     """For one trainer thread."""
 
-    def __init__(self, driver: Driver, fragments: Fragments, codec_name: str) -> None:
-        self.driver, self.fragments, self.codec = driver, fragments, CODECS[codec_name]
+    def __init__(self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None) -> None:
+        """`feedback`: what encoding loses is added to the next contribution; so much of it is left by then."""
+        self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
+        self._feedback = feedback
         self.works = [self._work(fragment) for fragment in range(len(fragments))]
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
@@ -43,12 +47,20 @@ class Session:
     def _work(self, fragment: int) -> Work:
         node, count = self.driver.node, self.fragments.counts[fragment]
         role = holder_name(node.me, node.incarnation)
-        return Work(
-            fragment,
-            node.incarnation,
-            lambda vector, hi: self.codec.encode(vector, NoiseKey(hi, fragment, role)),
-            lambda payload: self.codec.decode(payload, count),
-        )
+        feedback = None if self._feedback is None else ErrorFeedback(self.codec, count, self._feedback)
+
+        def encode(vector: Tensor, hi: int) -> Tensor:
+            key = NoiseKey(hi, fragment, role)
+            if feedback is None:
+                return self.codec.encode(vector, key)
+            payload = feedback.encode(vector, key)
+            feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
+            return payload
+
+        # what is encoded again loses again: with feedback, late pieces go one by one
+        phases = MAX_PHASES if feedback is None else 1
+        decode = partial(self.codec.decode, count=count)
+        return Work(fragment, node.incarnation, encode, decode, max_phases=phases)
 
     def owes(self, fragment: int = 0) -> bool:
         """Progress of earlier phases is not contained: it can be offered without training first."""

@@ -59,7 +59,7 @@ class Piece:
 
 
 class Work:
-    """`encode` and `decode` are the codec's. `max_phases` late pieces are joined: what is encoded again loses again."""
+    """`encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer."""
 
     def __init__(
         self,

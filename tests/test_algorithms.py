@@ -155,6 +155,20 @@ def test_the_trainer_does_what_a_plain_loop_says(small, name):
     assert moved > 1e-2  # far more than what is allowed
 
 
+@pytest.mark.parametrize("codec", ["sparse", "sign", "dct", "lowrank"])
+def test_islands_that_send_little_agree_and_learn(small, codec):
+    config = small(
+        sync={"every": H, "codec": codec, "fragments": 2, "delay": 1},
+        outer={"optimizer": "sgd", "lr": 0.5},
+        inner={"steps": 6 * H},
+        elastic={"min_islands": 2, "straggler": 100.0},
+    )
+    team = TestTeam(config)
+    team.run()
+    losses = team.trainers["A"].validation_losses
+    assert losses[-1] < losses[0] - 0.1
+
+
 def outer_of(config) -> torch.Tensor:
     trainer = Trainer(config, HERE, Events([Heard()]))
     trainer.run()

@@ -31,6 +31,8 @@ COMMANDS = [
     ["bench", "link"],
     ["bench", "recover"],
     ["bench", "join"],
+    ["bench", "overlap"],
+    ["bench", "quality"],
     ["simulate"],
     ["export"],
     ["sample"],

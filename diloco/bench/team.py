@@ -31,8 +31,8 @@ from diloco.elastic.ledger import Ledger
 from diloco.elastic.node import Node
 from diloco.elastic.record import Head, Record
 from diloco.elastic.state import RunState
+from diloco.entry import options_for
 from diloco.events import Events
-from diloco.island_run import options_for
 from diloco.outer import apply_record
 from diloco.place import Place, pick_device
 from diloco.together import Together
@@ -72,7 +72,7 @@ def train_alone(config: Config) -> dict[str, Any]:
     heard = Heard()
     trainer = Trainer(config, place, Events([heard]))
     trainer.run()
-    return {"losses": trainer.validation_losses, "bytes_sent": 0, **_times(trainer, heard)}
+    return {"bytes_sent": 0, **_seen(trainer, heard)}
 
 
 def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any
         rounds = [record for record in driver.records if record.proposal.contributions]
         full = sum(len(record.proposal.contributions) == peer.count for record in rounds)
         found = {
-            "losses": trainer.validation_losses, "bytes_sent": driver.bytes_sent, "rounds": len(rounds),
-            "full_rounds": full, "digest": driver.replica.digest(), **_times(trainer, heard),
+            "bytes_sent": driver.bytes_sent, "rounds": len(rounds), "full_rounds": full,
+            "digest": driver.replica.digest(), **_seen(trainer, heard),
         }  # fmt: skip
         peer.barrier()  # nobody leaves while others still read
         return found
@@ -107,12 +107,14 @@ def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any
         transport.close()
 
 
-def _times(trainer: Trainer, heard: Heard) -> dict[str, Any]:
-    """When each inner step ended, and what the trainer waited for rounds; log.every=1 tells of each step."""
+def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:
+    """Losses by the run's clock, when each inner step ended (log.every=1 tells of all), what was waited for rounds."""
     moments = [event["time"] for event in heard.events if event["event"] == "step"]
+    start, end = (next(e["time"] for e in heard.events if e["event"] == kind) for kind in ("start", "end"))
     return {
-        "parameters": trainer.island.layout.size, "moments": moments, "waited_s": trainer.membership.waited_s,
-        "steps": trainer.membership.exchange.steps,
+        "losses": {e["step"]: e["validation_loss"] for e in heard.events if e["event"] == "validation"},
+        "wall_s": end - start, "parameters": trainer.island.layout.size, "moments": moments,
+        "waited_s": trainer.membership.waited_s, "steps": trainer.membership.exchange.steps,
     }  # fmt: skip
 
 

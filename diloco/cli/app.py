@@ -304,6 +304,53 @@ def bench_join(
     show(measure(values=values, joins=joins), as_json=json)
 
 
+@bench.command(epilog="Example: diloco bench overlap --json")
+def overlap(
+    json: Json = False,
+    islands: Annotated[int, typer.Option(min=2, help="Each with one thread: no more than there are cores.")] = 2,
+    every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 15,
+    rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 8,
+) -> None:
+    """What a slow link costs a loop that waits for its rounds, and one that goes on (four minutes)."""
+    from diloco.bench.overlap import measure
+    from diloco.bench.report import show
+
+    show(measure(islands=islands, every=every, rounds=rounds), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench quality --variant int8,sparse --seeds 1 --plot quality.png")
+def quality(
+    json: Json = False,
+    preset: Annotated[str, typer.Option(help="The model: tiny, 35m, 90m, …")] = "tiny",
+    islands: Annotated[int, typer.Option(min=2)] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a step of all islands together.")] = 16,
+    sequence: Annotated[int, typer.Option(min=1)] = 64,
+    every: Annotated[int, typer.Option(min=1, help="Inner steps between two rounds.")] = 30,
+    steps: Annotated[int, typer.Option(min=1)] = 300,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    variant: Annotated[str, typer.Option(help="With commas; int8, int4, streaming fp4, eager int8, sparse, …")] = "",
+    plot: Annotated[Path | None, typer.Option(help="A PNG of the losses.")] = None,
+    bytes_too: Annotated[bool, typer.Option("--bytes/--no-bytes", help="Count what is sent, too.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Data parallel, and one island alone.")] = True,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 2e-3,
+    text: Annotated[Path | None, typer.Option(help="To train on, as bytes; none: Python's standard library.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; islands share one GPU.")] = "cpu",
+    compile: Annotated[bool, typer.Option("--compile")] = False,
+) -> None:
+    """DiLoCo's variants against data parallel on the same tokens (25 minutes on two cores)."""
+    from diloco.bench.quality import DEFAULT, Setting, measure
+    from diloco.bench.report import show
+
+    names = tuple(name.strip() for name in variant.split(",")) if variant else DEFAULT
+    data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
+    setting = Setting(
+        {"preset": preset}, data, {"device": device, "compile": compile}, {"lr": lr, "warmup": max(1, steps // 10)},
+        islands=islands, batch=batch, every=every, steps=steps, seeds=seeds, variants=names, baselines=baselines,
+        log_every=1 if device == "cpu" else 50,
+    )  # fmt: skip
+    show(measure(setting, plot=plot, bytes_too=bytes_too), as_json=json)
+
+
 @bench.command(epilog="Example: diloco bench link --rate 200mbit --delay 20ms")
 def link(
     json: Json = False,

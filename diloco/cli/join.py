@@ -1,5 +1,3 @@
-import re
-import socket
 import time
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from diloco.comm.ticket import Ticket
 from diloco.configfile import overrides_tree
 from diloco.errors import ConfigError, TicketError
 from diloco.island_run import join
-from diloco.peer import Connection, host_towards
+from diloco.peer import Connection, host_towards, own_name
 from diloco.units import parse_rate as parse_bits
 
 
@@ -27,7 +25,7 @@ def join_command(
 ) -> None:
     text = read_ticket(ticket)
     parsed = Ticket.parse(text, time.time())
-    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
+    name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     rate, delay_s = parse_rate(link)
     up, down = (cap(option, "--max-up" if option is max_up else "--max-down") for option in (max_up, max_down))

@@ -1,0 +1,228 @@
+"""A run, as a training loop of one's own sees it: batches to train on, a step after each, everything else in between.
+
+What `Trainer` is for the built-in model, `Run` is for somebody else's: the loop belongs to them, the rounds to us.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from diloco.alone import Alone
+from diloco.checkpoint.save import write_save
+from diloco.config import Config
+from diloco.data.shuffle import permute
+from diloco.elastic.ranges import Ranges, first, minus, normal, size
+from diloco.entry import agreement, samples_ahead
+from diloco.errors import DataError, LoopError
+from diloco.events import Events
+from diloco.exchange import Outside
+from diloco.genesis import OWN_LOOP
+from diloco.membership import Membership
+from diloco.own_model import OwnModel
+from diloco.place import Place
+from diloco.schedule import Schedule
+from diloco.speed import Meter
+from diloco.together import Together
+from diloco.trainer import describe_device
+
+
+class Run:
+    """Made by `diloco.connect`; for one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: OwnModel,
+        optimizer: torch.optim.Optimizer | None,
+        events: Events,
+        outside: Outside,
+        ticket: str | None = None,
+    ) -> None:
+        self.config, self.optimizer, self.ticket = config, optimizer, ticket
+        self._model, self._events, self._outside = model, events, outside
+        place = Place(0, 1, model.device, None)
+        schedule = Schedule.of(config.sync, config.inner)
+        self._membership = Membership(model, place, config.sync, config.elastic, schedule, outside, self._after_round)
+        self._passes = self._membership.passes  # when last looked at
+        self._drawn: Ranges = ()  # samples since the last step
+        self._losses: list[Tensor] = []
+        self._meter = Meter(0.0, None)
+        self._tell_start(place)
+
+    @property
+    def step_count(self) -> int:
+        """The run's clock: inner steps of the outer state, and those done here since. What a learning rate follows."""
+        return self._membership.step
+
+    @property
+    def steps(self) -> int:
+        """Where that ends."""
+        return self.config.inner.steps
+
+    @property
+    def round(self) -> int:
+        return self._membership.round
+
+    @property
+    def finished(self) -> bool:
+        return self._membership.finished
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.dir)
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        shuffle: bool = True,
+        per_step: int = 1,
+    ) -> Iterator[Any]:
+        """Batches until the run ends; over all islands, each sample once in an epoch.
+
+        `dataset` is anything with a length and an index. Islands share the work by position, so they need the same
+        data in the same order. Each epoch has an order of its own that follows from the run's seed, unless `shuffle`
+        is off. `per_step` is the number of batches that make up one optimizer step.
+        """
+        batch_size = batch_size or self.config.island.batch
+        _refuse_unfit(dataset, batch_size, per_step)
+        want = samples_ahead(self.config, batch_size * per_step)
+        if isinstance(self._outside, Together):
+            self._outside.ask(want)
+        seed = self.config.seed if shuffle else None
+        return self._batches(dataset, batch_size, want, seed, collate)
+
+    def _batches(
+        self, dataset: Any, count: int, most: int, seed: int | None, collate: Callable[[list[Any]], Any]
+    ) -> Iterator[Any]:
+        while not self.finished:
+            batch = first(minus(self._membership.pool, self._drawn), count)
+            if size(batch) == count:
+                self._drawn = normal((*self._drawn, *batch))
+                if size(self._drawn) > most:
+                    raise LoopError(
+                        f"{size(self._drawn)} samples were drawn without a step: call run.step() after each optimizer "
+                        "step, and if several batches make up one, say so: run.batches(..., per_step=4)"
+                    )
+                yield collate([dataset[index] for index in indices(batch, len(dataset), seed)])
+            else:
+                self._membership.without_samples()
+
+    def step(self, tokens: int | None = None, loss: Tensor | float | None = None) -> bool:
+        """After each step of the optimizer: what is due is sent, what has come is taken in. True while the run goes on.
+
+        `tokens` is the weight of what was trained, by default the number of samples.
+        """
+        if self.finished:
+            return False
+        drawn, self._drawn = self._drawn, ()
+        tokens = max(1, size(drawn)) if tokens is None else int(tokens)
+        if tokens < max(1, size(drawn)):
+            raise LoopError(f"run.step(tokens={tokens}) after {size(drawn)} samples: count at least one for each")
+        self._membership.trained(drawn, tokens)
+        self._observe(tokens, loss)
+        waited_s = self._membership.waited_s
+        self._membership.sync_if_due()
+        self._meter.pause(self._membership.waited_s - waited_s)
+        return not self.finished
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """What all islands agree on is in the model inside, for evaluation; what is trained here is put back."""
+        return self._membership.exchange.outer_parameters()
+
+    def leave(self) -> None:
+        """Contribute what is left, say goodbye, save."""
+        self._membership.leave()
+        self.save()
+        self._events.emit("end", step=self.step_count, finished=self.finished)
+        if isinstance(self._outside, Together):
+            self._events.emit("agreed", **agreement(self._outside))
+
+    def save(self) -> Path:
+        started = time.perf_counter()
+        inner = {"model": self._model.module.state_dict()}
+        if self.optimizer is not None:
+            inner["optimizer"] = self.optimizer.state_dict()
+        path = write_save(self.folder, self.step_count, inner=inner, outer=self._outer_to_save(), facts=self._facts())
+        seconds = time.perf_counter() - started
+        self._events.emit("save", step=self.step_count, path=str(path), seconds=seconds)
+        return path
+
+    def _outer_to_save(self) -> dict[str, Tensor]:
+        if isinstance(self._outside, Together):
+            with self._outside.driver.replica.reading() as vectors:
+                return {name: vector.clone() for name, vector in vectors.items()}
+        return {**self._outside.vectors, **self._membership.exchange.vectors(), **self._outside.launched_vectors()}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "round": self.round, "outer_step": self._membership.outer_step,
+            "exchange": self._membership.exchange.facts(),
+            "launched": self._outside.launched_facts() if isinstance(self._outside, Alone) else [],
+            "position": self._membership.pool[0][0] if self._membership.pool else 0,
+            "skipped": 0, "skipped_before": 0, "data": OWN_LOOP, "config": self.config.model_dump(mode="json"),
+            "names": self._model.layout.names, "shapes": self._model.layout.shapes,
+        }  # fmt: skip
+
+    def _after_round(self) -> None:
+        for story in self._outside.stories():
+            self._events.emit("round", **story, round_s=time.perf_counter() - self._membership.launched_at)
+        passes = self._membership.passes
+        if passes != self._passes and passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
+            self.save()
+        self._passes = passes
+
+    def _observe(self, tokens: int, loss: Tensor | float | None) -> None:
+        """Losses are collected without waiting for the device; read and told every so often."""
+        if loss is not None:
+            self._losses.append(torch.as_tensor(loss).detach().float().mean())
+        self._meter.count(tokens)
+        if self.step_count % self.config.log.every and self.step_count != self.steps:
+            return
+        mean = torch.stack(self._losses).mean().item() if self._losses else math.nan
+        rate = self._meter.tokens_per_s()
+        self._events.emit("step", step=self.step_count, loss=mean, tokens_per_s=rate, mfu=None, skipped=0)
+        self._losses.clear()
+        self._meter.reset()
+
+    def _tell_start(self, place: Place) -> None:
+        module, config = self._model.module, self.config
+        self._events.emit(
+            "start", run=config.run, dir=config.dir, model=type(module).__name__,
+            parameters=sum(p.numel() for p in module.parameters()), trained_parameters=self._model.layout.size,
+            data=OWN_LOOP, data_tokens=None, device=describe_device(place.device), dtype="float32",
+            mesh="fsdp 1 x tp 1", steps=self.steps, every=config.sync.every, tokens_per_step=None,
+        )  # fmt: skip
+
+
+def indices(batch: Ranges, length: int, seed: int | None) -> list[int]:
+    """The samples at these positions, which run on over epochs; each epoch has its own order, if there is a seed."""
+    positions = np.concatenate([np.arange(lo, hi) for lo, hi in batch])
+    epochs, places = np.divmod(positions, length)
+    if seed is not None:
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            places[now] = permute(places[now], length, seed, int(epoch))
+    return [int(place) for place in places]
+
+
+def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
+    if batch_size < 1 or per_step < 1:
+        raise LoopError(f"run.batches with batch_size={batch_size}, per_step={per_step}: both are 1 or more")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"run.batches wants data with a length and an index, and {type(dataset).__name__} lacks one: islands share "
+            "samples by position (or loop over a loader of your own, and call run.step())"
+        )
+    if len(dataset) == 0:
+        raise DataError("run.batches: the data is empty")

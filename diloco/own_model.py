@@ -1,0 +1,85 @@
+"""A model that somebody else made and trains: its trainable parameters as one vector, and how it can be cut."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from diloco.config import SyncConfig
+from diloco.elastic.fragments import Fragments
+from diloco.errors import ConfigError, ModelError
+from diloco.fragments import fragments_of
+from diloco.network import refuse_float_buffers
+from diloco.outer import Layout
+
+
+@dataclass(eq=False)
+class OwnModel:
+    """Implements `exchange.Parameters` for one process. Frozen parameters stay out of it."""
+
+    module: nn.Module
+    trainable: dict[str, nn.Parameter]
+    layout: Layout
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "OwnModel":
+        module = getattr(module, "_orig_mod", module)  # torch.compile puts a prefix before all names
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ModelError("the model has no parameter that requires a gradient: there is nothing to train")
+        for name, parameter in module.named_parameters():
+            _refuse_unfit(name, parameter)
+        refuse_float_buffers(module)
+        return cls(module, trainable, Layout.of(trainable.items()))
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.trainable.values())).device
+
+    @torch.no_grad()
+    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
+        for parameter, view in self._pairs(out, names):
+            view.copy_(parameter)
+
+    @torch.no_grad()
+    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
+        for parameter, view in self._pairs(vector, names):
+            parameter.copy_(view)
+
+    def _pairs(self, vector: Tensor | None, names: Collection[str] | None) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        assert vector is not None  # there is one process, and it is the leader
+        for name, view in self.layout.views(vector):
+            if names is None or name in names:
+                yield self.trainable[name], view
+
+    def vector(self) -> Tensor:
+        values = torch.empty(self.layout.size)
+        self.read(values)
+        return values
+
+    def fragments(self, sync: SyncConfig) -> Fragments:
+        """By the longest list of modules, which holds the blocks of nearly every deep model."""
+        if sync.fragments == 1:
+            return Fragments.whole(self.layout.size)
+        lists = {name: len(part) for name, part in self.module.named_modules() if isinstance(part, nn.ModuleList)}
+        if not lists:
+            raise ConfigError(
+                f"sync.fragments={sync.fragments} needs a model that keeps its blocks in an nn.ModuleList, and this "
+                "one has none: set sync.fragments=1"
+            )
+        return fragments_of(self.layout, sync.fragments, sync.pattern, max(lists, key=lambda name: lists[name]))
+
+
+def _refuse_unfit(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ModelError(
+            f"{name} is a DTensor: diloco.connect takes part with one process an island, so leave the model unsharded "
+            "(FSDP and tensor parallelism are for `diloco run`)"
+        )
+    if parameter.requires_grad and parameter.dtype != torch.float32:
+        raise ModelError(
+            f"{name} is {str(parameter.dtype).removeprefix('torch.')}: islands exchange float32, so keep trainable "
+            "parameters in that and compute in less with torch.autocast"
+        )

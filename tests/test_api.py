@@ -1,0 +1,413 @@
+"""A training loop of one's own in a run: alone, among others in one process, and as real programs."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+import diloco
+from diloco.bench.speed import Heard
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.pooled import PooledTransport
+from diloco.comm.transport import PeerAddress
+from diloco.configfile import parse_config
+from diloco.elastic.driver import Driver, Network
+from diloco.elastic.driver import Run as Chain
+from diloco.elastic.node import Node
+from diloco.elastic.record import holder_name
+from diloco.entry import options_for
+from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError, SaveError
+from diloco.events import Events, read_events
+from diloco.genesis import Genesis
+from diloco.loop import Run, indices
+from diloco.outer import Layout, apply_record, outer_vectors
+from diloco.own_model import OwnModel
+from diloco.together import Together
+
+ROOT = Path(__file__).parent.parent
+PLAIN = {"optimizer": "sgd", "lr": 1.0}  # one island that applies this at every step is ordinary training
+DATA = [(torch.randn(3), torch.randn(1)) for _ in range(40)]
+
+
+def made(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def run_of(tmp_path, **sections) -> dict:
+    tree = {"inner": {"steps": 12}, "sync": {"every": 4}, "log": {"every": 1}, "checkpoint": {"dir": f"{tmp_path}/run"}}
+    return tree | sections
+
+
+def train(model, optimizer, batch) -> torch.Tensor:
+    inputs, targets = batch
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train_all(run, model, optimizer=None, batch_size=4) -> list[torch.Tensor]:
+    """What the README's five lines do."""
+    losses = []
+    for batch in run.batches(DATA, batch_size):
+        losses.append(train(model, optimizer or run.optimizer, batch))
+        run.step(loss=losses[-1])
+    return losses
+
+
+def vector(model) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def alone(tmp_path, **sections):
+    """The model, its losses and the outer parameters at the end."""
+    model = made()
+    where = run_of(tmp_path, **sections)
+    with diloco.connect(where, model, "SGD", optimizer_options={"lr": 0.1}, alone=True, fresh=True) as run:
+        losses = train_all(run, model)
+        with run.outer_parameters():
+            outer = vector(model)
+    return model, losses, outer
+
+
+def trained_plainly(steps: int) -> tuple[list[float], torch.Tensor]:
+    """Losses and parameters without any of this."""
+    model, losses = made(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        batch = [DATA[i] for i in indices(((4 * step, 4 * step + 4),), len(DATA), seed=0)]
+        losses.append(train(model, optimizer, torch.utils.data.default_collate(batch)).item())
+    return losses, vector(model)
+
+
+def test_alone_with_a_round_at_every_step_it_is_plain_training(tmp_path):
+    _, losses, outer = alone(tmp_path, sync={"every": 1}, outer=PLAIN, inner={"steps": 30})
+    expected, weights = trained_plainly(30)
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(outer, weights, rtol=1e-6, atol=1e-7)
+
+
+def test_what_a_round_makes_of_the_outer_state_comes_into_the_model(tmp_path):
+    model, _, outer = alone(tmp_path, outer={"optimizer": "sgd", "lr": 0.5}, inner={"steps": 4})
+    torch.testing.assert_close(outer, (vector(made()) + trained_plainly(4)[1]) / 2)
+    assert torch.equal(outer, vector(model))
+
+
+def test_between_rounds_the_outer_parameters_are_others_and_what_is_trained_is_put_back(tmp_path):
+    model = made()
+    where = run_of(tmp_path)
+    with diloco.connect(where, model, "SGD", optimizer_options={"lr": 0.1}, alone=True) as run:
+        for batch in run.batches(DATA, 4):
+            train(model, run.optimizer, batch)
+            run.step()
+            if run.step_count == 3:
+                break
+        with run.outer_parameters():
+            assert torch.equal(vector(model), vector(made()))
+        torch.testing.assert_close(vector(model), trained_plainly(3)[1])
+
+
+def test_what_happened_is_told_and_saved(tmp_path):
+    alone(tmp_path)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 13))
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [(told["round"], told["step"], told["tokens"]) for told in rounds] == [(1, 4, 16), (2, 8, 16), (3, 12, 16)]
+    assert events[-1]["event"] == "end" and events[-1]["finished"]
+    assert (tmp_path / "run" / "save-00000012" / "facts.json").exists()
+
+
+def test_a_run_may_be_described_in_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run: mine\ninner: {steps: 3}  # fewer than the default warm-up, which is not for us\n")
+    with diloco.connect(str(path), made(), "SGD", alone=True, dir=tmp_path / "elsewhere") as run:
+        assert (run.config.run, run.steps, run.folder) == ("mine", 3, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("sync", [{"delay": 2}, {"apply": "eager"}], ids=str)
+def test_overlapped_rounds_end_with_everything_in_the_outer_state(tmp_path, sync):
+    """With plain averaging at lr 1, what one island has trained is what the outer state holds, sooner or later."""
+    model, losses, outer = alone(tmp_path, sync={"every": 4, **sync}, outer=PLAIN)
+    assert len(losses) == 12
+    torch.testing.assert_close(outer, vector(model))
+
+
+def test_frozen_parameters_are_left_out(tmp_path):
+    model = made()
+    model[0].weight.requires_grad_(False)
+    frozen, before = model[0].weight.clone(), vector(model)
+    assert OwnModel.of(model).layout.names == ("0.bias", "2.weight", "2.bias")
+    with diloco.connect(run_of(tmp_path), model, "AdamW", alone=True) as run:
+        train_all(run, model)
+    assert torch.equal(model[0].weight, frozen) and not torch.equal(vector(model), before)
+
+
+def test_a_loader_of_ones_own_needs_no_leases(tmp_path):
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(DATA, batch_size=4)
+    with diloco.connect(run_of(tmp_path, inner={"steps": 6}), model, optimizer, alone=True) as run:
+        going = [run.step(tokens=4, loss=train(model, optimizer, batch)) for batch in loader]
+        assert run.finished and run.step_count == 6
+    assert going == [True] * 5 + [False] * 5
+
+
+def test_batches_without_steps_are_noticed(tmp_path):
+    with diloco.connect(run_of(tmp_path), made(), alone=True) as run:
+        with pytest.raises(LoopError, match=r"36 samples were drawn without a step: call run.step\(\)"):
+            for _ in run.batches(DATA, 4):
+                pass
+        with pytest.raises(LoopError, match=r"tokens=1.* after 36 samples"):
+            run.step(tokens=1)
+
+
+def test_several_batches_may_make_up_a_step(tmp_path):
+    with diloco.connect(run_of(tmp_path), made(), alone=True) as run:
+        for number, _ in enumerate(run.batches(DATA, 4, per_step=3), start=1):
+            if number % 3 == 0:
+                run.step()
+        assert run.step_count == 12 and number == 36
+    rounds = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "round"]
+    assert [told["tokens"] for told in rounds] == [48, 48, 48]
+
+
+def test_each_epoch_has_every_sample_once_in_an_order_of_its_own():
+    first, second = indices(((0, 40),), 40, seed=7), indices(((40, 80),), 40, seed=7)
+    assert sorted(first) == sorted(second) == list(range(40)) and first != second
+    assert indices(((38, 42), (80, 81)), 40, seed=None) == [38, 39, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Adagrad", torch.optim.Adagrad), ("torch.optim.SGD", torch.optim.SGD)])
+def test_optimizers_by_name(tmp_path, name, kind):
+    where = run_of(tmp_path)
+    with diloco.connect(where, made(), name, optimizer_options={"lr": 0.5}, alone=True) as run:
+        assert isinstance(run.optimizer, kind) and run.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def shared(parameter) -> nn.Parameter:
+    return nn.Parameter(DTensor.from_local(parameter.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+
+
+REFUSED = [
+    (lambda model: model.requires_grad_(False), {}, ModelError, "nothing to train"),
+    (lambda model: model.bfloat16(), {}, ModelError, "0.weight is bfloat16: .* torch.autocast"),
+    (lambda model: model.append(nn.BatchNorm1d(1)), {}, ModelError, "3.running_mean as a persistent float buffer"),
+    (lambda model: model, {"sync": {"fragments": 3}}, ConfigError, "sync.fragments=3 needs .* nn.ModuleList"),
+    (lambda model: model, {"sync": {"evry": 3}}, ConfigError, "did you mean sync.every"),
+]
+
+
+@pytest.mark.parametrize(("change", "sections", "error", "message"), REFUSED, ids=[case[-1][:20] for case in REFUSED])
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, change, sections, error, message):
+    with pytest.raises(error, match=message), diloco.connect(run_of(tmp_path, **sections), change(made())):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = made()
+        model[2].weight = shared(model[2].weight)
+        with pytest.raises(ModelError, match=r"^2\.weight is a DTensor: .*one process an island.*$"):
+            OwnModel.of(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    other = torch.optim.SGD(made().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="none of the model's"), diloco.connect(run_of(tmp_path), made(), other):
+        pass
+
+
+def test_data_without_positions_is_refused(tmp_path):
+    with diloco.connect(run_of(tmp_path), made(), alone=True) as run:
+        with pytest.raises(DataError, match="generator lacks one"):
+            run.batches(item for item in DATA)
+        with pytest.raises(DataError, match="empty"):
+            run.batches([])
+
+
+def test_an_earlier_run_is_kept_or_refused(tmp_path):
+    alone(tmp_path)
+    with pytest.raises(SaveError, match="fresh=True"), diloco.connect(run_of(tmp_path), made(), alone=True):
+        pass
+    alone(tmp_path)  # with fresh=True
+    assert (tmp_path / "run.1").exists()
+
+
+def test_blocks_are_the_longest_list_of_modules():
+    model = nn.ModuleDict({
+        "few": nn.ModuleList([nn.Linear(2, 2)]), "many": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    })  # fmt: skip
+    fragments = OwnModel.of(model).fragments(parse_config({"sync": {"fragments": 3}}).sync)
+    assert fragments.counts == (12, 12, 6)  # two blocks, two blocks, the rest
+
+
+def test_another_model_is_refused_by_name():
+    genesis = Genesis.of(parse_config({}), OwnModel.of(made()).layout, None, "founder")
+    other = Layout.of(nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1)).named_parameters())
+    with pytest.raises(JoinRefused, match=re.escape("the model differs: 0.weight [9, 3] here, 0.weight [8, 3] there")):
+        genesis.check(other, None)
+    genesis.check(OwnModel.of(made(1)).layout, None)
+    with pytest.raises(JoinRefused, match="start that program with this ticket"):
+        genesis.refuse_own_loop()
+
+
+def test_samples_that_are_asked_for_late_come_at_once():
+    """Islands connect before they know what batches they want."""
+    genesis = Genesis.of(parse_config({}), OwnModel.of(made()).layout, None, "A")
+    node = Node("A", genesis.state(), replace(options_for(parse_config({})), want=0), now=0.0)
+    node.tick(0.1)
+    assert node.promise.coordinator == "A" and not node.state.ledger.leases
+    node.ask(8, 0.2)
+    assert node.state.ledger.lease_of(holder_name("A", 0)) == ((0, 8),)
+
+
+class Islands:
+    """Loops in threads over memory. `positions` has what each was given, `digests` where each ended."""
+
+    def __init__(self, tmp_path, names=("A", "B"), **sections) -> None:
+        elastic = {"min_islands": len(names), "straggler": 100.0, "silence_s": 2.0}
+        self.config = parse_config(
+            run_of(tmp_path, elastic=elastic, **sections) | {"inner": {"steps": 24, "warmup": 0}}
+        )
+        self.names, self.network = names, MemoryNetwork()
+        self.positions: dict[str, list[int]] = {name: [] for name in names}
+        self.rounds: dict[str, list[dict]] = {}
+        self.digests: set[str] = set()
+        self.errors: list[BaseException] = []
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            models = {name: OwnModel.of(made()) for name in self.names}
+            drivers = {name: self._driver(name, models[name], stack) for name in self.names}
+            for driver in drivers.values():
+                driver.know({name: PeerAddress(name) for name in drivers})
+            threads = [threading.Thread(target=self._train, args=(n, models[n], drivers[n])) for n in self.names]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _driver(self, name, model, stack) -> Driver:
+        genesis = Genesis.of(self.config, model.layout, None, self.names[0])
+        state = replace(genesis.state(), roster=self.names)
+        options = replace(options_for(self.config), want=0)
+        node = Node(name, state, options, now=time.monotonic(), incarnation=1)
+        chain = Chain(genesis.raw, genesis.digest, model.fragments(self.config.sync), apply_record)
+        plain = self.network.transport(name)
+        network = Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None)
+        driver = Driver(node, chain, outer_vectors(self.config.outer, model.vector()), network, lambda note: None)
+        stack.callback(driver.close)
+        return driver
+
+    def _train(self, name, model, driver) -> None:
+        try:
+            checkpoint = self.config.checkpoint.model_copy(update={"dir": f"{self.config.dir}/{name}"})
+            config, heard = self.config.model_copy(update={"checkpoint": checkpoint}), Heard()
+            optimizer = torch.optim.SGD(model.module.parameters(), lr=0.05)
+            run = Run(config, model, optimizer, Events([heard]), Together(driver, config, str))
+            for places in run.batches(range(10_000), 4, shuffle=False):
+                self.positions[name] += places.tolist()
+                batch = torch.utils.data.default_collate([DATA[place % len(DATA)] for place in places.tolist()])
+                run.step(loss=train(model.module, optimizer, batch))
+            run.leave()
+            told = [event for event in heard.events if event["event"] == "round"]
+            self.rounds[name] = [event for event in told if event["contributors"]]
+            self.digests.add(driver.replica.digest())
+        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame
+            self.errors.append(error)
+
+
+@pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
+def test_islands_share_the_samples_and_end_in_one_state(tmp_path, sync):
+    islands = Islands(tmp_path, sync={"every": 4, **sync})
+    islands.run()
+    mine, theirs = islands.positions["A"], islands.positions["B"]
+    assert len(mine) == len(set(mine)) >= 24 * 4 and len(theirs) == len(set(theirs)) >= 24 * 4
+    assert not set(mine) & set(theirs)
+    assert all(set(event["contributors"]) == {"A", "B"} for event in islands.rounds["A"])
+    assert len(islands.digests) == 1
+
+
+# Real programs from here on.
+@pytest.fixture
+def start(tmp_path):
+    """`examples/own_loop.py` as a person starts it; whatever happens, nothing of it stays."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(ROOT / "examples" / "own_loop.py"), *arguments]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = stack.enter_context(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def found(events: list, kind: str) -> list:
+    return [event for event in events if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_two_programs_learn_together(tmp_path, start):
+    founder = start("--islands", "2", "--steps", "400")
+    ticket = tmp_path / "runs" / "own-loop" / "ticket"
+    deadline = time.monotonic() + 60
+    while not ticket.exists() and founder.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    joiner = start(str(ticket), "--name", "second", "--dir", "second")
+    out, err = founder.communicate(timeout=120)
+    other_out, other_err = joiner.communicate(timeout=60)
+    assert (founder.returncode, joiner.returncode) == (0, 0), err + other_err
+    assert ticket.read_text() in out
+    for text in (out, other_out):
+        assert float(re.search(r"step 400: accuracy ([\d.]+)%", text)[1]) > 90
+    one, two = (read_events(tmp_path / place / "events.jsonl") for place in ("runs/own-loop", "second"))
+    assert found(one, "agreed")[0]["state"] == found(two, "agreed")[0]["state"]
+    rounds = [event for event in found(one, "round") if event["contributors"]]
+    assert sum(set(event["contributors"]) == {"island-1", "second"} for event in rounds) > len(rounds) / 2
+
+
+@pytest.mark.slow
+def test_an_exception_leaves_at_once_and_another_model_is_refused(tmp_path):
+    """Over the real directory, in one process. What the block raises is raised, and nothing is contributed."""
+    where = run_of(tmp_path, inner={"steps": 100}, elastic={"min_islands": 2, "grace_s": 60})
+    model = made()
+    began = time.monotonic()
+    with (
+        pytest.raises(ZeroDivisionError),
+        diloco.connect(where, model, "SGD", optimizer_options={"lr": 0.1}) as run,
+    ):
+        other = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1))
+        refused = pytest.raises(JoinRefused, match=re.escape("the model differs: 0.weight [9, 3] here"))
+        with refused, diloco.connect(run.ticket, other, dir=tmp_path / "other"):
+            pass
+        for batch in run.batches(DATA, 4):
+            train(model, run.optimizer, batch)
+            run.step()
+            assert 1 / 0
+    assert time.monotonic() - began < 30
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert not found(events, "end") and not [event for event in found(events, "round") if event["contributors"]]
+    # the folder is free again
+    with diloco.connect(run_of(tmp_path), made(), alone=True):
+        pass
