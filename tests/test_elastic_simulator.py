@@ -11,14 +11,18 @@ from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.elastic.record import Contribution, Key, Offer, Proposal, Record, Settings
 from diloco.elastic.rules import ALL
 from diloco.elastic.simulator import faults, scenario
 from diloco.elastic.simulator.campaign import Campaign, describe, rule_names, run_one
-from diloco.elastic.simulator.faults import FAULTY_S, MOMENTS, Disaster, Fault
+from diloco.elastic.simulator.check import Checker, Violation
+from diloco.elastic.simulator.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
+from diloco.elastic.simulator.streaming import USUAL, Pace
 from diloco.elastic.simulator.world import Setup, World
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 BATCH = 100
+STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pace_of(seed) != USUAL]
 
 # The smallest seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
@@ -57,6 +61,56 @@ def test_random_disasters_violate_nothing(first):
     assert commits > 50 * BATCH, "disasters in which nothing is ever committed show nothing"
 
 
+def test_streaming_disasters_violate_nothing():
+    """Fragments in turn, some in flight while training goes on, some islands short of samples."""
+    campaign, commits = Campaign(), 0
+    for seed in STREAMING:
+        outcome = run_one(campaign, seed)
+        if outcome.violation:
+            pytest.fail(describe(campaign, seed))
+        commits += outcome.commits
+    assert commits > 50 * len(STREAMING)
+
+
+def test_a_third_of_the_seeds_have_fragments_or_overlap():
+    paces = [pace_of(seed) for seed in range(FIRST_STREAMING, FIRST_STREAMING + 3000)]
+    assert 900 < sum(pace != USUAL for pace in paces) < 1100
+    assert {(pace.fragments, pace.overlap) for pace in paces} == {(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)}
+    assert max(CAUGHT.values()) < FIRST_STREAMING and all(pace_of(seed) == USUAL for seed in range(FIRST_STREAMING))
+
+
+def test_a_pass_launches_every_fragment_once_and_what_was_missed_as_soon_as_may_be():
+    pace = Pace(3, overlap=1)
+    assert [pace.launched(stretch, stretch + 1) for stretch in range(6)] == [[], [0], [], [1], [], [2]]
+    assert pace.launched(1, 5) == [0, 1] and pace.launched(0, 14) == [1, 2, 0]
+    assert pace.launched(-3, 0) == []
+
+
+def record_of(parent: str, *offers: Offer, fragment: int, number: int = 1) -> Record:
+    contributions = tuple(Contribution("A", offer, 1) for offer in offers)
+    return Record(Proposal(Key(number, parent), fragment, contributions, ("A",), (), (), Settings(), 0), "")
+
+
+def checker() -> Checker:
+    made = Checker(strict=False, fragments=2)
+    made.genesis("root")
+    return made
+
+
+def test_fragments_out_of_turn_are_a_violation():
+    with pytest.raises(Violation, match="is of fragment 1, and 0 is due"):
+        checker().appended("A", record_of("root", Offer(1, 0, 1, 10, ()), fragment=1), (), set(), calm=True)
+
+
+def test_a_sample_in_contributions_of_two_fragments_is_a_violation_although_the_ledger_says_so():
+    made = checker()
+    first = record_of("root", Offer(0, 0, 1, 10, ((0, 8),)), fragment=0)
+    made.appended("A", first, (), set(), calm=True)
+    second = record_of(first.digest, Offer(1, 0, 1, 10, ((4, 12),)), fragment=1, number=2)
+    with pytest.raises(Violation, match=r"I5: samples \(\(4, 8\),\) are in two contributions, and nothing forked"):
+        made.appended("A", second, ((4, 8),), set(), calm=True)
+
+
 @pytest.mark.parametrize("rule", CAUGHT)
 def test_chance_finds_what_a_rule_is_for(rule):
     seed = CAUGHT[rule]
@@ -91,12 +145,13 @@ any_fault = st.one_of(
 @given(
     seed=st.integers(10**6, 10**9),
     partition=st.sampled_from(["merge", "pause"]),
+    pace=st.sampled_from([USUAL, USUAL, Pace(2), Pace(3, overlap=1), Pace(3, scarce=True)]),
     schedule=st.lists(any_fault, max_size=8),
     all_return=st.booleans(),
 )
-def test_any_list_of_faults_violates_nothing(seed, partition, schedule, all_return):
+def test_any_list_of_faults_violates_nothing(seed, partition, pace, schedule, all_return):
     ordered = tuple(sorted(schedule, key=lambda fault: fault.at))
-    faults.run(Disaster(Setup(5, partition, seed), "drawn", (), ordered, all_return=all_return))
+    faults.run(Disaster(Setup(5, partition, seed, pace=pace), "drawn", (), ordered, all_return=all_return))
 
 
 def test_a_violation_says_what_where_and_how_to_see_it_again():

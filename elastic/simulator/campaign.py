@@ -61,7 +61,8 @@ def describe(campaign: Campaign, seed: int) -> str:
     left_out = [f"  … {len(told) - TAIL} lines"] if len(told) > TAIL else []
     return "\n".join([
         f"seed {seed}: {reason}",
-        f"{setup.islands} islands, partition: {setup.partition}, and of the faults ({plan.mix}) these are enough:",
+        f"{setup.islands} islands, partition: {setup.partition}{setup.pace.told},"
+        f" and of the faults ({plan.mix}) these are enough:",
         *(f"  {fault}" for fault in plan.faults),
         *left_out,
         *told[-TAIL:],

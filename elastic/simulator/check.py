@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from diloco.elastic.ranges import Ranges, both, minus, normal
-from diloco.elastic.record import Key, Record
+from diloco.elastic.record import Key, Proposal, Record
 
 
 class Violation(AssertionError):
@@ -14,9 +14,10 @@ class Violation(AssertionError):
 class Chain:
     """What a branch contains."""
 
-    progress: dict[tuple[str, int, int], int]
+    progress: dict[tuple[str, int, int], int]  # of an island's life, by fragment
     samples: Ranges
     twice: Ranges
+    updates: int = 0  # records with contributions
 
 
 @dataclass
@@ -24,9 +25,16 @@ class Checker:
     """`strict` demands one record per round ever (pause)."""
 
     strict: bool
+    fragments: int = 1
+    restarted: bool = False  # somebody has: a message of its former life may come late, and its lease seem another's
     chains: dict[str, Chain] = field(default_factory=dict)
     by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
+
+    @property
+    def excuse(self) -> bool:
+        """For samples in two contributions."""
+        return self.restarted or any(len(rivals) > 1 for rivals in self.rivals.values())
 
     def genesis(self, digest: str) -> None:
         self.chains[digest] = Chain({}, (), ())
@@ -41,6 +49,8 @@ class Checker:
             self.chains[record.digest] = self._extended(self.chains[key.parent], record)
         if unsaid := minus(self.chains[record.digest].twice, overlaps):
             raise Violation(f"I5: samples {unsaid} are in two contributions, and the ledger does not say so")
+        if (twice := self.chains[record.digest].twice) and calm and not self.excuse:
+            raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
 
     def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:
         key = record.proposal.key
@@ -62,6 +72,7 @@ class Checker:
 
     def _extended(self, parent: Chain, record: Record) -> Chain:
         progress, samples, twice = dict(parent.progress), parent.samples, parent.twice
+        self._check_turn(parent, record.proposal)
         for contribution in record.proposal.contributions:
             offer = contribution.offer
             mark = contribution.island, offer.incarnation, offer.fragment
@@ -75,4 +86,10 @@ class Checker:
             progress[mark] = offer.hi
             twice = normal(twice + both(offer.samples, samples))
             samples = normal(samples + offer.samples)
-        return Chain(progress, samples, twice)
+        return Chain(progress, samples, twice, parent.updates + bool(record.proposal.contributions))
+
+    def _check_turn(self, parent: Chain, proposal: Proposal) -> None:
+        """Fragments follow each other in the log, whatever happens between the updates."""
+        turn = parent.updates % self.fragments if proposal.contributions else -1
+        if {proposal.fragment, *(part.offer.fragment for part in proposal.contributions)} != {turn}:
+            raise Violation(f"I2: round {proposal.key.round} is of fragment {proposal.fragment}, and {turn} is due")

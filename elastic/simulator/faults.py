@@ -1,20 +1,24 @@
 """Random disasters: a schedule of faults drawn from a seed, and what must hold when it is over."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations, product
+from operator import lt
 
 from diloco.elastic.messages import Append, Begin, Commit, Done, Effect, FetchResult, Promise, Ready, Remember, Send
 from diloco.elastic.rules import ALL, Rules
 from diloco.elastic.simulator.check import Violation
+from diloco.elastic.simulator.streaming import USUAL, Pace
 from diloco.elastic.simulator.timeline import SILENCE_S
 from diloco.elastic.simulator.trainer import PHASE_S
 from diloco.elastic.simulator.world import Pair, Setup, World
 
 FAULTY_S = 40.0
-QUIET_S = 45.0
+QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
+FIRST_STREAMING = 200  # smaller seeds are disasters that tests know by number
+PATIENCE = 4  # more quiet times, for late progress of several fragments
 MOMENTS: dict[str, type] = {
     kind.__name__.lower(): kind for kind in (Append, Commit, Begin, Done, Promise, Ready, Remember, FetchResult)
 }
@@ -28,6 +32,9 @@ MIXES = {
     "everything": ["crash", "restart", "stop", "split", "one way", "pair", "three", "cascade"],
 }
 WEIGHTS = {"cascade": 4, "partitions": 2}
+
+
+Made = dict[str, tuple[int, tuple[int, ...]]]  # incarnation, and progress by fragment
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Disaster:
 def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
     chance = random.Random(seed)
     partition = chance.choice(("merge", "pause"))
-    setup = Setup(islands or chance.randint(2, 9), partition, seed, rules)
+    setup = Setup(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
     mix = chance.choices(list(MIXES), [WEIGHTS.get(mix, 1) for mix in MIXES])[0]
     names = setup.names
     late = tuple((name, chance.uniform(0, FAULTY_S)) for name in names[2:] if chance.random() < 0.2)
@@ -67,6 +74,15 @@ def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disas
     apart = tuple(chance.sample(names, 2)) if mix == "partitions" and len(names) > 2 and chance.random() < 0.3 else ()
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
     return Disaster(setup, mix, late, ordered, apart, all_return=chance.random() < 0.5)
+
+
+def pace_of(seed: int) -> Pace:
+    """A third of the seeds have fragments or overlap. Drawn apart: everything else of a disaster stays as it is."""
+    chance = random.Random(f"{seed}/pace")
+    if seed < FIRST_STREAMING or chance.random() > 1 / 3:
+        return USUAL
+    fragments, overlap = chance.choice([(2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
+    return Pace(fragments, overlap, scarce=chance.random() < 0.3)
 
 
 def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Fault]:
@@ -130,12 +146,24 @@ def _run(world: World, plan: Disaster) -> None:
         world.timeline.at(fault.at, partial(inflict, world, fault))
     world.timeline.run(FAULTY_S + 6 * SILENCE_S)
     _end_of_faults(world, all_return=plan.all_return)
-    made = {name: (life.node.incarnation, life.trainer.progress) for name, life in world.lives.items()}
+    made = {name: (life.node.incarnation, life.trainer.made) for name, life in world.lives.items()}
     round_then = max((disk.states[-1].head.round for disk in world.disks.values() if disk.states), default=0)
-    world.timeline.run(world.now + QUIET_S)
+    world.timeline.run(world.now + quiet_s(plan.setup.pace))
     if _can_go_on(world, plan.apart):
         _check_liveness(world, round_then)
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
+
+
+def _wait_for_late_progress(world: World, made: Made) -> None:
+    """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
+    for _ in range(PATIENCE if world.setup.pace != USUAL else 0):
+        if not any(_lost(world, made)):
+            return
+        world.timeline.run(world.now + quiet_s(world.setup.pace))
+
+
+def quiet_s(pace: Pace) -> float:
+    return QUIET_S * (1 + pace.fragments) / 2
 
 
 def inflict(world: World, fault: Fault) -> None:
@@ -239,9 +267,11 @@ def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
 def _check_liveness(world: World, round_then: int) -> None:
     heads = {name: life.node.state.head for name, life in world.lives.items()}
     best = max(heads.values())
-    if best.round < round_then + QUIET_S / (6 * PHASE_S):
-        raise Violation(f"I4: only round {best.round} after {QUIET_S:.0f} quiet seconds, from {round_then}")
-    behind = [name for name, head in heads.items() if head.round < best.round - 1]
+    length_s = quiet_s(world.setup.pace)
+    if best.round < round_then + length_s / (6 * PHASE_S):
+        raise Violation(f"I4: only round {best.round} after {length_s:.0f} quiet seconds, from {round_then}")
+    some = world.setup.pace.fragments  # rounds may follow each other at once
+    behind = [name for name, head in heads.items() if head.round < best.round - some]
     if behind:
         raise Violation(f"I4: {behind} are behind, {heads}")
     same = {head.digest for head in heads.values() if head.round == best.round}
@@ -249,13 +279,19 @@ def _check_liveness(world: World, round_then: int) -> None:
         raise Violation(f"I1: two heads at round {best.round} when all is quiet")
 
 
-def _check_no_loss(world: World, made: dict[str, tuple[int, int]]) -> None:
+def _check_no_loss(world: World, made: Made) -> None:
+    _wait_for_late_progress(world, made)
+    for text in _lost(world, made):
+        raise Violation(f"I3: {text}")
+
+
+def _lost(world: World, made: Made) -> Iterator[str]:
     best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
     for name, life in world.lives.items():
-        incarnation, progress = made.get(name, (0, 0))
-        contained = best.mark(name, incarnation, 0)
-        if incarnation == life.node.incarnation and contained < progress:
-            raise Violation(f"I3: {name} made progress {progress}, only {contained} is contained")
+        incarnation, progress = made.get(name, (0, ()))
+        contained = tuple(best.mark(name, incarnation, fragment) for fragment in range(len(progress)))
+        if incarnation == life.node.incarnation and any(map(lt, contained, progress)):
+            yield f"{name} made progress {progress}, only {contained} is contained"
 
 
 def shorten(plan: Disaster) -> tuple[Disaster, Violation]:

@@ -17,6 +17,7 @@ from diloco.elastic.record import Ballot
 from diloco.elastic.rules import ALL
 from diloco.elastic.simulator.check import Violation
 from diloco.elastic.simulator.faults import MOMENTS, both_ways
+from diloco.elastic.simulator.streaming import Pace
 from diloco.elastic.simulator.world import Setup, World
 from diloco.elastic.state import RunState
 from diloco.errors import ConfigError
@@ -52,6 +53,10 @@ def parse(text: str) -> Scenario:
                 names |= set(founders)
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
+            case ["fragments", count]:
+                scenario.setup = replace(scenario.setup, pace=Pace(int(count)))
+            case ["fragments", count, "overlapped"]:
+                scenario.setup = replace(scenario.setup, pace=Pace(int(count), overlap=1))
             case ["without", rule, "violation", invariant]:
                 scenario.rule, scenario.violation = rule, invariant
             case words:
@@ -167,9 +172,12 @@ def _expect(world: World, words: list[str], command: str) -> None:
             found = who if any(",".join(record.proposal.islands) == who for record in log) else "none"
         case ["roster", who]:
             found = ",".join(best.roster)
-        case ["progress", number, "of", who, "contained"]:
-            marks = [mark for (island, _, _), mark in best.marks if island == who]
+        case ["progress", number, "of", who, *fragment, "contained"]:  # … in fragment 2 contained
+            marks = [mark for (island, _, f), mark in best.marks if island == who and fragment[2:] in ([], [str(f)])]
             found = who if sum(marks) >= int(number) else f"only {sum(marks)}"
+        case ["late", "progress", "of", who, "contained"]:
+            parts = [part for record in log for part in record.proposal.contributions if part.island == who]
+            found = who if any(part.offer.late for part in parts) else "none"
         case ["one", "branch", "at", who]:
             chain = {record.digest for record in log}
             found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.digest in chain)

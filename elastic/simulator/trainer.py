@@ -1,5 +1,6 @@
 """An island's trainer, reduced to numbers: phases take time, end in a cut, and are offered until they are contained."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,8 +8,9 @@ from typing import NamedTuple
 from diloco.elastic.messages import Effect
 from diloco.elastic.node import Node
 from diloco.elastic.ranges import Ranges, first, minus, normal, size
-from diloco.elastic.record import Offer, holder_name
+from diloco.elastic.record import Offer, Record, holder_name
 from diloco.elastic.simulator.timeline import Timeline
+from diloco.elastic.state import RunState
 
 PHASE_S = 3.0
 PHASE_SAMPLES = 8
@@ -18,46 +20,74 @@ MAX_PHASES = 2  # in one contribution: what comes late comes in small pieces, ol
 Input = Callable[[Node, float], list[Effect]]
 
 
+@dataclass
+class Trainer(ABC):
+    node: Node
+    timeline: Timeline
+    enter: Callable[[Input], None]  # gives the node an input, or keeps it until the island goes on
+    when_running: Callable[[Callable[[], None]], None]
+    contained_in: Callable[[RunState, int], int]  # how many cuts of a fragment
+    speed: float = 1.0
+
+    @abstractmethod
+    def train(self) -> None:
+        """Begin a phase, if there are samples for it."""
+
+    @abstractmethod
+    def moved(self, *, only_leases: bool) -> None:
+        """The head is another one; `only_leases`: by a record that admits and leases."""
+
+    @property
+    @abstractmethod
+    def made(self) -> tuple[int, ...]:
+        """Progress so far, by fragment."""
+
+    def appended(self, record: Record) -> None:
+        """The outer state contains it."""
+        return
+
+    def replaced(self, state: RunState) -> None:
+        """The outer state is another one altogether."""
+        return
+
+    def has_bytes_of(self, offer: Offer) -> bool:
+        return True
+
+    def phase_s(self) -> float:
+        name, timeline = self.node.me, self.timeline
+        duration = PHASE_S * (0.6 + 0.8 * timeline.chance(f"phase {name}")) / self.speed
+        return duration * (5 if timeline.chance(f"slow {name}") < 0.05 else 1)
+
+
 class Cut(NamedTuple):
     progress: int
     samples: Ranges  # consumed since the cut before
 
 
 @dataclass
-class Trainer:
-    """A blocking one: it waits at its sync point until a round is over, with or without its contribution."""
+class Blocking(Trainer):
+    """One fragment: it waits at its sync point until a round is over, with or without its contribution."""
 
-    node: Node
-    timeline: Timeline
-    enter: Callable[[Input], None]  # gives the node an input, or keeps it until the island goes on
-    when_running: Callable[[Callable[[], None]], None]
-    count_contained: Callable[[], int]
     cuts: list[Cut] = field(default_factory=list)
     at_sync: bool = False
     training: bool = False
-    speed: float = 1.0
 
     @property
-    def progress(self) -> int:
-        return len(self.cuts)
+    def made(self) -> tuple[int, ...]:
+        return (len(self.cuts),)
 
     @property
     def contained(self) -> int:
-        return self.count_contained()
+        return self.contained_in(self.node.state, 0)
 
     def train(self) -> None:
-        """Begin a phase, if there are samples for it."""
         if self.training or self.at_sync:
             return
         samples = first(self._available(), PHASE_SAMPLES)
         if not samples:
             return
         self.training = True
-        name, timeline = self.node.me, self.timeline
-        duration = PHASE_S * (0.6 + 0.8 * timeline.chance(f"phase {name}")) / self.speed
-        if timeline.chance(f"slow {name}") < 0.05:
-            duration *= 5
-        timeline.after(duration, lambda: self.when_running(lambda: self._reach_sync(samples)))
+        self.timeline.after(self.phase_s(), lambda: self.when_running(lambda: self._reach_sync(samples)))
 
     def _available(self) -> Ranges:
         """Leased, and not used by progress that is not contained yet."""
@@ -69,7 +99,7 @@ class Trainer:
 
     def _reach_sync(self, samples: Ranges) -> None:
         self.training, self.at_sync = False, True
-        self.cuts.append(Cut(self.progress + 1, samples))
+        self.cuts.append(Cut(len(self.cuts) + 1, samples))
         self._offer()
 
     def _offer(self) -> None:
@@ -86,7 +116,7 @@ class Trainer:
         self.enter(lambda node, now: node.offer(offer, now))
 
     def moved(self, *, only_leases: bool) -> None:
-        """The head is another one. A record that only admits and leases leaves an offer standing."""
+        """A record that only admits and leases leaves an offer standing."""
         if self.at_sync and only_leases and self.node.pending:
             return
         self.node.withdraw(0)

@@ -38,6 +38,8 @@ def brief(message: Message) -> str:
             return f"{kind} {term}"
         case Nack(promise=promise):
             return f"nack, promised {promise.term} of {promise.coordinator}"
-        case Ready(offers=(offer, *_)):
+        case Ready(offers=(offer,)) if offer.fragment == 0:
             return f"ready {offer.lo}..{offer.hi}"
+        case Ready(offers=offers):
+            return "ready " + ", ".join(f"{offer.lo}..{offer.hi} of {offer.fragment}" for offer in offers)
     return kind

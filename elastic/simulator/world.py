@@ -13,6 +13,7 @@ from functools import cache, partial
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.messages import (
     Append,
+    Begin,
     Cancel,
     CatchUp,
     Effect,
@@ -31,13 +32,15 @@ from diloco.elastic.record import Contribution, Head, Record, Settings
 from diloco.elastic.rules import ALL, Rules
 from diloco.elastic.simulator.check import Checker, Violation
 from diloco.elastic.simulator.reductions import Reductions
+from diloco.elastic.simulator.streaming import USUAL, Pace, Streaming
 from diloco.elastic.simulator.timeline import SILENCE_S, Timeline
-from diloco.elastic.simulator.trainer import PHASE_SAMPLES, Input, Trainer
+from diloco.elastic.simulator.trainer import Blocking, Input, Trainer
 from diloco.elastic.simulator.transcript import Transcript
 from diloco.elastic.state import RunState
 
 TICK_S = 0.35
 SMOOTH_TICK_S = 0.25  # scenarios are few, and can be finer
+KEEP_RECORDS = 16  # who lacks more takes the whole state
 GENESIS = hashlib.sha256(b"genesis").hexdigest()
 
 Pair = tuple[str, str]  # from, to
@@ -50,6 +53,7 @@ class Setup:
     partition: str = "merge"
     seed: int = 0
     rules: Rules = ALL
+    pace: Pace = USUAL
     smooth: bool = False  # no chance at all: for scenarios
 
     @property
@@ -81,7 +85,7 @@ class World:
         self.setup = setup
         self.timeline = Timeline(setup.seed, smooth=setup.smooth)
         self.transcript = Transcript()
-        self.checker = Checker(strict=setup.partition == "pause")
+        self.checker = Checker(strict=setup.partition == "pause", fragments=setup.pace.fragments)
         self.checker.genesis(GENESIS)
         self.reductions = Reductions(self)
         self.names = setup.names
@@ -135,7 +139,12 @@ class World:
             self.timeline.after(1.0, lambda: self.start(name))
             return
         disk.lives += 1
-        options = Options(_decide, silence_s=SILENCE_S, partition=self.setup.partition, want=2 * PHASE_SAMPLES)
+        self.checker.restarted = self.checker.restarted or disk.lives > 1
+        fragments = self.setup.pace.fragments
+        options = Options(
+            _decide, silence_s=SILENCE_S, partition=self.setup.partition, fragments=fragments,
+            want=self.setup.pace.want,
+        )  # fmt: skip
         node = Node(
             name, disk.states[-1], options, now=self.clock(name), incarnation=disk.lives, memory=disk.memory,
             rules=self.setup.rules,
@@ -150,18 +159,19 @@ class World:
         def when_running(work: Callable[[], None]) -> None:
             self.when_running(name, lambda: work() if self._runs(name, node) else None)
 
-        trainer = Trainer(node, self.timeline, partial(self.enter, name), when_running, partial(self._contained, node))
-        trainer.speed = self.speeds.get(name, 1.0)
-        return Life(node, trainer)
+        pace, contained_in, speed = self.setup.pace, partial(self._contained, node), self.speeds.get(name, 1.0)
+        around = node, self.timeline, partial(self.enter, name), when_running, contained_in, speed
+        return Life(node, Blocking(*around) if pace == USUAL else Streaming(*around, pace))
 
-    def _contained(self, node: Node) -> int:
+    def _contained(self, node: Node, state: RunState, fragment: int) -> int:
         """How much of its own progress the state contains, to a trainer. Without marks, it knows what it has seen."""
         if self.setup.rules.marks_decide:
-            return node.state.mark(node.me, node.incarnation, 0)
+            return state.mark(node.me, node.incarnation, fragment)
         disk = self.disks[node.me]
         seen = (record.proposal.contributions for record in disk.log if record.digest in disk.own)
         mine = (part.offer for parts in seen for part in parts if part.island == node.me)
-        return max((offer.hi for offer in mine if offer.incarnation == node.incarnation), default=0)
+        key = node.incarnation, fragment
+        return max((offer.hi for offer in mine if (offer.incarnation, offer.fragment) == key), default=0)
 
     def _copy_log(self, name: str) -> bool:
         donors = [other for other in self.lives if self.connected(other, name) and other not in self.stopped]
@@ -278,6 +288,7 @@ class World:
             case Remember(memory):
                 self.disks[name].memory = memory
             case Reduce(begin):
+                self._check_bytes(name, life, begin)
                 self.reductions.join(name, begin)
             case Cancel(ballot):
                 self.reductions.cancel(name, ballot)
@@ -300,8 +311,16 @@ class World:
         only_leases = not switched and bool(log) and not log[-1].proposal.contributions
         trainer.when_running(lambda: trainer.moved(only_leases=only_leases))
 
+    def _check_bytes(self, name: str, life: Life, begin: Begin) -> None:
+        for contribution in begin.proposal.contributions:
+            offer = contribution.offer
+            if contribution.island == name and not life.trainer.has_bytes_of(offer):
+                raise Violation(f"I3: {name} has no bytes of {offer.lo}..{offer.hi}, fragment {offer.fragment}")
+
     def _append(self, name: str, life: Life, record: Record) -> None:
         who = ",".join(record.proposal.islands) or "nobody"
+        if self.setup.pace.fragments > 1 and record.proposal.contributions:
+            who += f", fragment {record.proposal.fragment}"
         self.tell(f"{name} commits round {record.proposal.key.round} of {who} = {self._label(record)}")
         self.commits += 1
         disk, state = self.disks[name], life.node.state
@@ -310,6 +329,7 @@ class World:
         disk.own.add(record.digest)
         disk.log.append(record)
         disk.states.append(state)
+        life.trainer.appended(record)
         steady = self.lives.keys() - self.unreliable
         self.checker.appended(name, record, state.ledger.overlaps, steady, calm=self.calm)
 
@@ -367,9 +387,20 @@ class World:
         theirs, mine = self.disks[donor], self.disks[name]
         state = theirs.states[-1]
         if state.head > self.lives[name].node.state.head:
+            self._tell_switch(self.lives[name].trainer, mine.states[-1], theirs)
             mine.log, mine.states = list(theirs.log), list(theirs.states)
             self.tell(f"{name} moves to round {state.head.round} of {donor}")
         self.enter(name, lambda node, now: node.caught_up(state, now))
+
+    def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> None:
+        """By the records that are missing, where they are few; else by the whole state."""
+        recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
+        known = next((index for index in recent if theirs.states[index].head == mine.head), None)
+        if known is None:
+            trainer.replaced(theirs.states[-1])
+        else:
+            for record in theirs.log[known:]:
+                trainer.appended(record)
 
 
 def _decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
