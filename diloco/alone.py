@@ -10,12 +10,14 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.ranges import Ranges, normal
+from diloco.elastic.record import Head
 from diloco.elastic.session import Taken
 from diloco.elastic.work import Trained
 from diloco.outer import apply, outer_settings, outer_vectors, preview
 from diloco.schedule import Schedule
 
 FOR_EVER = 1 << 62  # samples
+NOWHERE = Head(0, 0, "")  # there is no chain
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,11 @@ class Alone:
         self.position = done.samples[-1][1] if done.samples else self.position
         self.launched.append(Launched(fragment, progress, done))
 
-    def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
+    def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
         return True
+
+    def due(self) -> tuple[Head, int, bool]:
+        return NOWHERE, self.updates % len(self.fragments), False
 
     def poll(self) -> bool:
         return False

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diloco.alone import Alone
+from diloco.alone import NOWHERE, Alone
 from diloco.config import SyncConfig
 from diloco.elastic.ranges import Ranges, normal
+from diloco.elastic.record import Head
 from diloco.elastic.work import Trained
 from diloco.fragments import names_of
 from diloco.outer import Layout
@@ -46,7 +47,6 @@ class Exchange:
         self.step = 0  # the run's clock
         self.in_flight: set[int] = set()
         self._cut_at = [0] * len(fragments)  # inner steps done at the last cut
-        self._contained_at = [0] * len(fragments)  # and at the last one that the outer state contains
         self._tokens = [0] * len(fragments)  # since the last cut
         self.used: Ranges = ()  # samples since the last cut of any fragment
         self.anchor = outside.base.clone() if outside is not None else None
@@ -87,11 +87,25 @@ class Exchange:
         """Wait for the result of a launched fragment, and take it in. False: asked to stop before it came."""
         if fragment not in self.in_flight:
             return False
-        over = self.outside is not None and self.outside.finish(fragment, should_stop)
-        if not self._place.any(over):
-            return False
-        self.take(fragment)
-        return True
+        head = NOWHERE if len(self.fragments) > 1 else None
+        while True:
+            over = self.outside.finish(fragment, should_stop, head) if self.outside is not None else None
+            if (over := self._place.share(over)) is not None:
+                break
+            head = self._keep_up()
+        if over:
+            self.take(fragment)
+        return bool(over)
+
+    def _keep_up(self) -> Head:
+        """While an island waits for one fragment, rounds of others may be due: it takes part, or everybody would wait
+        for everybody."""
+        head, due, over = self._place.share(self.outside.due() if self.outside is not None else None)
+        if due in self.in_flight and over:
+            self.take(due)
+        self.take_what_moved()
+        self.launch(due)
+        return head
 
     def take(self, fragment: int) -> None:
         """The fragment's outer parameters are others by now: the island goes there with what they do not contain."""
@@ -99,9 +113,7 @@ class Exchange:
         contained = self._place.any(taken is not None and taken.owed is None)
         launched = fragment in self.in_flight
         self.in_flight.discard(fragment)
-        if launched and contained:
-            self._contained_at[fragment] = self._cut_at[fragment]
-        self._set_clock(taken.step if taken is not None else 0, fragment)
+        self._set_clock(taken.step if taken is not None else 0, fragment, launched=launched)
         if launched and contained and self._sync.apply == "eager":
             return  # the phase that goes on started from a preview of it
         local = self._read(fragment)
@@ -116,9 +128,10 @@ class Exchange:
             self.fragments.scatter(start, self._local, fragment)
         self._parameters.write(self._local, self._names[fragment])
 
-    def _set_clock(self, step: int, fragment: int) -> None:
-        """The outer state's, and what was trained here since the cut that it contains. On time, nothing changes."""
-        self.step = self._place.share(step) + self.steps - self._contained_at[fragment]
+    def _set_clock(self, step: int, fragment: int, *, launched: bool) -> None:
+        """The outer state's, and what was trained here since the launch. On time, nothing changes."""
+        step = self._place.share(step)
+        self.step = step + self.steps - self._cut_at[fragment] if launched else max(self.step, step)
 
     def take_what_moved(self) -> bool:
         """Others went on without this island, or it moved to another branch. What is in flight has its own time.
@@ -156,7 +169,7 @@ class Exchange:
     def facts(self) -> dict[str, Any]:
         return {
             "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": self._cut_at,
-            "contained_at": self._contained_at, "tokens": self._tokens, "used": self.used,
+            "tokens": self._tokens, "used": self.used,
         }  # fmt: skip
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
@@ -165,7 +178,7 @@ class Exchange:
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
-        self._cut_at, self._contained_at = list(facts["cut_at"]), list(facts["contained_at"])
+        self._cut_at = list(facts["cut_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
 
     def _read(self, fragment: int) -> Tensor | None:

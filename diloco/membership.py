@@ -41,7 +41,7 @@ class Membership:
         self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
         self.look()
-        self.exchange.step = self.outer_step
+        self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
 
     @property
     def step(self) -> int:
@@ -109,7 +109,9 @@ class Membership:
     def _due(self) -> list[Work]:
         """An island that is slower than others may be at its share already."""
         early = self.elastic.adaptive and self._phase_steps >= self._share
-        return [Launch(0), Apply(0)] if early else self.schedule.after(self.step)
+        passed = range(min(self.synced, self.step - 1) + 1, self.step + 1)  # others may have moved the clock on
+        self.synced = self.step
+        return [Launch(0), Apply(0)] if early else [work for step in passed for work in self.schedule.after(step)]
 
     def _carry_out(self, works: list[Work], should_stop: Callable[[], bool]) -> None:
         for work in works:

@@ -11,7 +11,7 @@ from diloco.comm.codec import codec_named, result_codec_for
 from diloco.config import Config, SyncConfig
 from diloco.elastic.driver import Driver
 from diloco.elastic.ranges import Ranges
-from diloco.elastic.record import Contribution, Record, Settings
+from diloco.elastic.record import Contribution, Head, Record, Settings
 from diloco.elastic.session import Session, Taken
 from diloco.elastic.state import RunState
 from diloco.elastic.work import Trained
@@ -76,8 +76,14 @@ class Together:
         """What an inner step took on each island of the last round, in milliseconds."""
         return [contribution.offer.step_ms for contribution in self.session.last_round()]
 
-    def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
-        return self.session.finish(fragment, should_stop)
+    def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
+        return self.session.finish(fragment, should_stop, since=since)
+
+    def due(self) -> tuple[Head, int, bool]:
+        """The head, the fragment of the next round, and whether this island's last one of that is over."""
+        state = self.driver.applied
+        fragment = state.updates % len(self.fragments)
+        return state.head, fragment, self.session.over(fragment)
 
     def poll(self) -> bool:
         return self.session.poll()

@@ -209,6 +209,7 @@ class Trainer:
         self._skipped_before = facts["skipped_before"]
         self.island.skipped.fill_(facts["skipped"])
         self.membership.look()
+        self.membership.synced = self.step
         self._passes = self.membership.passes
         self._resumed_from = found[-1]
 

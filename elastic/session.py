@@ -15,8 +15,8 @@ from diloco.comm.noise import NoiseKey
 from diloco.elastic.driver import Driver, check
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.messages import Begin, Effect
-from diloco.elastic.ranges import Ranges, minus, normal
-from diloco.elastic.record import Contribution, Offer, Record, holder_name
+from diloco.elastic.ranges import Ranges, minus, normal, size
+from diloco.elastic.record import Contribution, Head, Offer, Record, holder_name
 from diloco.elastic.state import RunState
 from diloco.elastic.work import MAX_PHASES, Trained, Work
 
@@ -41,6 +41,7 @@ class Session:
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
         self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
+        self._late = 0  # samples
         self._offered_at = [("", 0)] * len(fragments)
         self._encoding = ThreadPoolExecutor(1, "encode")
 
@@ -64,7 +65,8 @@ class Session:
 
     def owes(self, fragment: int = 0) -> bool:
         """Progress of earlier phases is not contained: it can be offered without training first."""
-        return bool(self.works[fragment].owed(self._mark(self.state, fragment)))
+        work = self.works[fragment]
+        return bool(work.owed(work.mark))
 
     def _contribution(self, begin: Begin) -> Tensor:
         me = self.driver.node.me
@@ -98,13 +100,18 @@ class Session:
         rounds = (record.proposal.contributions for record in reversed(self.records()))
         return next((contributions for contributions in rounds if contributions), ())
 
-    def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until its round is over, with or without this island's part. False: asked to stop before."""
+    def finish(
+        self, fragment: int, should_stop: Callable[[], bool] = lambda: False, *, since: Head | None = None
+    ) -> bool | None:
+        """Wait until its round is over, with or without this island's part. False: asked to stop before. None: the
+        head is another one than `since`."""
         with self.driver.changed:
-            while not self._over(fragment):
+            while not self.over(fragment):
                 check(self.driver)
                 if should_stop():
                     return False
+                if since is not None and self.driver.applied.head != since:
+                    return None
                 self.driver.changed.wait(WAIT_S)
         if self._mark(self.driver.applied, fragment) < self.works[fragment].hi:
             self.driver.post(lambda now: self._withdraw(fragment))
@@ -114,7 +121,7 @@ class Session:
         self.driver.node.withdraw(fragment)
         return []
 
-    def _over(self, fragment: int) -> bool:
+    def over(self, fragment: int) -> bool:
         """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
         version, mark = self._offered_at[fragment]
         return self.driver.versions[fragment].digest != version or self._mark(self.driver.applied, fragment) != mark
@@ -129,7 +136,12 @@ class Session:
         return self.driver.applied.head != self.state.head
 
     def look(self) -> None:
+        """Samples behind progress that is late are held besides those that it wants to train on."""
         self.state = self.driver.applied
+        late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
+        if late != self._late:
+            self._late, more = late, late - self._late
+            self.driver.post(lambda now: self.driver.node.ask(self.driver.node.want + more, now))
 
     def moved(self) -> list[int]:
         """Fragments whose outer parameters are not those that were last taken."""
