@@ -152,6 +152,11 @@ CLAIMS = [
     Claim("a newcomer costs the others nothing", bench("join")),
     Claim("twenty kills in a row; an epoch with crashes and joins", kills(20)),
     Claim("a cut network trains on and merges; liars are excluded by name", tests("tests/test_elastic_driver.py")),
+    Claim("every schedule is what a plain loop says", tests("tests/test_algorithms.py")),
+    Claim("a slow link costs an overlapped loop nothing", bench("overlap")),
+    Claim("low communication costs little quality; bytes saved", bench("quality")),
+    Claim("any PyTorch loop takes part", tests("tests/test_api.py")),
+    Claim("an exported model is the same model", tests("tests/test_export.py", "tests/test_sample.py")),
     Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),
     Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),
 ]  # fmt: skip
