@@ -35,6 +35,7 @@ def test_a_branch_out_of_nowhere():
 
 def test_samples_that_are_used_twice_must_be_on_the_books():
     judge = checker()
+    judge.restarted = True  # only then, or after a fork, may it happen at all
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
     second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))

@@ -82,5 +82,5 @@ def test_the_canonical_form_is_fixed():
     """Chains of records are compared between versions and machines: this text may not change by accident."""
     assert canonical(contribution("A", 0, 1, samples=((0, 4),))) == (
         b'{"island":"A","offer":{"fragment":0,"hi":1,"incarnation":1,"late":false,"lo":0,"norm":0.0,'
-        b'"samples":[[0,4]],"step_ms":0,"tokens":10},"weight":10}'
+        b'"samples":[[0,4]],"step_ms":0,"steps":0,"tokens":10},"weight":10}'
     )
