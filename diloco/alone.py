@@ -17,7 +17,6 @@ from diloco.outer import apply, outer_settings, outer_vectors, preview
 from diloco.schedule import Schedule
 
 FOR_EVER = 1 << 62  # samples
-NOWHERE = Head(0, 0, "")  # there is no chain
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,6 @@ class Alone:
 
     def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
         return True
-
-    def due(self) -> tuple[Head, int, bool]:
-        return NOWHERE, self.updates % len(self.fragments), False
 
     def poll(self) -> bool:
         return False

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diloco.alone import NOWHERE, Alone
+from diloco.alone import Alone
 from diloco.config import SyncConfig
 from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
@@ -25,6 +25,7 @@ from diloco.place import Place
 from diloco.together import Together
 
 Outside = Alone | Together
+NOWHERE = Head(0, 0, "")  # the head of no chain: any other is news
 
 
 class Parameters(Protocol):
@@ -47,6 +48,7 @@ class Exchange:
         self.step = 0  # the run's clock
         self.in_flight: set[int] = set()
         self._cut_at = [0] * len(fragments)  # inner steps done at the last cut
+        self._contained_at = [0] * len(fragments)  # and at the last one that the outer state contains
         self._tokens = [0] * len(fragments)  # since the last cut
         self.used: Ranges = ()  # samples since the last cut of any fragment
         self.anchor = outside.base.clone() if outside is not None else None
@@ -100,7 +102,7 @@ class Exchange:
     def _keep_up(self) -> Head:
         """While an island waits for one fragment, rounds of others may be due: it takes part, or everybody would wait
         for everybody."""
-        head, due, over = self._place.share(self.outside.due() if self.outside is not None else None)
+        head, due, over = self._place.share(self.outside.due() if isinstance(self.outside, Together) else None)
         if due in self.in_flight and over:
             self.take(due)
         self.take_what_moved()
@@ -113,6 +115,8 @@ class Exchange:
         contained = self._place.any(taken is not None and taken.owed is None)
         launched = fragment in self.in_flight
         self.in_flight.discard(fragment)
+        if launched and contained:
+            self._contained_at[fragment] = self._cut_at[fragment]
         self._set_clock(taken.step if taken is not None else 0, fragment, launched=launched)
         if launched and contained and self._sync.apply == "eager":
             return  # the phase that goes on started from a preview of it
@@ -129,9 +133,13 @@ class Exchange:
         self._parameters.write(self._local, self._names[fragment])
 
     def _set_clock(self, step: int, fragment: int, *, launched: bool) -> None:
-        """The outer state's, and what was trained here since the launch. On time, nothing changes."""
+        """On time, nothing changes. Left behind with one fragment, an island finishes its phase: all that it has
+        trained since counts on top. With several, that would carry it past launches of rounds that wait for it."""
         step = self._place.share(step)
-        self.step = step + self.steps - self._cut_at[fragment] if launched else max(self.step, step)
+        if len(self.fragments) == 1:
+            self.step = step + self.steps - self._contained_at[fragment]
+        else:
+            self.step = step + self.steps - self._cut_at[fragment] if launched else max(self.step, step)
 
     def take_what_moved(self) -> bool:
         """Others went on without this island, or it moved to another branch. What is in flight has its own time.
@@ -169,7 +177,7 @@ class Exchange:
     def facts(self) -> dict[str, Any]:
         return {
             "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": self._cut_at,
-            "tokens": self._tokens, "used": self.used,
+            "contained_at": self._contained_at, "tokens": self._tokens, "used": self.used,
         }  # fmt: skip
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
@@ -178,7 +186,7 @@ class Exchange:
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
-        self._cut_at = list(facts["cut_at"])
+        self._cut_at, self._contained_at = list(facts["cut_at"]), list(facts["contained_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
 
     def _read(self, fragment: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from diloco.elastic.state import RunState
 from diloco.errors import ConfigError, JoinRefused
 from diloco.outer import Layout
 
-PROTOCOL = 1
+PROTOCOL = 2  # 2: fragments, result codecs and more outer optimizers in the records
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
 SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
 OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machine to machine

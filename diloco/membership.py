@@ -109,7 +109,8 @@ class Membership:
     def _due(self) -> list[Work]:
         """An island that is slower than others may be at its share already."""
         early = self.elastic.adaptive and self._phase_steps >= self._share
-        passed = range(min(self.synced, self.step - 1) + 1, self.step + 1)  # others may have moved the clock on
+        several = len(self.exchange.fragments) > 1  # then others may have moved the clock past a launch
+        passed = range((min(self.synced, self.step - 1) if several else self.step - 1) + 1, self.step + 1)
         self.synced = self.step
         return [Launch(0), Apply(0)] if early else [work for step in passed for work in self.schedule.after(step)]
 

@@ -1,6 +1,7 @@
 """Every schedule against a loop of a few lines that says what it is, with two islands over real rounds."""
 
 import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -12,6 +13,7 @@ from diloco.comm.memory import MemoryNetwork
 from diloco.comm.transport import PeerAddress
 from diloco.elastic.driver import Driver
 from diloco.events import Events
+from diloco.exchange import Exchange
 from diloco.island import Island
 from diloco.network import build_network
 from diloco.outer import apply_record
@@ -153,6 +155,63 @@ def test_the_trainer_does_what_a_plain_loop_says(small, name):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     moved = (expected[-1] - expected[0]).norm() / expected[0].norm()
     assert moved > 1e-2  # far more than what is allowed
+
+
+def meet(config, stack) -> list[Exchange]:
+    """Two islands that hold the same model, ready to exchange."""
+    network, names, found = MemoryNetwork(), ("A", "B"), []
+    trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
+    drivers = {name: driver_for(trainers[name], names, network.transport(name)) for name in names}
+    for name, driver in drivers.items():
+        stack.callback(driver.close)
+        driver.know({other: PeerAddress(other) for other in names})
+        together = Together(driver, config, str)
+        stack.callback(together.session.close)
+        found.append(Exchange(trainers[name].island, HERE, config.sync, together))
+    return found
+
+
+def test_an_island_that_waits_for_one_fragment_takes_part_in_the_rounds_of_others(small):
+    """A has launched fragment 1 only, and 0 is due: without its offer for that, both would wait for ever."""
+    config = small(sync={"every": 6, "fragments": 2}, elastic={"min_islands": 2, "straggler": 100.0})
+    late = time.monotonic() + 20
+    over: dict[str, bool] = {}
+
+    def take_part(name: str, exchange: Exchange, order: list[int]) -> None:
+        exchange.trained((), 100)
+        for fragment in order:
+            exchange.launch(fragment)
+            over[name] = exchange.finish(fragment, lambda: time.monotonic() > late)
+
+    with ExitStack() as stack:
+        orders = {"A": [1], "B": [0, 1]}
+        exchanges = meet(config, stack)
+        threads = [
+            threading.Thread(target=take_part, args=(name, exchange, orders[name]))
+            for name, exchange in zip(orders, exchanges, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert over == {"A": True, "B": True}
+
+
+def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
+    """What it has trained counts on top of the others' clock: it is not made to launch at once, and wait."""
+    config = small(sync={"every": 6}, inner={"steps": 60})
+    with ExitStack() as stack:
+        slow, fast = meet(config, stack)
+        for _ in range(2):
+            slow.trained((), 10)
+        for _ in range(6):
+            fast.trained((), 10)
+        fast.launch(0)
+        assert fast.finish(0, lambda: False) and fast.step == 6
+        deadline = time.monotonic() + 20
+        while not slow.take_what_moved() or slow.step == 2:
+            assert time.monotonic() < deadline
+        assert slow.step == 6 + 2
 
 
 @pytest.mark.parametrize("codec", ["sparse", "sign", "dct", "lowrank"])

@@ -33,6 +33,15 @@ def test_a_branch_out_of_nowhere():
         checker().appended("B", stray, (), **CALM)
 
 
+def test_samples_are_used_twice_only_after_a_restart_or_a_fork():
+    judge = checker()
+    first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
+    judge.appended("A", first, (), **CALM)
+    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
+    with pytest.raises(Violation, match=r"I5: .* and nothing forked"):
+        judge.appended("A", second, ((4, 8),), **CALM)
+
+
 def test_samples_that_are_used_twice_must_be_on_the_books():
     judge = checker()
     judge.restarted = True  # only then, or after a fork, may it happen at all
