@@ -5,13 +5,7 @@ import time
 import torch
 
 from diloco.network import Network
-
-# dense bf16 peak, FLOP/s, by what the driver calls the device; the first name that is contained wins
-PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "GH200": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "A10G": 70e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
+from diloco.planning.accelerators import called
 
 
 def flops_per_token(network: Network, sequence: int) -> float:
@@ -30,15 +24,15 @@ def flops_per_token(network: Network, sequence: int) -> float:
 def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    found = called(torch.cuda.get_device_name(device))
+    return None if found is None else found.bf16_flops
 
 
 class Meter:
     """Counts tokens against the time spent training; `pause` takes out what is not (rounds, validation, saves)."""
 
     def __init__(self, flops_per_token: float, peak_flops: float | None) -> None:
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self.flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.reset()
 
     def reset(self) -> None:
@@ -55,4 +49,4 @@ class Meter:
         return self._tokens / max(1e-9, time.perf_counter() - self._since - self._paused_s)
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        return None if self._peak_flops is None else tokens_per_s * self._flops_per_token / self._peak_flops
+        return None if self._peak_flops is None else tokens_per_s * self.flops_per_token / self._peak_flops

@@ -61,6 +61,15 @@ def parse_size(value: object) -> int:
     return int(_parse(value, SIZE_UNITS, "a size such as 64MiB or 2GB"))
 
 
+def parse_share(value: str) -> float:
+    """Part of a whole, above 0 and below 1: `95%`. Who writes a bare 95 or 0.95 may mean either."""
+    number, unit = value.strip()[:-1], value.strip()[-1:]
+    share = _parse(number, {"": 1.0}, "a share such as 95%") / 100 if unit == "%" else math.nan
+    if not 0 < share < 1:
+        raise ValueError("write a share above 0% and below 100%, such as 95%")
+    return share
+
+
 def _parse(value: object, units: dict[str, float], expected: str, bare: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"write {expected}")

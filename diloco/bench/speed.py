@@ -42,6 +42,7 @@ def measure(*, preset: str, batch: int, sequence: int, vocab: int, steps: int, c
                 "parameters": trainer.island.layout.size,
                 "dtype": str(trainer.island.compute_dtype).removeprefix("torch."),
                 "tokens_per_step": batch * sequence,
+                "flops_per_token": trainer.meter.flops_per_token,
                 "step_s": batch * sequence / median(event["tokens_per_s"] for event in reports),
                 "tokens_per_s": median(event["tokens_per_s"] for event in reports),
                 "mfu": median(mfu) if mfu else None,
