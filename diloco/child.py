@@ -5,11 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent to everybody
 REASON_BYTES = 4096
 
 
@@ -87,3 +90,20 @@ def end_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
+
+
+@contextmanager
+def signals() -> Iterator[list[float]]:
+    """When SIGINT or SIGTERM came; one within a second of the one before is its echo."""
+    heard: list[float] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if not heard or time.monotonic() - heard[-1] > REPEAT_S:
+            heard.append(time.monotonic())
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

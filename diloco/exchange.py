@@ -7,8 +7,10 @@ it is the new outer parameters, less what they do not contain of earlier cuts. O
 become the anchor plus whatever was trained since the cut. Mixing and eager previews are other choices at that place.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +22,8 @@ from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
 from diloco.elastic.work import Trained
 from diloco.fragments import names_of
-from diloco.outer import Layout
 from diloco.place import Place
+from diloco.shards import Shards
 from diloco.together import Together
 
 Outside = Alone | Together
@@ -29,20 +31,33 @@ NOWHERE = Head(0, 0, "")  # the head of no chain: any other is news
 
 
 class Parameters(Protocol):
-    """What is trained, as its owner hands it out: whole parameters, by name."""
+    """What is trained, and where it lies."""
 
-    layout: Layout
+    @property
+    def shards(self) -> Shards: ...
 
-    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None: ...
 
-    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None: ...
+class Cut:
+    """What was trained between two cuts. It is worked out by whoever needs it first: as a rule the thread that encodes
+    it, while training goes on."""
+
+    def __init__(self, progress: Tensor, work: Callable[[Tensor], None]) -> None:
+        self.progress = progress  # filled when it is finished
+        self._work: Callable[[Tensor], None] | None = work
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                self._work(self.progress)
+                self._work = None
 
 
 class Exchange:
     def __init__(self, parameters: Parameters, place: Place, sync: SyncConfig, outside: Outside | None) -> None:
-        self._parameters, self._place, self._sync, self.outside = parameters, place, sync, outside
+        self._shards, self._place, self._sync, self.outside = parameters.shards, place, sync, outside
         fragments = place.share(outside.fragments if outside is not None else None)
-        self._names = names_of(parameters.layout, fragments)
+        self._names = names_of(self._shards.layout, fragments)
         self.fragments = fragments
         self.steps = 0  # inner steps done here
         self.step = 0  # the run's clock
@@ -51,10 +66,20 @@ class Exchange:
         self._contained_at = [0] * len(fragments)  # and at the last one that the outer state contains
         self._tokens = [0] * len(fragments)  # since the last cut
         self.used: Ranges = ()  # samples since the last cut of any fragment
-        self.anchor = outside.base.clone() if outside is not None else None
-        pinned = outside is not None and place.device.type == "cuda"
-        self._local = torch.empty(fragments.count, pin_memory=pinned) if outside is not None else None
-        parameters.write(self.anchor)
+        self._cuts: dict[int, Cut] = {}
+        self.anchor, self._local = self._vector(), self._vector()
+        if outside is not None and self.anchor is not None:
+            self.anchor.copy_(outside.base)
+        self._shards.write(self.anchor)
+        self._written = _nothing  # returns when the device no longer reads these vectors
+
+    def _vector(self) -> Tensor | None:
+        """On the leader: of all parameters, where the outer state lies. In host memory it is pinned for a GPU, so that
+        copies hold up nobody."""
+        if self.outside is None:
+            return None
+        pinned = self._place.device.type == "cuda" and self.outside.base.device.type == "cpu"
+        return torch.empty_like(self.outside.base, pin_memory=pinned)
 
     def owes(self, fragment: int) -> bool:
         """Whether there is progress that the outer state does not contain."""
@@ -72,18 +97,35 @@ class Exchange:
         if fragment in self.in_flight or not self.owes(fragment):
             return False
         eager = self._sync.apply == "eager"
-        local = self._read(fragment)
-        if self.outside is not None and self.anchor is not None and local is not None:
-            progress = self.fragments.gather(self.anchor, fragment) - local
+        cut = self._cut(fragment)
+        if self.outside is not None and self.anchor is not None and cut is not None:
             done = Trained(self._tokens[fragment], self.used, self.steps - self._cut_at[fragment])
-            start = self.outside.preview(fragment, progress) if eager else local
-            self.outside.start(fragment, progress, done, step_ms=step_ms)
-            self.fragments.scatter(start, self.anchor, fragment)
+            if eager:
+                cut.finish()
+                self.fragments.scatter(self.outside.preview(fragment, cut.progress), self.anchor, fragment)
+            self.outside.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
         if eager:
-            self._parameters.write(self.anchor, self._names[fragment])
+            self._update(fragment, _replaced, self.anchor)
         self._cut_at[fragment], self._tokens[fragment], self.used = self.steps, 0, ()
         self.in_flight.add(fragment)
         return True
+
+    def _cut(self, fragment: int) -> Cut | None:
+        """From here on progress is measured from what the island holds now."""
+        self._written()
+        read = self._shards.start_reading(self._local, self._names[fragment])
+        anchor, local = self.anchor, self._local
+        if anchor is None or local is None:
+            return None
+
+        def work(progress: Tensor) -> None:
+            read()
+            for lo, hi, part in self.fragments.pieces(progress, fragment):
+                torch.sub(anchor[lo:hi], local[lo:hi], out=part)
+                anchor[lo:hi].copy_(local[lo:hi])
+
+        cut = self._cuts[fragment] = Cut(torch.empty(self.fragments.counts[fragment], device=anchor.device), work)
+        return cut
 
     def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
         """Wait for the result of a launched fragment, and take it in. False: asked to stop before it came."""
@@ -111,6 +153,7 @@ class Exchange:
 
     def take(self, fragment: int) -> None:
         """The fragment's outer parameters are others by now: the island goes there with what they do not contain."""
+        self._finish_cut(fragment)
         taken = self.outside.take(fragment) if self.outside is not None else None
         contained = self._place.any(taken is not None and taken.owed is None)
         launched = fragment in self.in_flight
@@ -120,17 +163,32 @@ class Exchange:
         self._set_clock(taken.step if taken is not None else 0, fragment, launched=launched)
         if launched and contained and self._sync.apply == "eager":
             return  # the phase that goes on started from a preview of it
-        local = self._read(fragment)
-        if self.outside is not None and self.anchor is not None and local is not None and taken is not None:
-            progress = self.fragments.gather(self.anchor, fragment) - local
-            anchor = self.fragments.gather(self.outside.base, fragment)
-            if taken.owed is not None:
-                anchor = anchor - taken.owed
-            self.fragments.scatter(anchor, self.anchor, fragment)
-            mixes = self._sync.apply == "mix" and launched
-            start = _mixed(local, anchor, self._sync.alpha) if mixes else anchor - progress
-            self.fragments.scatter(start, self._local, fragment)
-        self._parameters.write(self._local, self._names[fragment])
+        if taken is not None:
+            self._move_anchor(fragment, taken.owed)
+        if launched and self._sync.apply == "mix":
+            self._update(fragment, partial(_mixed, alpha=self._sync.alpha), self.anchor)
+        elif self.steps == self._cut_at[fragment]:  # nothing was trained since: it is where the anchor was
+            self._update(fragment, _replaced, self.anchor)
+        else:
+            self._update(fragment, _rebased, self.anchor, self._local)
+
+    def _finish_cut(self, fragment: int) -> None:
+        if (cut := self._cuts.pop(fragment, None)) is not None:
+            cut.finish()
+
+    def _move_anchor(self, fragment: int, owed: Tensor | None) -> None:
+        """To the outer parameters, less what they do not contain; where it was is kept in `_local`."""
+        assert self.outside is not None and self.anchor is not None and self._local is not None
+        self._written()
+        for lo, hi in self.fragments.ranges[fragment]:
+            self._local[lo:hi].copy_(self.anchor[lo:hi])
+            self.anchor[lo:hi].copy_(self.outside.base[lo:hi])
+        if owed is not None:
+            for lo, hi, part in self.fragments.pieces(owed, fragment):
+                self.anchor[lo:hi].sub_(part.to(self.anchor.device))
+
+    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
+        self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
 
     def _set_clock(self, step: int, fragment: int, *, launched: bool) -> None:
         """On time, nothing changes. Left behind with one fragment, an island finishes its phase: all that it has
@@ -162,16 +220,18 @@ class Exchange:
         kept = None
         if self._local is not None:
             kept = torch.empty_like(self._local)
-        self._parameters.read(kept)
-        self._parameters.write(self.outside.parameters if self.outside is not None else None)
+        self._shards.read(kept)
+        self._shards.write(self.outside.parameters if self.outside is not None else None)
         try:
             yield
         finally:
-            self._parameters.write(kept)
+            self._shards.write(kept)
 
     def vectors(self) -> dict[str, Tensor]:
         """What a save must hold besides the outer state: where it differs from that."""
         assert self.outside is not None and self.anchor is not None
+        for fragment in list(self._cuts):
+            self._finish_cut(fragment)
         return {} if torch.equal(self.anchor, self.outside.parameters) else {"anchor": self.anchor}
 
     def facts(self) -> dict[str, Any]:
@@ -189,11 +249,21 @@ class Exchange:
         self._cut_at, self._contained_at = list(facts["cut_at"]), list(facts["contained_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
 
-    def _read(self, fragment: int) -> Tensor | None:
-        """The fragment's own vector of what the island holds now, on the leader."""
-        self._parameters.read(self._local, self._names[fragment])
-        return None if self._local is None else self.fragments.gather(self._local, fragment).clone()
+
+# How a result enters: what the island holds, the anchor, and where that was before.
 
 
-def _mixed(local: Tensor, outer: Tensor, alpha: float) -> Tensor:
-    return local * alpha + outer * (1 - alpha)
+def _replaced(_: Tensor, anchor: Tensor) -> Tensor:
+    return anchor
+
+
+def _rebased(local: Tensor, anchor: Tensor, before: Tensor) -> Tensor:
+    return anchor - (before - local)
+
+
+def _mixed(local: Tensor, anchor: Tensor, *, alpha: float) -> Tensor:
+    return local * alpha + anchor * (1 - alpha)
+
+
+def _nothing() -> None:
+    pass

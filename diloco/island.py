@@ -1,13 +1,13 @@
 """The inner side: one model on one mesh, doing ordinary optimizer steps.
 
-An island gives its parameters out and takes new ones in as whole fp32 vectors in canonical order, one parameter at a
-time, so that no accelerator ever holds the whole model twice. Only the leader process sees those vectors.
+An island gives its parameters out and takes new ones in as parts of a flat fp32 vector in canonical order (`shards`).
+Only the leader process sees that vector.
 """
 
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -27,8 +27,9 @@ from diloco.errors import DeviceError
 from diloco.network import Network
 from diloco.optimizer import build_optimizer, step_if_finite
 from diloco.outer import Layout
-from diloco.parallel import blocks_of, fill, gradient_norm, retie, scale_gradients, shard, tied_names, whole
+from diloco.parallel import blocks_of, gradient_norm, retie, scale_gradients, shard, tied_names, whole
 from diloco.place import Place
+from diloco.shards import Shards
 
 
 class Island:
@@ -49,7 +50,7 @@ class Island:
             self._compile(blocks_of(self.module, network.anatomy))
         self.optimizer = build_optimizer(self.module, inner, place.device)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.layout = Layout.of(self.parameters.items())
+        self.shards = Shards(self.parameters, place)
         self._clip = inner.clip
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
         self._fill_everything(network.initial)
@@ -72,6 +73,7 @@ class Island:
         norm = gradient_norm(gradients)
         if self._clip:
             scale_gradients(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        self.shards.settle()
         self.skipped += step_if_finite(self.optimizer, norm, lr)
         self.optimizer.zero_grad()
 
@@ -83,6 +85,8 @@ class Island:
         for tokens in batches:
             with self._computing():
                 losses.append(whole(self._loss_of(self.module, tokens)))
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()  # without a backward pass the root keeps what it gathered: old values, after a write
         self.module.train()
         return self.mean(torch.stack(losses).mean())
 
@@ -93,27 +97,17 @@ class Island:
             value = value / self.place.world
         return value.item()
 
-    @torch.no_grad()
-    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
-        """Copy the trainable parameters (or some) to their places in the leader's flat vector; others pass None.
+    @property
+    def layout(self) -> Layout:
+        return self.shards.layout
 
-        All processes call it.
-        """
-        views = dict(self.layout.views(out)) if out is not None else {}
-        for name in self._chosen(names):
-            full = whole(self.parameters[name].detach())
-            if out is not None:
-                views[name].copy_(full)
+    def read(self, out: Tensor | None) -> None:
+        """Copy the trainable parameters to the leader's flat vector; others pass None. All processes call it."""
+        self.shards.read(out)
 
-    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
-        """Set the trainable parameters (or some) from the leader's flat vector. All processes call it."""
-        chosen = self._chosen(names)
-        views = dict(self.layout.views(vector)) if vector is not None else None
-        values = None if views is None else ((name, views[name]) for name in chosen)
-        self._fill(values, {name: self.parameters[name] for name in chosen})
-
-    def _chosen(self, names: Collection[str] | None) -> list[str]:
-        return [name for name in self.parameters if names is None or name in names]
+    def write(self, vector: Tensor | None) -> None:
+        """Set the trainable parameters from the leader's flat vector. All processes call it."""
+        self.shards.write(vector)
 
     def state(self) -> dict[str, Any]:
         """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.
@@ -138,20 +132,13 @@ class Island:
             values.append(chain([next(source)], source))  # the first one loads the files, and may fail
 
         self.place.leader_first(open_values)
-        self._fill(values[0] if values else None, dict(self.module.named_parameters()))
-
-    @torch.no_grad()
-    def _fill(self, values: Iterator[tuple[str, Tensor]] | None, parameters: dict[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
-            if values is None:
-                value = torch.empty(parameter.shape, device=self.place.device)
-            else:
-                given, value = next(values)
+        for name, parameter in self.module.named_parameters():
+            vector = None
+            if values:
+                given, value = next(values[0])
                 assert given == name, f"{given} came where {name} was due"
-                value = value.to(self.place.device)
-            if self.place.mesh is not None:
-                dist.broadcast(value, src=0)
-            fill(parameter, value)
+                vector = value.flatten()
+            Shards({name: parameter}, self.place).write(vector)
 
     def _computing(self) -> AbstractContextManager[Any]:
         """Compute type where FSDP does not set it, and the loss over a vocabulary that tensor parallelism has split."""

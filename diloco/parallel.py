@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import get_total_norm
 
+from diloco.buckets import Box
 from diloco.errors import ModelError
 from diloco.place import Place
 
@@ -151,6 +153,48 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """The part this process holds, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process has of a parameter: a box of it."""
+
+    parameter: Tensor
+    offset: tuple[int, ...]  # in the whole parameter
+    gives: bool  # of several processes that have the same, one gives it out
+
+    @property
+    def values(self) -> Tensor:
+        return local(self.parameter)
+
+
+def held(parameter: Tensor, place: Place) -> Held:
+    if not isinstance(parameter, DTensor):
+        return Held(parameter, (0,) * parameter.ndim, place.leader)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    assert place.mesh is not None and mesh.mesh_dim_names is not None and place.mesh.mesh_dim_names is not None
+    cut = {name for name, way in zip(mesh.mesh_dim_names, placements, strict=True) if not way.is_replicate()}
+    gives = all(name in cut or place.mesh.get_local_rank(name) == 0 for name in place.mesh.mesh_dim_names)
+    return Held(parameter, tuple(offset), gives)
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(box: Box, mine: Held) -> tuple[Slices, Slices] | None:
+    """Where the values of a box of the whole parameter lie: in those held here, and in the box. None: elsewhere."""
+    ends = zip(box, mine.offset, mine.values.shape, strict=True)
+    shared = tuple((max(lo, at), min(hi, at + length)) for (lo, hi), at, length in ends)
+    if any(lo >= hi for lo, hi in shared):
+        return None
+    here = slices(tuple((lo - at, hi - at) for (lo, hi), at in zip(shared, mine.offset, strict=True)))
+    there = slices(tuple((lo - at, hi - at) for (lo, hi), (at, _) in zip(shared, box, strict=True)))
+    return here, there
+
+
+def slices(box: Box) -> Slices:
+    return tuple(slice(lo, hi) for lo, hi in box)
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:

@@ -26,6 +26,10 @@ class Place:
     def leader(self) -> bool:
         return self.rank == 0
 
+    def outer_device(self, config: IslandConfig) -> torch.device:
+        """Where the leader keeps the outer state."""
+        return self.device if config.outer == "device" else torch.device("cpu")
+
     @property
     def data_rank(self) -> int:
         """Which slice of the batch is ours: tensor-parallel neighbours share one."""
@@ -65,15 +69,16 @@ class Place:
 
 @contextmanager
 def take_place(config: IslandConfig) -> Iterator[Place]:
-    """Join the island's other processes (as torchrun describes them), and leave them at the end."""
+    """Join the island's other processes (as torchrun or processes.py describe them), and leave them at the end."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     _check_processes(config, world)
     device = pick_device(config.device)
     if world == 1:
         yield Place(0, 1, device, None)
         return
-    # the leader may wait for other islands for hours; torchrun notices a process that dies
-    dist.init_process_group(_backend(device), timeout=timedelta(days=1))
+    # the leader may wait for other islands for hours; who started the processes notices one that dies
+    meeting = os.environ.get("DILOCO_MEETING")  # none: torchrun says where
+    dist.init_process_group(_backend(device), meeting, timedelta(days=1), rank=rank, world_size=world)
     try:
         mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
         yield Place(rank, world, device, mesh)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from largest import Largest
 
 from diloco.batches import validation_batches
 from diloco.bench.speed import Heard
@@ -16,7 +17,10 @@ from diloco.events import Events
 from diloco.island import next_token_loss
 from diloco.parallel import tied_names, whole
 from diloco.place import take_place
+from diloco.shards import Shards
 from diloco.trainer import Trainer
+
+LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
 
 
 def train(tree, place, stop_at=None):
@@ -38,7 +42,27 @@ def train(tree, place, stop_at=None):
         "ties": tied_names(trainer.island.module),
         "agrees": place.leader and torch.equal(local, trainer.outer["parameters"]),
         "skipped": trainer.island.skipped.item(),
+        "buckets": through_small_buckets(trainer.island),
     }
+
+
+def through_small_buckets(island) -> dict[str, object]:
+    """Out, and back changed by a rule of two vectors; whether that is what whole parameters say, and what it took."""
+    shards = Shards(island.parameters, island.place, limit=LIMIT)
+    expected = torch.cat([whole(p.detach()).flatten() for p in island.parameters.values()])
+    out = torch.full_like(expected, -1) if island.place.leader else None
+    twice, noise = (expected * 2, torch.sin(expected)) if island.place.leader else (None, None)
+    with Largest() as largest:
+        shards.read(out)
+        shards.start_update(lambda local, one, other: one - (other - local), twice, noise)()
+    after = torch.cat([whole(p.detach()).flatten() for p in island.parameters.values()])
+    same = torch.equal(after, expected * 2 - (torch.sin(expected) - expected))
+    shards.write(out)
+    again = torch.cat([whole(p.detach()).flatten() for p in island.parameters.values()])
+    return {
+        "read": out is None or torch.equal(out, expected), "updated": same, "written": torch.equal(again, expected),
+        "largest": largest.values, "limit": LIMIT,
+    }  # fmt: skip
 
 
 def gradient_norms(trainer) -> dict[str, float]:

@@ -2,14 +2,24 @@
 
 import pytest
 import torch
+from largest import Largest
 from torch import nn
 
+from diloco.alone import Alone
 from diloco.batches import Batches, open_samples, validation_batches
+from diloco.bench.speed import Heard
+from diloco.buckets import buckets_of
+from diloco.configfile import own_island
+from diloco.elastic.session import at_once
 from diloco.errors import ConfigError, ModelError
+from diloco.events import Events
 from diloco.island import Island, next_token_loss
 from diloco.network import build_network, refuse_float_buffers
 from diloco.outer import Layout
+from diloco.parallel import slices
 from diloco.place import Place
+from diloco.shards import Shards
+from diloco.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
@@ -120,6 +130,82 @@ def test_parameters_go_out_and_come_back(small):
     island.write(vector * 2)
     assert torch.equal(views["norm.weight"] * 2, island.parameters["norm.weight"])
     assert island.layout == Layout.of(island.parameters.items())
+
+
+LAYOUT = Layout(("a", "b", "c", "d", "e"), ((3,), (40, 5), (), (2, 3, 30), (4,)))
+
+
+@pytest.mark.parametrize("limit", [1, 7, 31, 100, 10**9])
+@pytest.mark.parametrize("names", [None, {"a", "d"}])
+def test_buckets_hold_everything_once_in_order_and_none_is_too_large(limit, names):
+    buckets = buckets_of(LAYOUT, names, limit)
+    found = [n for bucket in buckets for lo, hi in bucket.stretches() for n in range(lo, hi)]
+    wanted = torch.arange(LAYOUT.size)
+    views = [view.flatten() for name, view in LAYOUT.views(wanted) if names is None or name in names]
+    assert found == torch.cat(views).tolist()
+    assert all(bucket.count <= limit for bucket in buckets)
+    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+        part = dict(LAYOUT.views(wanted))[piece.name][slices(piece.box)]
+        assert part.flatten().tolist() == list(range(piece.start, piece.start + piece.count))
+
+
+def test_small_parameters_travel_together_and_large_ones_in_few_parts():
+    assert [bucket.count for bucket in buckets_of(LAYOUT, None, 10**9)] == [LAYOUT.size]
+    assert [[piece.name for piece in bucket.pieces] for bucket in buckets_of(LAYOUT, None, 200)] == [
+        ["a"], ["b"], ["c", "d", "e"]
+    ]  # fmt: skip
+    assert [bucket.count for bucket in buckets_of(LAYOUT, {"b"}, 64)] == [60, 60, 60, 20]
+
+
+def test_a_rule_of_two_vectors_takes_no_more_memory_than_a_bucket(small):
+    island = make_island(small())
+    shards = Shards(island.parameters, ALONE, limit=100)
+    before = torch.empty(island.layout.size)
+    shards.read(before)
+    one, other = before * 2, torch.sin(before)
+    with Largest() as largest:
+        shards.start_update(lambda local, one, other: one - (other - local), one, other)()
+    after = torch.empty(island.layout.size)
+    shards.read(after)
+    assert torch.equal(after, one - (other - before))
+    assert 0 < largest.values <= 100
+
+
+def test_an_island_that_does_not_know_its_batch_yet_may_have_any_shape():
+    assert own_island({"island": {"fsdp": 3}}).fsdp == 3
+    with pytest.raises(ConfigError, match=r"island\.batch=4 cannot be divided by island\.fsdp=3"):
+        own_island({"island": {"fsdp": 3, "batch": 4}})
+    with pytest.raises(ConfigError, match=r"island\.fsdp"):
+        own_island({"island": {"fsdp": "many"}})
+
+
+class Late(Alone):
+    """Leaves a cut's progress to be worked out by whoever needs it first, as a thread that is slow to encode does."""
+
+    def start(self, fragment, progress, done, *, step_ms=0, ready=at_once):
+        super().start(fragment, progress, done, step_ms=step_ms)
+
+
+def trained(config, *, late: bool, stop_at: int | None = None) -> list[float]:
+    heard = Heard()
+    trainer = Trainer(config, ALONE, Events([heard]))
+    if late:
+        trainer._meet(Late(config, trainer.outer["parameters"], trainer.fragments))
+    trainer.run(lambda: trainer.step == stop_at)
+    if stop_at is not None:
+        trainer = Trainer(config, ALONE, Events([heard]))
+        trainer.resume()
+        trainer.run()
+    return [event["loss"] for event in heard.events if event["event"] == "step"]
+
+
+@pytest.mark.parametrize("apply", ["rebase", "mix"])
+def test_what_is_launched_is_what_was_there_then_whenever_it_is_worked_out(small, apply, tmp_path):
+    sync = {"every": 4, "fragments": 2, "delay": 3, "apply": apply}
+    expected = trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "a")}), late=False)
+    assert len(expected) == 12
+    assert trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "b")}), late=True) == expected
+    assert trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), late=True, stop_at=7) == expected
 
 
 def test_evaluation_is_the_mean_loss_and_leaves_training_alone(small):

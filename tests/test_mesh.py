@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "mesh_worker.py"
 MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 2)}
 MODELS = ("built-in tied", "built-in untied", "llama tied", "llama untied")
 # on the largest mesh only: it holds what the others could break
-ON_BOTH = ("built-in frozen", "built-in muon", "qwen3 with QK-norm")
+ON_BOTH = ("built-in frozen", "built-in muon", "built-in overlapped", "qwen3 with QK-norm")
 RUN = {
     "data": {"sequence": 32},
     "inner": {"lr": 1e-3, "warmup": 2, "steps": 20, "clip": 0.5},  # every gradient of these models is above 0.5
@@ -63,6 +63,8 @@ def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
             island = {"batch": 8, "accumulate": 2, "fsdp": fsdp, "tp": tp, "device": "cpu"}
             inner = {**RUN["inner"], "optimizer": "muon" if name == "built-in muon" else "adamw"}
             config = {**RUN, "model": model_of(name, hf_folders), "island": island, "inner": inner}
+            if name == "built-in overlapped":  # it validates other parameters than it trains
+                config["sync"] = {"every": 5, "delay": 3}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
         if both:
             resumed = json.loads(json.dumps(cases["built-in tied"]))
@@ -106,6 +108,13 @@ def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
     assert len(result["ties"]) == (0 if "untied" in model else 1)
     assert result["agrees"]
     assert result["skipped"] == 0
+
+
+@pytest.mark.parametrize(("mesh", "model"), CUT)
+def test_values_travel_unchanged_in_buckets_that_are_never_larger_than_allowed(results, mesh, model):
+    found = results[mesh][model]["buckets"]
+    assert found["read"] and found["updated"] and found["written"]
+    assert 0 < found["largest"] <= found["limit"]
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "fsdp 2 x tp 2"])

@@ -3,12 +3,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.cli.run import ending, parse_rate
+from diloco.cli.run import ending, mesh_of, parse_rate
 from diloco.comm.ticket import Ticket
-from diloco.configfile import overrides_tree
+from diloco.configfile import overrides_tree, own_island
 from diloco.errors import ConfigError, TicketError
-from diloco.island_run import join
-from diloco.peer import Connection, host_towards, own_name
+from diloco.processes import start_if_several
 from diloco.units import parse_rate as parse_bits
 
 
@@ -23,14 +22,20 @@ def join_command(
     link: str | None,
     host: str | None,
 ) -> None:
+    own = overrides_tree(overrides)
+    island = own_island(own)
     text = read_ticket(ticket)
     parsed = Ticket.parse(text, time.time())
+    start_if_several(island)
+    from diloco.island_run import join
+    from diloco.peer import Connection, host_towards, own_name
+
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     rate, delay_s = parse_rate(link)
     up, down = (cap(option, "--max-up" if option is max_up else "--max-down") for option in (max_up, max_down))
-    own = overrides_tree(overrides)
-    connection = Connection(host or host_towards(parsed.addresses), up or rate, down or rate, delay_s, name)
+    here = host or host_towards(parsed.addresses)
+    connection = Connection(here, up or rate, down or rate, delay_s, name, mesh=mesh_of(island))
     outcome = join(text, own, connection, folder)
     if outcome.leader:
         Console(highlight=False).print(ending(outcome, str(folder)), soft_wrap=True, markup=False)
