@@ -54,6 +54,18 @@ class SaveError(DilocoError):
     code = "save"
 
 
+class RemoteError(SaveError):
+    """A remote store cannot be used. What lies there, and what lies here, was not changed."""
+
+    code = "remote"
+
+
+class SnapshotDamaged(SaveError):
+    """A snapshot of the outer state is not what was written. An older one, with the log since, or a peer has it all."""
+
+    code = "snapshot"
+
+
 class TrainingDiverged(DilocoError):
     """Training produced nothing but non-finite gradients. The last save is still good."""
 

@@ -1,0 +1,162 @@
+"""Copies an island's snapshots and its log to a remote store, in the background, and back onto an empty disk.
+
+Snapshots are the same bytes on every island, so they lie side by side and whoever is first brings one; a manifest comes
+after its shards, so what has one is whole. Each island's log lies in a folder of its own (`URL/ISLAND/log-….seg`). Only
+segments that are closed are copied: what a remote store lacks is the log since the last one.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.remote import Remote
+from diloco.checkpoint.segments import SegmentWriter, segment_paths
+from diloco.checkpoint.snapshot import Manifest, read_manifest, snapshots
+from diloco.errors import RemoteError, SnapshotDamaged
+
+EVERY_S = 10.0
+MANIFEST = "manifest.json"
+
+Tell = Callable[[str, str], None]
+
+
+class Mirror:
+    """Of a folder; `island` names this one's log."""
+
+    def __init__(self, folder: Path, remote: Remote, island: str, tell: Tell, *, every_s: float = EVERY_S) -> None:
+        self._folder, self._remote, self._island, self._tell, self._every_s = folder, remote, island, tell, every_s
+        self._closing = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self._try(finished=False)
+
+    def _try(self, *, finished: bool) -> None:
+        """A store that fails is told of once; training does not need it."""
+        try:
+            self.copy(finished=finished)
+        except RemoteError as error:
+            if not self._failing:
+                self._failing = True
+                self._tell("remote failing", f"{error}; trying again")
+            return
+        if self._failing:
+            self._failing = False
+            self._tell("remote again", f"{self._remote.url} has everything again")
+
+    def copy(self, *, finished: bool) -> None:
+        """What the store lacks; then what it need not keep any more. `finished`: nobody writes here any more."""
+        there = self._remote.sizes()
+        here = snapshots(self._folder)
+        for snapshot in here:
+            self._push_snapshot(snapshot, there)
+        segments = segment_paths(self._folder)
+        closed = segments if finished else segments[:-1]
+        for path in closed:
+            if (name := f"{self._island}/{path.name}") not in there or there[name] != path.stat().st_size:
+                self._remote.push(path, name)
+        self._prune(there, {path.name for path in here}, {path.name for path in segments})
+
+    def _push_snapshot(self, snapshot: Path, there: dict[str, int]) -> None:
+        if f"{snapshot.name}/{MANIFEST}" in there:
+            return
+        try:
+            shards = read_manifest(snapshot).shards
+            for file in [*(shard.file for shard in shards), MANIFEST]:
+                name = f"{snapshot.name}/{file}"
+                if there.get(name) != (snapshot / file).stat().st_size:
+                    self._remote.push(snapshot / file, name)
+        except (SnapshotDamaged, OSError):
+            if snapshot.exists():
+                raise RemoteError(f"{snapshot} cannot be read: it was not copied to {self._remote.url}") from None
+
+    def _prune(self, there: dict[str, int], kept: set[str], segments: set[str]) -> None:
+        """Snapshots older than all that are here; segments that are gone here. A manifest goes first."""
+        snapshot_names = {name.split("/")[0] for name in there if name.startswith("snapshot-")}
+        oldest = min(kept, default="")
+        for old in sorted(name for name in snapshot_names if name < oldest):
+            for name in sorted((name for name in there if name.startswith(f"{old}/")), key=lambda n: MANIFEST not in n):
+                self._remote.remove(name)
+        for name in there:
+            folder, _, file = name.partition("/")
+            if folder == self._island and file.startswith("log-") and file not in segments:
+                self._remote.remove(name)
+
+    def close(self) -> None:
+        """After the log was closed: the rest of it is copied, too."""
+        self._closing.set()
+        self._thread.join()
+        self._try(finished=True)
+
+
+def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
+    """The newest state that the store holds, into a folder that has none: a snapshot, and the log that leads furthest
+    on from it. None: there is nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = remote.sizes()
+    names = sorted({name.split("/")[0] for name in there if name.endswith(f"/{MANIFEST}")}, reverse=True)
+    for name in names:
+        try:
+            manifest = _pull_snapshot(folder, remote, name)
+        except SnapshotDamaged as damaged:
+            tell("damaged", str(damaged))
+            continue
+        rounds = _pull_log(folder, remote, there, manifest)
+        tell("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
+        return manifest
+    return None
+
+
+def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
+    """Its shards are checked by whoever loads it."""
+    part = folder / f"{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        remote.pull(f"{name}/{MANIFEST}", part / MANIFEST)
+        manifest = read_manifest(part)
+        for shard in manifest.shards:
+            if Path(shard.file).name != shard.file:
+                raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
+            remote.pull(f"{name}/{shard.file}", part / shard.file)
+        part.rename(folder / name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return manifest
+
+
+def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
+    """How many rounds it leads on. Promises of whoever wrote it stay behind."""
+    islands = sorted({name.split("/")[0] for name in there if "/log-" in name})
+    best, draft = 0, folder / "log.part"
+    for island in islands:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        for name in [name for name in there if name.startswith(f"{island}/log-")]:
+            remote.pull(name, draft / name.partition("/")[2])
+        best = max(best, _take_over(folder, Journal.read(draft), manifest, best))
+    shutil.rmtree(draft, ignore_errors=True)
+    return best
+
+
+def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
+    entries = journal.chain(manifest.version)
+    if len(entries) <= best:
+        return 0
+    genesis = next(iter(journal.headers.values())).genesis
+    for path in segment_paths(folder):
+        path.unlink()
+    writer = SegmentWriter(folder, 1)
+    writer.write(Kind.HEADER, header_frame(Header(genesis, manifest.version, manifest.round)))
+    for entry in entries:
+        if (payload := journal.payload(entry.payload)) is None:
+            break
+        writer.write(Kind.PAYLOAD, entry.payload.encode(), payload)
+        writer.write(Kind.RECORD, record_frame(entry), entry.header)
+    writer.close()
+    return len(entries)

@@ -1,0 +1,210 @@
+"""Snapshots and logs at an address: a real S3 endpoint over HTTP, a folder, memory."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint_segments import BASE, chain, opened, write
+from test_checkpoint_snapshot import frozen, photograph, settle
+
+from diloco.checkpoint.journal import Journal
+from diloco.checkpoint.mirror import Mirror, restore
+from diloco.checkpoint.remote import Remote
+from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors
+from diloco.errors import RemoteError
+
+SERVER = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Moto's S3 server, in a process of its own, with one bucket."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = (tmp_path_factory.mktemp("s3") / "log").open("w")
+    server = subprocess.Popen([sys.executable, "-c", SERVER.format(port=port)], stdout=log, stderr=log)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, "no S3 server"
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+
+
+@pytest.fixture(params=["s3", "file", "memory"])
+def remote(request, endpoint, tmp_path) -> Remote:
+    name = f"runs-{os.urandom(4).hex()}"
+    if request.param == "s3":
+        return Remote(f"s3://bucket/{name}", client_kwargs={"endpoint_url": endpoint})
+    return Remote(f"file://{tmp_path}/far/{name}" if request.param == "file" else f"memory://{name}/run")
+
+
+def told(_: list[tuple[str, str]]):
+    return lambda what, text: _.append((what, text))
+
+
+def island(folder: Path, records, *, until: int):
+    """A log with a snapshot before its first and after its fourth record."""
+    store, _ = opened(folder)
+    photograph(store, 0, BASE)
+    write(store, records[:3])
+    write(store, records[3:4], rotate=True)
+    settle(store)
+    photograph(store, 4, records[3][0].digest)
+    write(store, records[4:until])
+    store.close()
+    return store
+
+
+def test_an_empty_disk_is_filled_from_a_remote_store_to_the_last_round(tmp_path, remote):
+    records = chain(9)
+    remote.check()
+    for name, until in (("A", 7), ("B", 9)):
+        island(tmp_path / name, records, until=until)
+        Mirror(tmp_path / name, remote, name, told([]), every_s=3600).close()
+    story: list[tuple[str, str]] = []
+    manifest = restore(tmp_path / "new", remote, told(story))
+    assert manifest is not None and manifest.round == 4
+    (found, path), *more = manifests(tmp_path / "new")
+    assert more == []
+    assert torch.equal(read_vectors(path, found)["parameters"], frozen(4).vectors["parameters"])
+    journal = Journal.read(tmp_path / "new")
+    assert [entry.round for entry in journal.chain(found.version)] == [5, 6, 7, 8, 9]  # B's, which leads further
+    assert journal.memory is None and journal.troubles == []
+    assert [what for what, _ in story] == ["restored"] and "round 9 from" in story[0][1]
+
+
+def test_only_what_is_closed_is_copied_and_what_is_pruned_here_goes_there(tmp_path, remote):
+    records = chain(9)
+    store, _ = opened(tmp_path / "A", keep=1)
+    photograph(store, 0, BASE)
+    write(store, records[:4], rotate=True)
+    settle(store)
+    mirror = Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600)
+    mirror.copy(finished=False)
+    before = set(remote.sizes())
+    assert {name for name in before if "/log-" in name} == {f"A/log-{number:08}.seg" for number in range(1, 5)}
+    assert any(name.startswith("snapshot-00000000") for name in before)
+    photograph(store, 4, records[3][0].digest)
+    write(store, records[4:])
+    settle(store)
+    mirror.copy(finished=False)
+    now = set(remote.sizes())
+    assert {name.split("-")[1] for name in now if name.startswith("snapshot-")} == {"00000004"}
+    assert {name for name in now if "/log-" in name} == set()  # the only segment left is being written
+    store.close()
+    mirror.close()
+    assert {name for name in remote.sizes() if "/log-" in name} == {"A/log-00000005.seg"}
+
+
+def test_an_upload_that_was_cut_short_is_done_again(tmp_path, remote):
+    island(tmp_path / "A", chain(5), until=5)
+    mirror = Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600)
+    mirror.copy(finished=True)
+    sizes = remote.sizes()
+    name = next(name for name in sizes if "/log-" in name)
+    (tmp_path / "short").write_bytes(b"half")
+    remote.push(tmp_path / "short", name)
+    manifest = next(name for name in sizes if name.endswith("manifest.json"))
+    remote.remove(manifest)
+    mirror.close()
+    assert remote.sizes() == sizes
+
+
+def test_damage_in_a_remote_store_is_told_of_and_an_older_snapshot_serves(tmp_path):
+    far, story = tmp_path / "far", []
+    island(tmp_path / "A", chain(5), until=5)
+    remote = Remote(f"file://{far}")
+    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    newest = max(far.glob("snapshot-*"))
+    (newest / "manifest.json").write_bytes(b"{}")
+    manifest = restore(tmp_path / "new", remote, told(story))
+    assert manifest is not None and manifest.round == 0
+    assert [what for what, _ in story] == ["damaged", "restored"]
+    assert [entry.round for entry in Journal.read(tmp_path / "new").chain(BASE)] == [1, 2, 3, 4, 5]
+
+
+def test_nothing_there_is_nothing_restored(tmp_path, remote):
+    assert restore(tmp_path / "new", remote, told([])) is None
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_wrong_bucket_is_named_at_once(endpoint):
+    remote = Remote("s3://no-such-bucket/run", client_kwargs={"endpoint_url": endpoint}, wait=pytest.fail)
+    with pytest.raises(RemoteError, match=r"s3://no-such-bucket/run cannot be written to .*bucket"):
+        remote.check()
+
+
+def test_missing_credentials_are_named_at_once(endpoint, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    options = {"client_kwargs": {"endpoint_url": endpoint}, "skip_instance_cache": True}
+    with pytest.raises(RemoteError, match=r"s3://bucket/run cannot be written to \(.*redentials"):
+        Remote("s3://bucket/run", wait=pytest.fail, **options).check()
+
+
+def test_a_store_that_is_away_is_asked_again_told_of_once_and_caught_up_with(tmp_path):
+    """The endpoint is down, then up."""
+    far, story, waits = tmp_path / "far", [], []
+    far.write_text("in the way")
+    island(tmp_path / "A", chain(5), until=5)
+    remote = Remote(f"file://{far}/run", tries=3, wait=waits.append)
+    mirror = Mirror(tmp_path / "A", remote, "A", told(story), every_s=0.05)
+    while len(waits) < 6:
+        time.sleep(0.01)
+    assert waits[:2] == [0.5, 1.0]  # with growing patience
+    far.unlink()
+    while len(story) < 2:
+        time.sleep(0.01)
+    mirror.close()
+    assert [what for what, _ in story] == ["remote failing", "remote again"]
+    assert restore(tmp_path / "new", remote, told([])) is not None
+
+
+def test_an_address_that_nobody_knows():
+    with pytest.raises(RemoteError, match=r"checkpoint.remote=what://ever is no address that fsspec knows"):
+        Remote("what://ever")
+
+
+def test_a_shard_outside_of_its_folder_is_refused(tmp_path):
+    """Whoever may write to a bucket may not write to our disk."""
+    far = tmp_path / "far"
+    island(tmp_path / "A", chain(5), until=5)
+    remote = Remote(f"file://{far}")
+    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    for snapshot in far.glob("snapshot-*"):
+        evil(snapshot / "manifest.json")
+    story: list[tuple[str, str]] = []
+    assert restore(tmp_path / "new", remote, told(story)) is None
+    assert all("names a file outside of it" in text for _, text in story) and len(story) == 2
+
+
+def evil(path: Path) -> None:
+    """A manifest with a right digest."""
+    manifest = read_manifest(path.parent)
+    shards = tuple(replace(shard, file=f"../../{shard.file}") for shard in manifest.shards)
+    path.write_bytes(replace(manifest, shards=shards).encode())
