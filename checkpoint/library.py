@@ -109,11 +109,11 @@ class Item:
 class Library:
     """Items by name, for any thread. Data is not copied: nobody may change it while the item is here.
 
-    `on_missing` makes an item when somebody asks for a name that is not here. It is called in the threads that serve
-    peers, with whatever name a peer thought of, once for each request; what it gives is not kept.
+    `on_missing` makes an item, or its bytes, when somebody asks for a name that is not here. It is called in the
+    threads that serve peers, with whatever name a peer thought of, once for each request; what it gives is not kept.
     """
 
-    def __init__(self, on_missing: Callable[[str], Buffer | None] | None = None) -> None:
+    def __init__(self, on_missing: Callable[[str], Buffer | Item | None] | None = None) -> None:
         self._on_missing = on_missing
         self._items: dict[str, Item] = {}
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class Library:
             item = self._items.get(name)
         if item is None and self._on_missing is not None:
             made = self._on_missing(name)
-            return None if made is None else Item(name, made)
+            return made if made is None or isinstance(made, Item) else Item(name, made)
         return item
 
     def drop(self, name: str) -> None:

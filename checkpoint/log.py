@@ -1,15 +1,18 @@
-"""The outer log: what was committed, in order. In memory, with the bytes of the last records only.
+"""The outer log: what was committed, in order. In memory, with the bytes of the last records; older ones are stored.
 
 Entries are opaque here: a digest that names its parent's, a header, and the digest of the result's bytes.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from diloco.checkpoint.library import Library
 
 KEEP_PAYLOADS = 16
 KEEP_HEADERS = 10_000
+MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Entry:
 class OuterLog:
     """One branch. For any thread."""
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def __init__(self, library: Library, stored: Callable[[str], bool] = lambda payload: False) -> None:
+        """`stored`: whether the bytes with this digest are kept elsewhere."""
+        self._library, self._stored = library, stored
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
 
@@ -50,13 +54,16 @@ class OuterLog:
                 self._library.drop(name)
 
     def after(self, digest: str) -> list[Entry] | None:
-        """What follows this entry, if its bytes are all still here; None where that is not known."""
+        """What follows this entry, or the beginning of it, if its bytes are all still here; None where they are not."""
         with self._lock:
             entries = list(self._entries)
         index = next((i for i, entry in enumerate(entries) if entry.parent == digest), None)
-        if index is None or len(entries) - index > KEEP_PAYLOADS:
+        if index is None:
             return [] if entries and entries[-1].digest == digest else None
-        return entries[index:]
+        if not all(self._stored(entry.payload) for entry in entries[index:-KEEP_PAYLOADS]):
+            return None
+        sizes = accumulate(len(entry.header) for entry in entries[index:])
+        return [entry for entry, size in zip(entries[index:], sizes, strict=True) if size <= MAX_AFTER]
 
     def entries(self) -> list[Entry]:
         with self._lock:

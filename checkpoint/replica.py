@@ -62,7 +62,7 @@ class Replica:
                 if version != self.version:
                     return None
                 for name, vector in self.vectors.items():
-                    self.library.put(vector_name(version, name), memoryview(vector.clone().numpy()))  # type: ignore[arg-type]
+                    self.library.put(vector_name(version, name), memoryview(host_copy(vector).numpy()))  # type: ignore[arg-type]
                 self._pinned_meta[version] = self.meta
             self._pins[version] = self._pins.get(version, (now, now))[0], now
             return self._pinned_meta[version]
@@ -82,8 +82,13 @@ def vector_name(version: str, name: str) -> str:
     return f"state/{version}/{name}"
 
 
+def host_copy(vector: Tensor) -> Tensor:
+    """The vectors may lie on a device."""
+    return vector.to("cpu", copy=True)
+
+
 def vectors_digest(vectors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(vectors):
-        digest.update(memoryview(vectors[name].contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        digest.update(memoryview(vectors[name].cpu().view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()

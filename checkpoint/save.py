@@ -26,7 +26,7 @@ from diloco.errors import SaveError
 
 KEEP = 2
 FACTS = (
-    "step", "round", "outer_step", "exchange", "launched", "position", "skipped", "skipped_before", "data", "config",
+    "step", "round", "outer_step", "exchange", "launched", "position", "skipped", "checked_at", "data", "config",
 )  # fmt: skip
 
 
@@ -58,6 +58,21 @@ def write_save(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
         ) from None
     _barrier()
+    return final
+
+
+def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
+    """Of an outer state by itself: nothing can be resumed from it, but its model can be had."""
+    final = folder / f"save-{step:08}"
+    part = folder / f"{final.name}.part"
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file(outer, part / "outer.safetensors")
+        (part / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
+        part.rename(final)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{final} could not be written ({_reason(error)})") from None
     return final
 
 

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.checkpoint.asking import ask
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.store import Store
 from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of
 from diloco.comm.transport import PeerAddress
@@ -18,12 +20,14 @@ from diloco.elastic.driver import Driver, Run
 from diloco.elastic.fetching import Snapshot, fetch_state
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.mailbox import greet
-from diloco.elastic.messages import Note
+from diloco.elastic.messages import Memory, Note
 from diloco.elastic.node import Node, Options
+from diloco.elastic.restoring import restore
 from diloco.elastic.state import RunState
-from diloco.errors import JoinRefused, MessageRefused, TransferFailed, TransportError
+from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.events import Events
-from diloco.genesis import Genesis
+from diloco.genesis import Genesis, write_genesis
+from diloco.membership import PHASES_AHEAD
 from diloco.outer import VECTORS, apply_record
 from diloco.peer import Connection, Peer
 from diloco.together import Together, decider
@@ -33,7 +37,7 @@ SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
-PHASES_AHEAD = 2  # worth of samples that an island leases
+OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,19 @@ class Start:
     genesis: Genesis
     state: RunState
     vectors: dict[str, torch.Tensor]
+    store: Store = field(default_factory=Store)
+    memory: Memory | None = None  # of promises made in an earlier life
+
+    def on(self, device: torch.device) -> "Start":
+        return replace(self, vectors={name: vector.to(device) for name, vector in self.vectors.items()})
 
 
 @contextmanager
-def peer_at(folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection) -> Iterator[Peer]:
+def peer_at(
+    folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
+) -> Iterator[Peer]:
     folder.mkdir(parents=True, exist_ok=True)
-    peer = Peer(folder, run_id, ticket, connection)
+    peer = Peer(folder, run_id, ticket, connection, lonely=lonely)
     try:
         peer.write_addresses(folder)
         yield peer
@@ -58,20 +69,53 @@ def peer_at(folder: Path, run_id: bytes, ticket: Ticket | None, connection: Conn
 
 @contextmanager
 def founding_peer(folder: Path, connection: Connection) -> Iterator[tuple[Peer, Ticket]]:
-    """The first peer of a new run, and what lets others in."""
+    """The first peer of a run, and what lets others in."""
     owner = Identity.load(folder / "owner.key")
-    with peer_at(folder, run_id_of(owner.public_key), None, connection) as peer:
+    with peer_at(folder, run_id_of(owner.public_key), None, connection, lonely=True) as peer:
         ticket = peer.ticket = Ticket.issue(owner, peer.addresses, now=time.time(), lifetime_s=TICKET_S)
         yield peer, ticket
 
 
-def fetch_start(peer: Peer, genesis: Genesis, config: Config, size: int, events: Events) -> Start:
-    """Where the others are."""
-    snapshot = Search(peer).state(genesis, dict.fromkeys(VECTORS[config.outer.optimizer], size))
-    givers = sum(size > 0 for size in snapshot.donors.values())
-    story = f"state of round {snapshot.state.head.round} from {givers} peer{'s' * (givers != 1)}"
-    events.emit("elastic", what="joined", island=peer.connection.name, text=story)
-    return Start(genesis, snapshot.state, snapshot.vectors)
+def new_start(peer: Peer, genesis: Genesis, vectors: dict[str, torch.Tensor], config: Config, events: Events) -> Start:
+    """Of a run that begins here."""
+    store, state = open_store(peer, genesis, config, events), genesis.state()
+    store.begin(genesis.digest, state.head.digest, state.head.round, known=False)
+    return Start(genesis, state, vectors, store)
+
+
+def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragments, events: Events) -> Start:
+    """Where this island's own disk ends, from where the others take it on; or where they are."""
+    store = open_store(peer, genesis, config, events)
+    own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.tell)
+    if own is not None:
+        state, vectors, giver = own.state, own.vectors, "its own disk"
+    else:
+        snapshot = Search(peer).state(genesis, dict.fromkeys(VECTORS[config.outer.optimizer], fragments.count))
+        givers = sum(size > 0 for size in snapshot.donors.values())
+        state, vectors, giver = snapshot.state, snapshot.vectors, f"{givers} peer{'s' * (givers != 1)}"
+    store.begin(genesis.digest, state.head.digest, state.head.round, known=own is not None)
+    text = f"state of round {state.head.round} from {giver}"
+    events.emit("elastic", what="joined", island=peer.connection.name, text=text)
+    return Start(genesis, state, vectors, store, own.memory if own is not None else None)
+
+
+def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
+    folder = Path(config.dir) / OUTER
+
+    def tell(what: str, text: str) -> None:
+        events.emit("elastic", what=what, island=peer.connection.name, text=text)
+
+    try:
+        store = DiskStore(folder, tell, keep=config.checkpoint.keep)
+        write_genesis(folder, peer.run_id, genesis)
+    except OSError as error:
+        raise SaveError(f"{folder} cannot be used ({error.strerror}): set checkpoint.dir to another folder") from None
+    return store
+
+
+def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
+    every = config.checkpoint.snapshot_every * len(fragments)
+    return Run(genesis.raw, genesis.digest, fragments, apply_record, every)
 
 
 @contextmanager
@@ -79,15 +123,16 @@ def meeting(
     peer: Peer, start: Start, config: Config, fragments: Fragments, events: Events, *, options: Options
 ) -> Iterator[Together]:
     """Among the others, for as long as it is open."""
-    node = Node(peer.id, start.state, options, now=time.monotonic(), incarnation=int(time.time() * 1000))
+    incarnation = new_incarnation(peer.id, start.state)
+    node = Node(peer.id, start.state, options, now=time.monotonic(), incarnation=incarnation, memory=start.memory)
     node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
-    run = Run(start.genesis.raw, start.genesis.digest, fragments, apply_record)
+    run = run_of(start.genesis, config, fragments)
 
     def tell(note: Note) -> None:
         island = peer.name_of(note.peer)
         events.emit("elastic", what=note.kind, island=island, text=note.text)
 
-    driver = Driver(node, run, start.vectors, peer.network(), tell)
+    driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
     try:
         peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
         peer.publish()
@@ -96,6 +141,14 @@ def meeting(
         yield Together(driver, config, peer.name_of)
     finally:
         driver.close()
+        start.store.close()
+
+
+def new_incarnation(me: str, state: RunState) -> int:
+    """Above all earlier ones that anybody could know of, even if this machine's clock was set back."""
+    marks = [incarnation for (island, incarnation, _), _ in state.marks if island == me]
+    leases = [int(holder.rpartition("#")[2]) for holder, _ in state.ledger.leases if holder.startswith(f"{me}#")]
+    return max(int(time.time() * 1000), *(earlier + 1 for earlier in [0, *marks, *leases]))
 
 
 def options_for(config: Config) -> Options:
@@ -108,7 +161,7 @@ def options_for(config: Config) -> Options:
 
 def samples_ahead(config: Config, per_step: int) -> int:
     """What an island would like to hold."""
-    return PHASES_AHEAD * config.sync.every * per_step
+    return PHASES_AHEAD * config.sync.phase_steps * per_step
 
 
 def agreement(together: Together) -> dict[str, Any]:

@@ -8,15 +8,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from diloco.checkpoint.snapshot import write_file
 from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.configfile import first_difference, parse_config
 from diloco.data import Samples
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.record import Head
 from diloco.elastic.state import RunState
-from diloco.errors import ConfigError, JoinRefused
+from diloco.errors import ConfigError, JoinRefused, SaveError
 from diloco.outer import Layout
 
 PROTOCOL = 2  # 2: fragments, result codecs and more outer optimizers in the records
@@ -108,7 +110,54 @@ class Genesis:
                 "or set data.path to the same data"
             )
 
+    def refuse_changes(self, config: Config) -> None:
+        """The run's own settings stay those that it was founded with."""
+        tree = config.model_dump(mode="json")
+        for name in SHARED:
+            then, now = self.config[name], tree[name]
+            if name == "data":
+                then, now = ({key: value for key, value in data.items() if key not in OWN_DATA} for data in (then, now))
+            if changed := first_difference(name, then, now):
+                raise SaveError(f"the run was founded with {changed}: undo that, or start another one with --fresh")
+
     def refuse_own_loop(self) -> None:
         """What the built-in trainer would make of its configuration is another model on other data."""
         if self.data == OWN_LOOP:
             raise JoinRefused("the run is a program of its own (diloco.connect): start that program with this ticket")
+
+
+def own_sections(config: Config) -> dict[str, Any]:
+    """What of a configuration is an island's own business."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    own = {name: section for name, section in tree.items() if name not in SHARED}
+    data = {name: value for name, value in tree.get("data", {}).items() if name in OWN_DATA}
+    return {**own, "data": data} if data else own
+
+
+FILE = "genesis.json"
+
+
+def write_genesis(folder: Path, run_id: bytes, genesis: Genesis) -> None:
+    """Next to the log that follows from it: the record, the run, and a digest of both."""
+    if read_genesis(folder, run_id) is None:
+        lines = genesis.raw, run_id.hex().encode()
+        write_file(folder / FILE, b"\n".join([*lines, _seal(*lines), b""]))
+
+
+def read_genesis(folder: Path, run_id: bytes | None = None) -> Genesis | None:
+    """None where there is none, or none that is whole: others have it."""
+    try:
+        raw, run, seal, end = (folder / FILE).read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise SaveError(f"{folder / FILE} cannot be read: {error.strerror}") from None
+    if end or seal != _seal(raw, run):
+        return None
+    if run_id is not None and run != run_id.hex().encode():
+        raise SaveError(f"{folder} holds the log of another run: choose another folder")
+    return Genesis.parse(raw)
+
+
+def _seal(raw: bytes, run: bytes) -> bytes:
+    return hashlib.sha256(raw + run).hexdigest().encode()

@@ -8,21 +8,24 @@ from typing import Any
 
 from diloco.comm.codec import warm_up
 from diloco.comm.ticket import Ticket
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.config import Config, IslandConfig
+from diloco.configfile import own_island
 from diloco.entry import (
+    OUTER,
     Search,
     Start,
     agreement,
-    fetch_start,
+    find_start,
     founding_peer,
     meeting,
+    new_start,
     options_for,
     peer_at,
     write_ticket,
 )
+from diloco.errors import SaveError
 from diloco.events import Events
-from diloco.genesis import Genesis
+from diloco.genesis import Genesis, own_sections, read_genesis
 from diloco.peer import Connection, Peer
 from diloco.place import Place, take_place
 from diloco.runner import open_folder, stop_on_signal
@@ -31,7 +34,7 @@ from diloco.trainer import Outcome, Trainer
 
 def found(config: Config, connection: Connection, *, fresh: bool) -> Outcome:
     """A new run, with this island as its first. Others join with the ticket that lies in its folder."""
-    with _island(config) as (place, events, stack):
+    with _island(config.island) as (place, events, stack):
         trainer = Trainer(config, place, events)
         place.leader_first(lambda: open_folder(config, events, resume=False, fresh=fresh))
         peer, start = None, None
@@ -39,38 +42,71 @@ def found(config: Config, connection: Connection, *, fresh: bool) -> Outcome:
             folder = Path(config.dir)
             peer, ticket = stack.enter_context(founding_peer(folder, connection))
             genesis = Genesis.of(config, trainer.island.layout, trainer.samples, peer.id)
-            start = Start(genesis, genesis.state(), trainer.outer)
+            start = new_start(peer, genesis, trainer.outer, config, events)
             events.emit("ticket", ticket=ticket.render())
             write_ticket(folder, ticket)
         return _take_part(trainer, stack, peer, start)
 
 
-def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
-    """Take part in a run that is under way: its configuration and its state come from the others."""
-    ticket = Ticket.parse(text, time.time())
-    island = parse_config({"island": own.get("island", {})})
-    with _island(island) as (place, events, stack):
+def go_on(config: Config, connection: Connection) -> Outcome:
+    """A run that was founded here, once more: from this island's disk, and from whoever else is there."""
+    folder = Path(config.dir)
+    if not (folder / "owner.key").exists():
+        raise SaveError(
+            f"{folder} holds no run that was founded there: start without --resume, or, if this island joined one, "
+            f"diloco join TICKET --dir {folder}"
+        )
+    with _island(config.island) as (place, events, stack):
         peer, genesis = None, None
         if place.leader:
-            peer = stack.enter_context(peer_at(folder, ticket.run_id, ticket, connection))
-            peer.publish()
-            genesis = Search(peer).genesis()
-        genesis = place.share(genesis)
+            peer, ticket = stack.enter_context(founding_peer(folder, connection))
+            write_ticket(folder, ticket)
+            genesis = _known_genesis(folder, peer)
+            genesis.refuse_changes(config)
+        return _enter(place, events, stack, peer, genesis, own_sections(config))
+
+
+def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
+    """Take part in a run. Its configuration and its state come from the others, or, as far as it goes, from this
+    island's own disk, if it was here before."""
+    ticket = Ticket.parse(text, time.time())
+    with _island(own_island(own)) as (place, events, stack):
+        peer, genesis = None, None
+        if place.leader:
+            returns = read_genesis(folder / OUTER, ticket.run_id) is not None
+            peer = stack.enter_context(peer_at(folder, ticket.run_id, ticket, connection, lonely=returns))
+            genesis = _known_genesis(folder, peer)
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
-        config = genesis.configure({**own, "checkpoint": checkpoint})
-        genesis.refuse_own_loop()
-        trainer = Trainer(config, place, events)
-        genesis.check(trainer.island.layout, trainer.samples)
-        place.leader_first(lambda: open_folder(config, events, resume=True, fresh=False))
-        start = None
-        if peer is not None:
-            start = fetch_start(peer, genesis, config, trainer.island.layout.size, events)
-        return _take_part(trainer, stack, peer, start)
+        return _enter(place, events, stack, peer, genesis, {**own, "checkpoint": checkpoint})
+
+
+def _known_genesis(folder: Path, peer: Peer) -> Genesis:
+    genesis = read_genesis(folder / OUTER, peer.run_id)
+    if genesis is None:
+        peer.publish()
+        genesis = Search(peer).genesis()
+    return genesis
+
+
+def _enter(
+    place: Place, events: Events, stack: ExitStack, peer: Peer | None, genesis: Genesis | None, own: dict[str, Any]
+) -> Outcome:
+    genesis = place.share(genesis)
+    config = genesis.configure(own)
+    genesis.refuse_own_loop()
+    trainer = Trainer(config, place, events)
+    genesis.check(trainer.island.layout, trainer.samples)
+    place.leader_first(lambda: open_folder(config, events, resume=True, fresh=False))
+    start = None
+    if peer is not None:
+        peer.publish()
+        start = find_start(peer, genesis, config, trainer.fragments, events)
+    return _take_part(trainer, stack, peer, start)
 
 
 @contextmanager
-def _island(config: Config) -> Iterator[tuple[Place, Events, ExitStack]]:
-    with take_place(config.island) as place, ExitStack() as stack:
+def _island(config: IslandConfig) -> Iterator[tuple[Place, Events, ExitStack]]:
+    with take_place(config) as place, ExitStack() as stack:
         events = Events()
         stack.callback(events.close)
         yield place, events, stack
@@ -82,6 +118,7 @@ def _take_part(trainer: Trainer, stack: ExitStack, peer: Peer | None, start: Sta
     if peer is not None and start is not None:
         warm_up(config.sync.codec)
         options = options_for(config)
+        start = start.on(place.outer_device(config.island))
         together = stack.enter_context(meeting(peer, start, config, trainer.fragments, events, options=options))
     trainer.join(together)
     with stop_on_signal(loud=place.leader) as stop:

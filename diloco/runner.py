@@ -13,16 +13,16 @@ from types import FrameType
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
+from diloco.child import REPEAT_S
 from diloco.config import Config
 from diloco.configfile import render_config
 from diloco.errors import ConfigError, SaveError
 from diloco.events import Events, JsonLines, Sink
+from diloco.fleetplan import has_log
 from diloco.place import take_place
 from diloco.terminal import open_view
 from diloco.trackers import TensorBoard, WandB
 from diloco.trainer import Outcome, Trainer
-
-REPEAT_S = 1.0
 
 
 def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome:
@@ -83,6 +83,11 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
         raise SaveError(
             f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume to "
             "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
+        )
+    if not resume and has_log(folder):
+        raise SaveError(
+            f"{folder} already holds an island's log of a run: add --resume to go on with it, --fresh to start again "
+            "(the old one is kept), or --set run=NAME for another run"
         )
     if not folder.exists():
         folder.mkdir(parents=True)

@@ -8,30 +8,18 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from diloco.checkpoint.donor import Donor
-from diloco.checkpoint.library import Library
-from diloco.checkpoint.log import OuterLog, payload_name
-from diloco.checkpoint.replica import Replica, vector_name, vectors_digest
-from diloco.comm.codec import codec_named
+from diloco.checkpoint.store import Store
 from diloco.comm.transport import PeerAddress, Transport
-from diloco.elastic.fetching import (
-    Manifest,
-    Missed,
-    Snapshot,
-    entry_of,
-    fetch_bytes,
-    fetch_missed,
-    fetch_state,
-)
-from diloco.elastic.fragments import Fragments
+from diloco.elastic.fetching import Missed, Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
+from diloco.elastic.keeper import Keeper, Run, Vectors, Version
 from diloco.elastic.mailbox import Mailbox
 from diloco.elastic.messages import (
     Append,
@@ -40,13 +28,15 @@ from diloco.elastic.messages import (
     CatchUp,
     Effect,
     FetchResult,
+    Heartbeat,
     Message,
     Note,
     Reduce,
+    Remember,
     Send,
 )
 from diloco.elastic.node import Node
-from diloco.elastic.record import EMPTY, Ballot, Record
+from diloco.elastic.record import Ballot
 from diloco.elastic.reducing import Attempt, Outcome, stall_after
 from diloco.elastic.state import RunState
 from diloco.elastic.wire import encode
@@ -60,37 +50,14 @@ from diloco.errors import (
     TransportError,
 )
 
+__all__ = ["Driver", "Network", "Run", "Version", "check"]
+
 TICK_S = 0.02
-KEEP_RECORDS = 1000  # for those who tell people what happened
-DIGEST_EVERY = 10  # rounds between two digests of all vectors
 
 log = logging.getLogger(__name__)
 
 Input = Callable[[float], list[Effect]]
-Vectors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What an island needs to know of its run besides who it is."""
-
-    genesis: bytes
-    genesis_digest: str
-    fragments: Fragments
-    apply: Callable[[Vectors, Record, Tensor, Fragments], None]  # a committed update, into the outer state's vectors
-
-    def result_bytes(self, record: Record) -> int:
-        proposal = record.proposal
-        if not proposal.contributions:
-            return 0
-        return codec_named(proposal.settings.result_codec).size(self.fragments.counts[proposal.fragment])
-
-
-class Version(NamedTuple):
-    """The last update of a fragment."""
-
-    digest: str
-    step: int  # the run's clock after it
+FETCH_ERRORS = (TransferFailed, TransportError, MessageRefused, CodecError, ValueError)  # also for what a peer wrote
 
 
 @dataclass(frozen=True)
@@ -104,36 +71,48 @@ class Network:
 
 
 class Driver:
-    def __init__(self, node: Node, run: Run, vectors: Vectors, network: Network, tell: Callable[[Note], None]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        run: Run,
+        vectors: Vectors,
+        network: Network,
+        tell: Callable[[Note], None],
+        store: Store | None = None,
+    ) -> None:
+        """`store` is where the log is kept; its owner closes it. None: in memory only."""
         self.node, self.run, self.network, self.tell = node, run, network, tell
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
-        self.applied = node.state  # what the vectors contain
-        self.versions = [Version(node.state.head.digest, node.state.step)] * len(run.fragments)
-        self.changed = threading.Condition()
         self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None
-        self.records: deque[Record] = deque(maxlen=KEEP_RECORDS)
         self._bytes_reduced = 0
-        self.library = Library(self._make_item)
-        self.library.put("genesis", run.genesis)
-        self.log = OuterLog(self.library)
-        self._vector_names = tuple(sorted(vectors))
-        self.replica = Replica(vectors, self.library, node.state.head.digest, self._meta(node.state))
-        self._logged = node.state
-        self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
         self._attempts: dict[Ballot, Attempt] = {}
         self._inputs: queue.SimpleQueue[Input | None] = queue.SimpleQueue()
-        self._to_apply: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended = False
+        self._ended = self._mending = False
+        self.store = store or Store()
+        self.keeper = Keeper(run, node.state, vectors, self.store, self._vouch)
+        self.changed, self.replica, self.log = self.keeper.changed, self.keeper.replica, self.keeper.log
+        self.library, self.records = self.keeper.library, self.keeper.records
+        if node.held is not None and (item := self.store.item(node.held.record.payload)) is not None:
+            self.keeper.hold(node.held.record.payload, tensor_of(item.data))
         self.mailbox = Mailbox(network.plain, self, greeting=network.greeting, admit=network.admit)
         self.donor = Donor(network.plain, self.library, may_read=self.mailbox.admitted.__contains__)
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
-            for name, work in (("elastic", self._drive), ("apply", self._apply_all))
+            for name, work in (("elastic", self._drive), ("apply", self.keeper.apply_all))
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def applied(self) -> RunState:
+        """What the vectors contain."""
+        return self.keeper.applied
+
+    @property
+    def versions(self) -> list[Version]:
+        return self.keeper.versions
 
     def know(self, addresses: Mapping[str, PeerAddress]) -> None:
         """Peers that the directory lists. Called from any thread."""
@@ -189,8 +168,12 @@ class Driver:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
+            case Remember(memory):
+                self.store.remember(encode(memory))
+            case Send(to, Heartbeat() as beat):  # promises nothing: a slow disk must not make an island seem dead
+                self.mailbox.send(to, beat)
             case Send(to, message):
-                self.mailbox.send(to, message)
+                self.store.then(partial(self.mailbox.send, to, message))
             case Reduce(begin):
                 self._reduce(begin)
             case Cancel(ballot):
@@ -202,7 +185,8 @@ class Driver:
                 doubtful, head = self.node.doubtful, self.node.state.head.digest
                 self._spawn(lambda: self._catch_up(effect.peer, head, anew=doubtful))
             case Append(record):
-                self._append(record)
+                self.keeper.append(record)
+                self._mend_if_needed()
             case Note():
                 self.tell(effect)
 
@@ -239,15 +223,10 @@ class Driver:
                     begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused
                 )
             self.last_outcome = outcome
-            self._store(outcome.payload, outcome.result)
+            self.keeper.hold(outcome.payload, outcome.result)
             return self.node.reduced(begin.ballot, outcome.payload, now)
 
         self.post(step)
-
-    def _store(self, payload: str, result: Tensor) -> None:
-        """Before *done* is said: whoever takes over may ask for it."""
-        self._results[payload] = result
-        self.library.put(payload_name(payload), memoryview(result.numpy()))  # type: ignore[arg-type]
 
     def _watch_attempts(self) -> None:
         for attempt in self._attempts.values():
@@ -255,51 +234,11 @@ class Driver:
             chunks = max(len(plan.chunks(i)) for i in range(len(plan.members)))
             attempt.watch(stall_after(self.node.options.silence_s, self.last_outcome, chunks))
 
-    # the log and the vectors
-
-    def _append(self, record: Record) -> None:
-        state = self._logged = self._logged.after(record)
-        payload = self._results[record.payload]
-        self._results = {EMPTY: self._results[EMPTY]}
-        self.log.append(entry_of(record))
-        self.records.append(record)
-        self._to_apply.put(lambda: self._apply(record, payload, state))
-
-    def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
-        def change(vectors: Vectors) -> None:
-            if record.proposal.contributions:
-                self.run.apply(vectors, record, payload, self.run.fragments)
-                self._announce(state, [record.proposal.fragment])
-            else:
-                self._announce(state, [])
-
-        self.replica.apply(change, state.head.digest, self._meta(state))
-        if state.head.round % DIGEST_EVERY == 0:
-            self._vouch(state)
-
-    def _announce(self, state: RunState, fragments: Iterable[int]) -> None:
-        """Together with the vectors: whoever reads them holds their lock."""
-        with self.changed:
-            self.applied = state
-            for fragment in fragments:
-                self.versions[fragment] = Version(state.head.digest, state.step)
-            self.changed.notify_all()
-
-    def _vouch(self, state: RunState) -> None:
-        digest = self.replica.digest()
-
+    def _vouch(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[Effect]:
             return self.node.vouch(digest, now) if self.node.state.head == state.head else []
 
         self.post(step)
-
-    def _apply_all(self) -> None:
-        while (work := self._to_apply.get()) is not None:
-            work()
-
-    def _meta(self, state: RunState) -> bytes:
-        sizes = tuple((name, self.run.fragments.count) for name in self._vector_names)
-        return encode(Manifest(state, sizes, self.run.genesis_digest))
 
     # fetching
 
@@ -319,28 +258,31 @@ class Driver:
             return
 
         def step(now: float) -> list[Effect]:
-            self._store(record.payload, result)
+            self.keeper.hold(record.payload, result)
             return self.node.fetched(record, now)
 
         self.post(step)
 
     def _catch_up(self, peer: str, head: str, *, anew: bool) -> None:
-        """The records that were missed where possible, else the whole state."""
+        """The records that were missed where that is less, else the whole state."""
         transport, donors = self.network.plain, self._donors(peer)
+        sizes = dict.fromkeys(self.keeper.vector_names, self.run.fragments.count)
         try:
             if peer not in donors:
                 raise TransferFailed(f"{peer} has no address")
-            missed = None if anew else fetch_missed(transport, peer, donors, head, self.run.result_bytes)
+            missed = None if anew else self._missed(peer, donors, head, at_most=4 * sum(sizes.values()))
             if missed is not None and missed.records:
                 self.post(lambda now: self._extend(missed, now))
                 return
-            sizes = dict.fromkeys(self._vector_names, self.run.fragments.count)
             snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
             self.post(lambda now: self._switch(snapshot, now))
-        except (TransferFailed, TransportError, MessageRefused, CodecError, ValueError) as error:  # what a peer wrote
+        except FETCH_ERRORS as error:
             reason = str(error)
             self.tell(Note("behind", peer, f"could not catch up: {reason}"))
             self.post(lambda now: self.node.catch_up_failed(peer, now))
+
+    def _missed(self, peer: str, donors: Mapping[str, PeerAddress], since: str, **limits: Any) -> Missed | None:
+        return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, **limits)
 
     def _extend(self, missed: Missed, now: float) -> list[Effect]:
         """By records: one after the other, as far as they follow what is here by now."""
@@ -349,53 +291,48 @@ class Driver:
             for record, result in missed.records:
                 if record.proposal.key == state.key:
                     state = state.after(record)
-                    self._store(record.payload, result)
-                    self._append(record)
+                    self.keeper.hold(record.payload, result)
+                    self.keeper.append(record)
         except RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
+        if len(missed.records) > 1:  # one is nothing: a round went on without this island
+            size = sum(len(result) for _, result in missed.records)
+            text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
+            self.tell(Note("caught up", self.node.me, text))
         return self.node.caught_up(state, now, whole=False)
 
     def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
-        """All at once: nobody ever sees a state between two branches."""
-        state = snapshot.state
-        better = state.head > self.node.state.head or (self.node.doubtful and state.head >= self.node.state.head)
-        if better:
-            self._logged = state
-            self._results = {EMPTY: self._results[EMPTY]}
-            self.log.replace([])
-            self.records.clear()
+        head, own = snapshot.state.head, self.node.state.head
+        if head > own or (self.node.doubtful and head >= own):
+            self.keeper.switch(snapshot)
+            size = sum(snapshot.donors.values())
+            self.tell(
+                Note("caught up", self.node.me, f"the whole state of round {head.round} from peers: {size} bytes")
+            )
+        return self.node.caught_up(snapshot.state, now)
 
-            def work() -> None:
-                with self.replica.reading():
-                    self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
-                    self._announce(state, range(len(self.run.fragments)))
+    def _mend_if_needed(self) -> None:
+        """Once: by the first commit, others are there, if any are."""
+        if not self._mending:
+            self._mending = True
+            self._spawn(self._mend)
 
-            self._to_apply.put(work)
-        return self.node.caught_up(state, now)
-
-    def _make_item(self, name: str) -> bytes | None:
-        """What peers may ask for besides what lies in the library."""
-        kind, _, argument = name.partition("/")
-        match kind:
-            case "manifest":
-                return self.replica.pin()
-            case "pin":
-                return b"here" if self.replica.pin(argument) else None
-            case "digest":
-                return self._pinned_digest(argument)
-            case "after":
-                entries = self.log.after(argument)
-                return None if entries is None else b"[" + b",".join(entry.header for entry in entries) + b"]"
-        return None
-
-    def _pinned_digest(self, version: str) -> bytes | None:
-        items = {name: self.library.get(vector_name(version, name)) for name in self._vector_names}
-        vectors = {
-            name: torch.frombuffer(bytearray(item.data), dtype=torch.float32)
-            for name, item in items.items()
-            if item is not None
-        }
-        return vectors_digest(vectors).encode() if len(vectors) == len(items) else None
+    def _mend(self) -> None:
+        """Records of long ago that are damaged here: others may have them."""
+        asked = ""
+        while (since := self.store.broken_after()) not in (None, asked):
+            asked = since or ""
+            for peer in (donors := self._donors("")):
+                try:
+                    missed = self._missed(peer, donors, asked, known=lambda record: self.store.knows(record.digest))
+                except FETCH_ERRORS as error:
+                    log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
+                    continue
+                if missed is not None and missed.records:
+                    self.keeper.mend(missed.records)
+                    break
+        if asked:
+            self.tell(Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
 
     # the end
 
@@ -428,7 +365,7 @@ class Driver:
         for attempt in list(self._attempts.values()):
             attempt.cancel()
         self._inputs.put(None)
-        self._to_apply.put(None)
+        self.keeper.stop()
         for thread in self._threads:
             thread.join(5)
         self.mailbox.close()

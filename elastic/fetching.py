@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from diloco.checkpoint.library import Parcel
 from diloco.checkpoint.log import Entry, payload_name
 from diloco.checkpoint.replica import vector_name, vectors_digest
 from diloco.checkpoint.transfer import fetch
+from diloco.comm.frame import Buffer
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.record import EMPTY, Record
 from diloco.elastic.state import RunState
@@ -83,13 +85,19 @@ def fetch_missed(
     others: Mapping[str, PeerAddress],
     since: str,
     result_bytes: Callable[[Record], int],
+    *,
+    at_most: int | None = None,
+    known: Callable[[Record], bool] = lambda record: False,
 ) -> Missed | None:
-    """What this peer has after `since`; None where it does not know that, or no longer has the bytes."""
+    """What this peer has after `since`, up to what is known; None where it does not know that, no longer has the
+    bytes, or they are more than `at_most`."""
     try:
         raw = ask(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
         return None
-    records = decode(tuple[Record, ...], raw)
+    records = list(takewhile(lambda record: not known(record), decode(tuple[Record, ...], raw)))
+    if at_most is not None and sum(result_bytes(record) for record in records) > at_most:
+        return None
     found = []
     for record in records:
         found.append((record, fetch_bytes(transport, others, record.payload, result_bytes(record))))
@@ -152,6 +160,11 @@ class _Keep:
         if time.monotonic() - self._asked > REPIN_S:
             self._asked = time.monotonic()
             _pinned(self._transport, "", self._donors, self._version)
+
+
+def tensor_of(data: Buffer) -> Tensor:
+    """A copy."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def entry_of(record: Record) -> Entry:

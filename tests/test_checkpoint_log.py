@@ -1,0 +1,142 @@
+"""`diloco log`: rounds as a table, every byte verified, the state of any round brought back."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_writer import following
+from safetensors.torch import load_file
+from test_checkpoint_snapshot import written
+from trained_run import ALONE, Command
+
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.replica import vectors_digest
+from diloco.checkpoint.snapshot import Frozen, manifests, read_vectors, write_snapshot
+from diloco.elastic.keeper import Keeper
+from diloco.entry import OUTER, run_of
+from diloco.errors import SaveError
+from diloco.events import Events
+from diloco.genesis import Genesis, write_genesis
+from diloco.outer_log import find_logs, rows, state_of, verify
+from diloco.trainer import Trainer
+
+ROUNDS = 8
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+@pytest.fixture
+def log(small) -> tuple[Path, list[str]]:
+    """Of an island that has committed eight rounds, three of them with snapshots; and the digest of each state."""
+    config = small(checkpoint={"snapshot_every": 3, "keep": 0})
+    trainer = Trainer(config, ALONE, Events())
+    genesis = Genesis.of(config, trainer.island.layout, trainer.samples, "A")
+    folder = Path(config.dir) / OUTER
+    store = DiskStore(folder, lambda what, text: None, keep=0)
+    write_genesis(folder, bytes(32), genesis)
+    state = genesis.state()
+    store.begin(genesis.digest, state.head.digest, 0, known=False)
+    keeper = Keeper(run_of(genesis, config, trainer.fragments), state, trainer.outer, store, lambda state, digest: None)
+    thread = threading.Thread(target=keeper.apply_all)
+    thread.start()
+    digests = [vectors_digest(trainer.outer)]
+    for _ in range(ROUNDS):
+        record, payload = following(state, trainer.island.layout.size)
+        keeper.hold(record.payload, payload)
+        keeper.append(record)
+        state = state.after(record)
+        with keeper.changed:
+            keeper.changed.wait_for(lambda state=state: keeper.applied == state)
+        digests.append(keeper.replica.digest())
+        store.vouch(state.head.digest, digests[-1])
+        written(store)  # a snapshot that waits would make way for the next one
+    keeper.stop()
+    thread.join()
+    store.close()
+    return folder, digests
+
+
+def test_rounds_are_listed_and_the_state_of_each_comes_back(log):
+    folder, digests = log
+    found = rows(folder)
+    assert [(row.round, row.fragment, row.step, row.contributors, row.tokens) for row in found] == [
+        (number, 0, number, ("A",), 100) for number in range(1, ROUNDS + 1)
+    ]
+    assert all(row.bytes > 1000 for row in found)
+    for number, digest in enumerate(digests):
+        state, vectors = state_of(folder, number)
+        assert (state.head.round, vectors_digest(vectors)) == (number, digest)
+    with pytest.raises(SaveError, match="does not lead to round 9: it covers rounds 0 to 8"):
+        state_of(folder, 9)
+
+
+def test_a_whole_log_is_verified(log):
+    folder, _ = log
+    found = verify(folder)
+    assert found.problems == ()
+    assert (found.first, found.last, found.snapshots) == (0, ROUNDS, 3)
+    assert found.digests == ROUNDS
+
+
+def test_any_changed_byte_is_found_and_its_file_named(log, monkeypatch):
+    monkeypatch.setattr("diloco.outer_log.WRITING_S", 0.0)
+    folder, _ = log
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        raw = file.read_bytes()
+        for position in {0, len(raw) - 1, *range(5, len(raw), max(1, len(raw) // 7))}:
+            file.write_bytes(raw[:position] + bytes([raw[position] ^ 0x08]) + raw[position + 1 :])
+            assert any(file.name in problem for problem in verify(folder).problems), (file, position)
+        file.write_bytes(raw)
+    assert verify(folder).problems == ()
+
+
+def test_a_snapshot_of_another_state_does_not_pass(log):
+    """Whole by its digests, but not what the log leads to."""
+    folder, _ = log
+    manifest, path = manifests(folder)[1]
+    vectors = read_vectors(path, manifest)
+    vectors["parameters"][0] += 1
+    shutil.rmtree(path)
+    write_snapshot(folder, Frozen(manifest.round, manifest.version, manifest.order, manifest.meta, vectors))
+    problems = verify(folder).problems
+    assert problems and all("it gives another state than there was" in problem for problem in problems)
+
+
+def test_a_round_becomes_a_model(log, command, tmp_path):
+    folder, digests = log
+    run = folder.parent
+    listed = json.loads(command("log", run, "--json").out)
+    assert [row["round"] for row in listed] == list(range(1, ROUNDS + 1))
+    assert "whole: 3 snapshots, rounds 0 to 8 replayed" in command("log", run, "--verify").out
+    out = tmp_path / "round-5"
+    assert f"round 5 is in {out}" in command("log", run, "--checkout", 5, out).out
+    vectors = load_file(out / "save-00000005" / "outer.safetensors")
+    assert vectors_digest(vectors) == digests[5]
+    assert command("export", out, tmp_path / "exported").code == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert any(torch.equal(tensor.flatten()[:8], vectors["parameters"][:8]) for tensor in exported.values())
+    assert command("sample", out, "def", "--tokens", 3, "--device", "cpu").code == 0
+    assert "is there already" in command.refused("log", run, "--checkout", 5, out)
+
+
+def test_damage_ends_with_1_and_is_named(log, command):
+    folder, _ = log
+    path = folder / "log-00000001.seg"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    said = command("log", folder.parent, "--verify")
+    assert said.code == 1 and "NOT whole" in said.out and "log-00000001.seg, round" in said.out
+    assert command("log", folder.parent, "--verify", "--json").code == 1
+
+
+def test_a_run_without_a_log_is_refused(tmp_path, command):
+    with pytest.raises(SaveError, match="no log there"):
+        find_logs(str(tmp_path))
+    assert "no log there" in command.refused("log", tmp_path)

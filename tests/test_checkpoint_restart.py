@@ -1,0 +1,271 @@
+"""Islands that come back: from their own disks, from each other, or all of them when only their disks are left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from islands import TestIsland, genesis_state, introduce, run_of, wait_for
+from test_elastic_driver import assert_agreed, at_round, stand_still
+from test_launcher import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
+
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.journal import Journal
+from diloco.checkpoint.replica import vectors_digest
+from diloco.checkpoint.snapshot import manifests, snapshots
+from diloco.checkpoint.store import Store
+from diloco.comm.memory import MemoryNetwork
+from diloco.elastic.messages import Done, Heartbeat, Promise, Ready
+from diloco.elastic.restoring import Restored, restore
+
+NAMES = ("A", "B", "C")
+DIGEST = genesis_state(NAMES).head.digest
+
+
+class Kept(TestIsland):
+    """With a folder of its own, in which it may have lived before."""
+
+    def __init__(
+        self, name: str, network: MemoryNetwork, folder: Path, life: int = 1, *, keep: int = 2, **options: object
+    ) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.store = DiskStore(folder / name, lambda what, text: self.told.append((what, text)), keep=keep)
+        own = restore(self.store.folder, self.store.journal, run_of(), self.store.tell)
+        self.restored: Restored | None = own
+        state = own.state if own else genesis_state(NAMES)
+        self.store.begin(DIGEST, state.head.digest, state.head.round, known=own is not None)
+        vectors, memory = (own.vectors, own.memory) if own else (None, None)
+        super().__init__(
+            name, network, state, vectors=vectors, memory=memory, incarnation=life, store=self.store, **options
+        )  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        super().close()
+        self.store.close()
+
+
+@contextmanager
+def living(
+    folder: Path, names: tuple[str, ...] = NAMES, life: int = 1, **options: object
+) -> Iterator[tuple[MemoryNetwork, list[Kept]]]:
+    network = MemoryNetwork()
+    with ExitStack() as stack:
+        team = [Kept(name, network, folder, life, **options) for name in names]
+        for island in team:
+            stack.callback(island.close)
+        introduce(team)  # type: ignore[arg-type]
+        for island in team:
+            island.start()
+        yield network, team
+
+
+def test_all_stop_and_come_back_in_another_order_where_they_were(tmp_path):
+    with living(tmp_path) as (_, team):
+        at_round(team, 25)
+    network = MemoryNetwork()
+    back = [Kept(name, network, tmp_path, 2) for name in ("C", "A", "B")]
+    try:
+        rounds = [island.restored.state.head.round for island in back]
+        assert min(rounds) >= 24  # all but the one that was being written
+        introduce(back)
+        for island in back:
+            island.start()
+        at_round(back, max(rounds) + 5)
+        stand_still(back)
+        assert_agreed(back)
+        assert [island.told for island in back] == [[], [], []]
+    finally:
+        for island in back:
+            island.close()
+
+
+def test_the_state_from_disk_is_that_of_the_run(tmp_path):
+    with living(tmp_path, ("A",)) as (_, (island,)):
+        at_round([island], 13)
+        stand_still([island])
+        digest, head = island.driver.replica.digest(), island.state.head
+    store = DiskStore(tmp_path / "A", lambda what, text: None)
+    again = restore(store.folder, store.journal, run_of(), store.tell)
+    assert again.state.head == head
+    assert again.state.ledger.leases == island.state.ledger.leases and again.state == island.state
+    assert vectors_digest(again.vectors) == digest
+
+
+@pytest.mark.parametrize(("rounds", "story"), [(4, "rounds"), (15, "the whole state of round")])
+def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path, monkeypatch, rounds, story):
+    """From their disks: nobody has that much in memory. Where that is more than the whole state, it takes that."""
+    monkeypatch.setattr("diloco.checkpoint.log.KEEP_PAYLOADS", 2)
+    with living(tmp_path, pace_s=0.2) as (network, team):
+        at_round(team, 3)
+        away = team.pop()
+        network.peers.pop(away.name).close()
+        away.close()
+        at_round(team, away.state.head.round + rounds)
+        back = Kept("C", network, tmp_path, 2)
+        introduce([*team, back])
+        back.start()
+        try:
+            wait_for(lambda: back.contained > 1, [*team, back])
+        finally:
+            back.close()
+        assert back.restored.state.head.round >= 3
+        first = next(note.text for note in back.notes if note.kind == "caught up")
+        assert first.startswith(story)
+
+
+def damage(path: Path, position: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 0x40
+    path.write_bytes(raw)
+
+
+def test_a_damaged_record_is_named_and_fetched_from_peers(tmp_path):
+    with living(tmp_path, keep=0) as (_, team):
+        at_round(team, 14)
+    journal = Journal.read(tmp_path / "B")
+    hurt = next(entry for entry in journal.entries.values() if entry.round == 7)
+    place = journal.payloads[hurt.payload]
+    damage(place.path, place.offset + 100)
+    with living(tmp_path, life=2, keep=0) as (_, team):
+        (trouble,) = team[1].told
+        assert trouble[0] == "damaged" and f"{place.path.name}, round 7: the bytes of a result" in trouble[1]
+        assert team[1].restored.state.head.round >= 13  # the snapshot of round 10 needs no round 7
+        wait_for(lambda: any(note.kind == "mended" for note in team[1].notes), team)
+    chain = Journal.read(tmp_path / "B").chain(DIGEST)
+    assert [entry.round for entry in chain[:13]] == list(range(1, 14))
+
+
+def test_a_record_that_is_damaged_after_the_last_snapshot_comes_from_peers(tmp_path):
+    with living(tmp_path) as (_, team):
+        at_round(team, 8)
+    journal = Journal.read(tmp_path / "B")
+    hurt = next(entry for entry in journal.entries.values() if entry.round == 5)
+    damage(journal.payloads[hurt.payload].path, journal.payloads[hurt.payload].offset)
+    with living(tmp_path, life=2) as (_, team):
+        assert team[1].restored.state.head.round == 4
+        at_round(team, 12)
+        stand_still(team)
+        assert_agreed(team)
+
+
+def test_a_damaged_snapshot_is_set_aside_and_the_older_one_gives_the_same(tmp_path):
+    with living(tmp_path, ("A",)) as (_, (island,)):
+        at_round([island], 14)
+        stand_still([island])
+        digest = island.driver.replica.digest()
+    (newest,) = [path for manifest, path in manifests(tmp_path / "A") if manifest.round >= 10]
+    damage(newest / "momentum-00000.safetensors", 5000)
+    with living(tmp_path, ("A",), life=2) as (_, (island,)):
+        assert [what for what, _ in island.told] == ["damaged"]
+        assert str(newest / "momentum-00000.safetensors") in island.told[0][1]
+        assert island.restored.memory is not None
+        assert newest not in snapshots(tmp_path / "A")
+        assert vectors_digest(island.restored.vectors) == digest
+
+
+def test_snapshots_of_all_islands_are_the_same_files(tmp_path):
+    with living(tmp_path) as (_, team):
+        at_round(team, 13)
+    files = [
+        {(path.name, file.name): file.read_bytes() for path in snapshots(tmp_path / name) for file in path.iterdir()}
+        for name in NAMES
+    ]
+    common = set(files[0]) & set(files[1]) & set(files[2])
+    assert len({key[0] for key in common}) >= 2
+    assert all(one[key] == files[0][key] for one in files for key in common)
+
+
+class Gate(Store):
+    """A disk that takes its time."""
+
+    def __init__(self) -> None:
+        self.open, self.waiting = True, []
+
+    def then(self, act: Callable[[], None]) -> None:
+        if self.open and not self.waiting:
+            act()
+        else:
+            self.waiting.append(act)
+
+
+def test_nothing_is_said_before_it_is_durable_but_signs_of_life():
+    network, gate, said = MemoryNetwork(), Gate(), []
+    state = genesis_state(("A", "B"))
+    team = [TestIsland("A", network, state), TestIsland("B", network, state, store=gate)]
+    introduce(team)
+    mailbox = team[1].driver.mailbox
+    send, mailbox.send = mailbox.send, lambda to, message: (said.append(type(message)), send(to, message))
+    try:
+        for island in team:
+            island.start()
+        at_round(team, 3)
+        assert {Promise, Ready, Done} <= set(said)
+        gate.open = False
+        wait_for(lambda: len(gate.waiting) > 1, team)
+        said.clear()
+        wait_for(lambda: len(said) > 5, team)
+        assert set(said) == {Heartbeat}
+        gate.open = True
+        while gate.waiting:
+            gate.waiting.pop(0)()
+        at_round(team, max(island.state.head.round for island in team) + 3)
+    finally:
+        for island in team:
+            island.close()
+
+
+@contextmanager
+def island_alone(tmp_path: Path, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    folder = str(tmp_path / "run" / name)
+    command = [
+        sys.executable,
+        "-m",
+        "diloco",
+        "join",
+        str(tmp_path / "run" / "ticket"),
+        "--name",
+        name,
+        "--dir",
+        folder,
+    ]
+    process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def joined(tmp_path: Path, name: str) -> list[str]:
+    events = events_of(tmp_path, name)
+    return [event["text"] for event in events if event["event"] == "elastic" and event["what"] == "joined"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_islands_were_all_killed_goes_on_from_their_disks_in_any_order(tmp_path):
+    """With the old ticket, whose addresses nobody has listened to meanwhile."""
+    own = ("--set", "island.batch=8", "--set", "island.device=cpu")
+    with islands(tmp_path, "inner.steps=100") as process:
+        assert wait_until(lambda: len(rounds_with(tmp_path, "island-1", "island-2")) > 3)
+        for pid in pids(tmp_path).values():
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+    committed = max(rounds_with(tmp_path, name, name)[-1] for name in ("island-1", "island-2"))
+    assert wait_until(lambda: processes_at(tmp_path) == [], timeout_s=10)
+    with island_alone(tmp_path, "island-2", *own) as second:
+        assert wait_until(lambda: joined(tmp_path, "island-2")[-1].endswith("from its own disk"))
+        with island_alone(tmp_path, "island-1", *own) as first:
+            for process in (first, second):
+                out, _ = process.communicate(timeout=120)
+                assert process.returncode == 0, out
+    found = [int(joined(tmp_path, name)[-1].split()[3]) for name in ("island-1", "island-2")]
+    assert max(found) >= committed
+    assert last_agreed(tmp_path, "island-1") == last_agreed(tmp_path, "island-2")
+    rounds = [event for event in events_of(tmp_path, "island-1") if event["event"] == "round"]
+    assert rounds[-1]["step"] == 100
+    digests = {event["round"]: event["digest"] for event in rounds}
+    assert len({(event["round"], event["digest"]) for event in rounds}) == len(digests)  # one branch

@@ -1,0 +1,231 @@
+"""Frames in files, and the log that is made of them: cut at every byte, changed at every byte, refused by the disk."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.journal import NOTHING, Journal
+from diloco.checkpoint.log import Entry
+from diloco.checkpoint.segments import SegmentWriter, read_body, scan, segment_paths
+
+BASE = "base"
+KINDS = [(2, b"a promise", b""), (3, b"name", b"payload " * 9), (4, b"{}", b"record"), (5, b"", b"")]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_frames(folder: Path) -> Path:
+    writer = SegmentWriter(folder, 1)
+    for kind, head, body in KINDS:
+        writer.write(kind, head, body)
+    writer.close()
+    return writer.path
+
+
+def test_frames_come_back_as_they_were_written(tmp_path):
+    found = scan(write_frames(tmp_path))
+    assert [(frame.kind, frame.head, read_body(frame.body)) for frame in found.frames] == KINDS
+    assert found.damages == [] and found.torn is None
+
+
+def test_a_file_cut_anywhere_gives_every_whole_frame_and_says_where_it_is_torn(tmp_path):
+    path = write_frames(tmp_path)
+    whole, ends = path.read_bytes(), [frame.end for frame in scan(path).frames]
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        found = scan(path)
+        assert [frame.end for frame in found.frames] == [end for end in ends if end <= length]
+        assert found.torn == (None if length in (0, *ends) else max([0, *(end for end in ends if end <= length)]))
+        assert found.damages == []
+
+
+def test_a_changed_byte_costs_one_frame_and_hides_no_other(tmp_path):
+    path = write_frames(tmp_path)
+    whole, frames = path.read_bytes(), scan(path).frames
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x20]) + whole[position + 1 :])
+        found = scan(path)
+        hit = next(number for number, frame in enumerate(frames) if position < frame.end)
+        assert found.frames == frames[:hit] + frames[hit + 1 :]
+        if hit == len(frames) - 1:  # nobody can tell it from a torn one
+            assert found.torn == frames[hit].start and not found.damages
+        else:
+            assert [damage.offset for damage in found.damages] == [frames[hit].start] and found.torn is None
+
+
+def test_a_body_that_changed_after_it_was_found_is_not_given(tmp_path):
+    path = write_frames(tmp_path)
+    place = scan(path).frames[1].body
+    raw = bytearray(path.read_bytes())
+    raw[place.offset] ^= 1
+    path.write_bytes(raw)
+    assert read_body(place) is None
+    path.unlink()
+    assert read_body(place) is None
+
+
+def entry(number: int, parent: str, payload: bytes = b"") -> Entry:
+    header = f"record {number} after {parent} with {digest(payload)}".encode()
+    return Entry(number, digest(header), parent, header, digest(payload))
+
+
+def chain(count: int, word: str = "payload") -> list[tuple[Entry, bytes]]:
+    found, parent = [], BASE
+    for number in range(1, count + 1):
+        payload = f"{word} {number} ".encode() * 20
+        found.append((entry(number, parent, payload), payload))
+        parent = found[-1][0].digest
+    return found
+
+
+def opened(
+    folder: Path, head: str = BASE, number: int = 0, **options: object
+) -> tuple[DiskStore, list[tuple[str, str]]]:
+    told: list[tuple[str, str]] = []
+    store = DiskStore(folder, lambda what, text: told.append((what, text)), **options)  # type: ignore[arg-type]
+    store.begin("genesis", head, number, known=True)
+    return store, told
+
+
+def write(store: DiskStore, records: list[tuple[Entry, bytes]], **options: bool) -> None:
+    for record, payload in records:
+        store.put(record.payload, payload)
+        store.append(record, **options)
+
+
+def test_a_log_gives_back_records_results_promises_and_digests(tmp_path):
+    records = chain(3)
+    store, _ = opened(tmp_path)
+    write(store, records)
+    store.remember(b"first")
+    store.remember(b"promise")
+    store.vouch(records[2][0].digest, "d" * 64)
+    store.close()
+    store, told = opened(tmp_path, records[2][0].digest, 3)
+    assert store.journal.chain(BASE) == [record for record, _ in records]
+    assert [store.journal.payload(record.payload) for record, _ in records] == [payload for _, payload in records]
+    assert store.journal.memory == b"promise"
+    assert store.journal.states == {records[2][0].digest: "d" * 64}
+    assert told == [] and store.durable == 3
+    store.close()
+
+
+def test_records_without_a_result_need_no_bytes(tmp_path):
+    store, _ = opened(tmp_path)
+    store.append(entry(1, BASE))
+    store.close()
+    journal = Journal.read(tmp_path)
+    assert len(journal.chain(BASE)) == 1 and journal.payload(NOTHING) == b""
+
+
+def test_what_was_told_to_be_durable_is_there_whenever_the_writer_dies(tmp_path):
+    """`then` runs when everything before it can be read back."""
+    store, _ = opened(tmp_path / "log")
+    seen = []
+
+    def look(count: int) -> None:
+        shutil.copytree(tmp_path / "log", tmp_path / "copy", dirs_exist_ok=True)
+        seen.append((count, len(Journal.read(tmp_path / "copy").chain(BASE)), store.durable))
+
+    for count, record in enumerate(chain(5), start=1):
+        write(store, [record])
+        store.then(lambda count=count: look(count))
+    store.close()
+    assert [count for count, _, _ in seen] == [1, 2, 3, 4, 5]
+    assert all(found >= count and durable >= count for count, found, durable in seen)
+
+
+def test_the_last_record_of_a_parent_counts(tmp_path):
+    store, _ = opened(tmp_path)
+    one, other = chain(3), chain(2, word="another branch")
+    write(store, one)
+    write(store, other)
+    store.close()
+    assert Journal.read(tmp_path).chain(BASE) == [record for record, _ in other]
+
+
+def test_a_log_cut_anywhere_keeps_a_beginning_of_its_chain_and_goes_on(tmp_path):
+    records = chain(3)
+    store, _ = opened(tmp_path / "whole")
+    write(store, records)
+    store.close()
+    (path,) = segment_paths(tmp_path / "whole")
+    raw = path.read_bytes()
+    for length in range(0, len(raw) + 1, 7):
+        folder = tmp_path / f"cut-{length}"
+        folder.mkdir()
+        (folder / path.name).write_bytes(raw[:length])
+        store, told = opened(folder)
+        kept = store.journal.chain(BASE)
+        assert kept == [record for record, _ in records[: len(kept)]]
+        assert all("torn" in what and "bytes are torn" in text for what, text in told)
+        write(store, records[len(kept) :])
+        store.close()
+        assert Journal.read(folder).chain(BASE) == [record for record, _ in records]
+        assert Journal.read(folder).troubles == []  # it was cut off
+        shutil.rmtree(folder)
+
+
+def test_any_changed_byte_of_a_log_is_found_and_named(tmp_path):
+    records = chain(3)
+    store, _ = opened(tmp_path)
+    store.remember(b"promise")
+    write(store, records)
+    store.vouch(records[2][0].digest, "d" * 64)
+    store.close()
+    (path,) = segment_paths(tmp_path)
+    raw = path.read_bytes()
+    for position in range(len(raw)):
+        path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x11]) + raw[position + 1 :])
+        (trouble,) = Journal.read(tmp_path).troubles
+        assert trouble.path == path and str(trouble).startswith(path.name)
+        assert "damaged" in str(trouble)
+
+
+@pytest.mark.parametrize("part", ["payload 2", "record 2 after"])
+def test_a_damaged_record_in_the_middle_is_named_by_its_round_and_ends_the_chain(tmp_path, part):
+    records = chain(4)
+    store, _ = opened(tmp_path)
+    write(store, records)
+    store.close()
+    (path,) = segment_paths(tmp_path)
+    path.write_bytes(path.read_bytes().replace(part.encode(), part.upper().encode(), 1))
+    store, told = opened(tmp_path, records[0][0].digest, 1)
+    assert [(what, "round 2" in text) for what, text in told] == [("damaged", True)]
+    assert store.journal.chain(BASE) == [records[0][0]]
+    write(store, records[1:])  # as peers give it
+    store.close()
+    assert Journal.read(tmp_path).chain(BASE) == [record for record, _ in records]
+
+
+def test_old_results_are_read_back_for_peers_and_checked(tmp_path):
+    records = chain(2)
+    store, _ = opened(tmp_path)
+    write(store, records)
+    store.close()
+    (path,) = segment_paths(tmp_path)
+    raw = path.read_bytes()
+    store, told = opened(tmp_path, records[1][0].digest, 2)
+    assert bytes(store.item(records[0][0].payload).data) == records[0][1]
+    assert store.item("f" * 64) is None
+    path.write_bytes(raw.replace(b"payload 2", b"PAYLOAD 2", 1))
+    assert store.item(records[1][0].payload) is None and not store.has(records[1][0].payload)
+    assert [what for what, _ in told] == ["damaged"]
+    store.close()
+
+
+def test_segments_are_cut_by_size_and_carry_the_last_promise(tmp_path):
+    store, _ = opened(tmp_path, segment_bytes=500)
+    store.remember(b"promise")
+    write(store, chain(10))
+    store.close()
+    paths = segment_paths(tmp_path)
+    assert len(paths) > 3
+    for path in paths[:-1]:
+        path.unlink()
+    assert Journal.read(tmp_path).memory == b"promise"

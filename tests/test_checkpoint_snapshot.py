@@ -1,0 +1,307 @@
+"""Snapshots: the same bytes everywhere, all at once or not at all, every byte checked; and what is kept of them."""
+
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint_segments import BASE, chain, opened, write
+from trained_run import ALONE
+
+from diloco.bench.speed import Heard
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.journal import Journal
+from diloco.checkpoint.replica import vectors_digest
+from diloco.checkpoint.save import saves
+from diloco.checkpoint.segments import segment_paths
+from diloco.checkpoint.snapshot import (
+    Frozen,
+    clean,
+    manifests,
+    read_manifest,
+    read_vectors,
+    snapshots,
+    write_file,
+    write_snapshot,
+)
+from diloco.errors import SnapshotDamaged
+from diloco.events import Events, JsonLines, read_events
+from diloco.trainer import Trainer
+
+
+def frozen(number: int = 20, version: str = "c" * 64, order: tuple[int, ...] | None = None, count: int = 50) -> Frozen:
+    noise = torch.Generator().manual_seed(number)
+    vectors = {name: torch.randn(count, generator=noise) for name in ("parameters", "momentum")}
+    return Frozen(number, version, order or (number,), {"who": ["A", "B"], "clock": number}, vectors)
+
+
+def test_a_snapshot_comes_back_bit_by_bit_whatever_the_size_of_its_files(tmp_path):
+    state = frozen()
+    for values in (7, 50, 1000):
+        (tmp_path / str(values)).mkdir()
+        path = write_snapshot(tmp_path / str(values), state, shard_values=values)
+        manifest = read_manifest(path)
+        vectors = read_vectors(path, manifest)
+        assert all(torch.equal(vectors[name], state.vectors[name]) for name in state.vectors)
+        assert (manifest.round, manifest.version, manifest.meta) == (20, "c" * 64, state.meta)
+        assert manifest.state == vectors_digest(state.vectors)
+        assert len(list(path.glob("*.safetensors"))) == 2 * -(-50 // values)
+
+
+def test_its_files_are_safetensors(tmp_path):
+    state = frozen()
+    path = write_snapshot(tmp_path, state)
+    loaded = load_file(path / "parameters-00000.safetensors")
+    assert torch.equal(loaded["parameters"], state.vectors["parameters"])
+
+
+def test_the_same_state_gives_the_same_bytes_on_every_island(tmp_path):
+    paths = []
+    for island in ("one", "two"):
+        (tmp_path / island).mkdir()
+        paths.append(write_snapshot(tmp_path / island, frozen()))
+    one, two = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
+    assert one == two and paths[0].name == paths[1].name
+
+
+def test_any_changed_byte_is_found_and_its_file_named(tmp_path):
+    path = write_snapshot(tmp_path, frozen(count=20))
+    for file in sorted(path.iterdir()):
+        raw = file.read_bytes()
+        for position in range(len(raw)):
+            file.write_bytes(raw[:position] + bytes([raw[position] ^ 0x04]) + raw[position + 1 :])
+            with pytest.raises(SnapshotDamaged, match=file.name):
+                read_vectors(path, read_manifest(path))
+        for wrong in (raw[:-1], raw + b"\0", b""):
+            file.write_bytes(wrong)
+            with pytest.raises(SnapshotDamaged, match=file.name):
+                read_vectors(path, read_manifest(path))
+        file.write_bytes(raw)
+    read_vectors(path, read_manifest(path))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = write_snapshot(tmp_path, frozen())
+    (path / "momentum-00000.safetensors").unlink()
+    with pytest.raises(SnapshotDamaged, match=r"momentum-00000.safetensors cannot be read \(No such file"):
+        read_vectors(path, read_manifest(path))
+
+
+def test_a_manifest_written_in_another_way_is_not_believed(tmp_path):
+    path = write_snapshot(tmp_path, frozen()) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+    with pytest.raises(SnapshotDamaged, match="its digest does not fit"):
+        read_manifest(path.parent)
+
+
+def test_what_a_dying_writer_left_is_no_snapshot_and_goes_away(tmp_path):
+    path = write_snapshot(tmp_path, frozen())
+    half = tmp_path / "snapshot-00000040-dddddddd.part"
+    half.mkdir()
+    gone = tmp_path / "snapshot-00000001-eeeeeeee.gone"
+    gone.mkdir()
+    assert snapshots(tmp_path) == [path]
+    clean(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def photograph(store: DiskStore, number: int, version: str, order: tuple[int, ...] | None = None) -> None:
+    """And wait until it is there."""
+    store.snapshot(frozen(number, version, order))
+    written(store)
+
+
+def written(store: DiskStore) -> None:
+    with store._changed:
+        while store._frozen is not None or store._photographing:
+            store._changed.wait(0.01)
+
+
+def follow(store: DiskStore, count: int) -> list[str]:
+    """Every third record has a snapshot."""
+    heads = []
+    for number, (record, payload) in enumerate(chain(count), start=1):
+        write(store, [(record, payload)], rotate=number % 3 == 0)
+        heads.append(record.digest)
+        if number % 3 == 0:
+            photograph(store, number, record.digest)
+    return heads
+
+
+@pytest.mark.parametrize("keep", [1, 2, 0])
+def test_the_last_snapshots_stay_with_the_log_since_the_oldest_of_them(tmp_path, keep):
+    store, told = opened(tmp_path, keep=keep)
+    photograph(store, 0, BASE)
+    heads = follow(store, 14)
+    store.close()
+    rounds = [manifest.round for manifest, _ in manifests(tmp_path)]
+    assert rounds == {1: [12], 2: [9, 12], 0: [0, 3, 6, 9, 12]}[keep]
+    journal = Journal.read(tmp_path)
+    for manifest, _ in manifests(tmp_path):
+        assert [entry.digest for entry in journal.chain(manifest.version)] == heads[manifest.round :]
+    assert (journal.chain(BASE) == []) == (keep > 0)
+    assert told == []
+
+
+def test_a_snapshot_of_a_heavier_branch_is_newer_whatever_its_round(tmp_path):
+    store, _ = opened(tmp_path)
+    photograph(store, 0, BASE, (0, 0))
+    photograph(store, 9, "a" * 64, (100, 9))
+    store.follow("b" * 64, 7)
+    photograph(store, 7, "b" * 64, (200, 7))
+    store.close()
+    assert [manifest.round for manifest, _ in manifests(tmp_path)] == [9, 7]
+
+
+def test_after_a_move_to_another_branch_nothing_is_durable_before_its_snapshot(tmp_path):
+    store, _ = opened(tmp_path)
+    photograph(store, 0, BASE)
+    write(store, chain(2))
+    store.follow("b" * 64, 7)
+    settle(store)
+    assert store.durable == 2 and store.wants_snapshot
+    photograph(store, 7, "b" * 64)
+    settle(store)
+    assert store.durable == 7 and not store.wants_snapshot
+    store.close()
+
+
+def settle(store: DiskStore) -> None:
+    """Until all that was handed in is written."""
+    with store._changed:
+        while store._jobs or store._busy:
+            store._changed.wait(0.01)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str = "256k"):
+    """A tmpfs: as root only."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small tmpfs")
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size={size} tmpfs {folder}") != 0:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        os.system(f"umount -l {folder}")
+
+
+def fill(folder: Path) -> Path:
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    return ballast
+
+
+def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.diskstore.RETRY_S", 0.0)
+    with small_disk(tmp_path / "disk") as folder:
+        store, told = opened(folder / "outer")
+        photograph(store, 0, BASE)
+        records = chain(12)
+        write(store, records[:3])
+        settle(store)
+        ballast, done = fill(folder), []
+        for record, payload in records[3:6]:
+            write(store, [(record, payload * 100)])
+            store.then(lambda: done.append(store.durable))
+            settle(store)
+        assert done == [3, 3, 3]  # it goes on, and is not called durable
+        assert [what for what, _ in told] == ["not durable"]
+        assert "(No space left on device)" in told[0][1]
+        assert "would lose what this island did after round 3" in told[0][1]
+        photograph(store, 6, records[5][0].digest)
+        assert [manifest.round for manifest, _ in manifests(folder / "outer")] == [0]
+        ballast.unlink()
+        write(store, records[6:8])
+        settle(store)
+        assert store.durable == 3 and store.wants_snapshot  # rounds 4 to 6 are missing
+        photograph(store, 8, records[7][0].digest)
+        write(store, records[8:])
+        store.close()
+        assert store.durable == 12
+        assert [what for what, _ in told] == ["not durable", "durable again"]
+        again = Journal.read(folder / "outer")
+        assert again.troubles == []
+        assert [entry.round for entry in again.chain(BASE)] == [1, 2, 3]
+        assert [entry.round for entry in again.chain(records[7][0].digest)] == [9, 10, 11, 12]
+
+
+def test_a_folder_that_cannot_be_written_is_told_of_and_used_again_when_it_can(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.diskstore.RETRY_S", 0.0)
+    with small_disk(tmp_path / "disk") as folder:
+        store, _ = opened(folder / "outer")
+        photograph(store, 0, BASE)
+        records = chain(6)
+        write(store, records[:3])
+        store.close()
+        assert os.system(f"mount -o remount,ro {folder}") == 0
+        store, told = opened(folder / "outer", records[2][0].digest, 3)
+        write(store, records[3:4])
+        settle(store)
+        assert [what for what, _ in told] == ["not durable"] and "(Read-only file system)" in told[0][1]
+        assert os.system(f"mount -o remount,rw {folder}") == 0
+        write(store, records[4:])
+        settle(store)
+        photograph(store, 6, records[5][0].digest)
+        store.close()
+        assert [what for what, _ in told] == ["not durable", "durable again"] and store.durable == 6
+
+
+def test_a_snapshot_that_does_not_fit_leaves_nothing_and_the_log_goes_on(tmp_path):
+    with small_disk(tmp_path / "disk") as folder:
+        store, told = opened(folder / "outer")
+        photograph(store, 0, BASE)
+        record = chain(1)
+        write(store, record)
+        store.snapshot(frozen(1, record[0][0].digest, count=200_000))
+        while not told:
+            settle(store)
+        store.close()
+        assert [what for what, _ in told] == ["snapshot failed"] and store.durable == 1
+        assert [path.name for path in (folder / "outer").glob("*.part")] == []
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    write_file(tmp_path / "genesis", b"one")
+    write_file(tmp_path / "genesis", b"two")
+    assert (tmp_path / "genesis").read_bytes() == b"two" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_segments_that_hold_the_log_since_an_old_snapshot_are_not_dropped(tmp_path):
+    store, _ = opened(tmp_path, keep=1)
+    photograph(store, 0, BASE)
+    records = chain(2)
+    write(store, records[:1])  # not followed by a new segment
+    photograph(store, 1, records[0][0].digest)
+    write(store, records[1:])
+    store.close()
+    assert [entry.round for entry in Journal.read(tmp_path).chain(records[0][0].digest)] == [2]
+    assert len(segment_paths(tmp_path)) == 1
+
+
+def test_a_full_disk_does_not_end_training_and_loses_events_by_number(tmp_path, small):
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        config = small(inner={"steps": 20}, checkpoint={"dir": str(disk / "run"), "snapshot_every": 1})
+        events, heard = Events([JsonLines(disk / "events.jsonl")]), Heard()
+        events.attach(heard)
+        trainer = Trainer(config, ALONE, events)
+        ballast = fill(disk)
+        while trainer.step < 15:
+            trainer.advance()
+        ballast.unlink()
+        trainer.run()
+        notes = [event["text"] for event in heard.events if event["event"] == "note"]
+        assert len(notes) == 3 and all("No space left" in text for text in notes)
+        told = read_events(disk / "events.jsonl")
+        (lost,) = [event["events"] for event in told if event["event"] == "lost"]
+        assert lost + len(told) - 1 == len(heard.events) and told[-1]["event"] == "end"
+        assert len(saves(Path(config.dir))) == 1
