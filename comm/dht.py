@@ -174,6 +174,14 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
         raise
 
 
+async def reach(node: DHTNode, address: str) -> bool:
+    """Whether a peer answers there; it is in this node's routing table then."""
+    place, _, peer = address.rpartition("/p2p/")
+    peer_id, places = _dialable(peer, [place])
+    await node.p2p._client.connect(peer_id, places)
+    return await node.protocol.call_ping(peer_id, validate=True) is not None
+
+
 async def close_node(node: DHTNode) -> None:
     writer = node.p2p._client.control._write_task
     goodbye, end = asyncio.ensure_future(node.shutdown()), asyncio.ensure_future(node.p2p.ended())

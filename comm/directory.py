@@ -91,6 +91,15 @@ class Directory:
                 self.refusals[refused.reason] += 1
         return found
 
+    def reach(self, address: str) -> bool:
+        """Whether a peer answers at this multiaddr. From then on the two know each other's records."""
+        from diloco.comm.dht import reach
+
+        try:
+            return self.call(reach(self._node, address))
+        except DirectoryError:
+            return False
+
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = CALL_TIMEOUT_S) -> Result:
         """Run this on the directory's loop and wait for it; whatever the network does wrong is a DirectoryError."""
         from diloco.comm.dht import FAILURES

@@ -20,7 +20,7 @@ class ErrorFeedback:
         self._pending: Tensor | None = None
 
     def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
-        wanted = values + self.residual * self.decay
+        wanted = values + self.residual.to(values.device) * self.decay
         payload = self.codec.encode(wanted, key)
         self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
         return payload

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
+from diloco.config import Config
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
-from diloco.elastic.session import Taken
+from diloco.elastic.session import Taken, at_once
 from diloco.elastic.work import Trained
 from diloco.outer import apply, outer_settings, outer_vectors, preview
-from diloco.schedule import Schedule
+from diloco.schedule import schedule_of
 
 FOR_EVER = 1 << 62  # samples
 
@@ -29,12 +29,10 @@ class Launched:
 class Alone:
     """What `Together` is for islands with peers (see together.py). A launched round is over when it is taken."""
 
-    def __init__(
-        self, island: str, parameters: Tensor, config: OuterConfig, fragments: Fragments, schedule: Schedule
-    ) -> None:
-        self._island, self._config, self._schedule = island, config, schedule
+    def __init__(self, config: Config, parameters: Tensor, fragments: Fragments) -> None:
+        self._config, self._schedule = config, schedule_of(config.sync, config.inner)
         self.fragments = fragments
-        self.vectors = outer_vectors(config, parameters)
+        self.vectors = outer_vectors(config.outer, parameters)
         self.base = parameters.clone()  # as last taken, fragment by fragment
         self.updates = self.step = 0
         self.position = 0  # of the next sample
@@ -49,7 +47,10 @@ class Alone:
     def round(self) -> int:
         return self.updates
 
-    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
+    def start(
+        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+    ) -> None:
+        ready()
         self.position = done.samples[-1][1] if done.samples else self.position
         self.launched.append(Launched(fragment, progress, done))
 
@@ -75,9 +76,9 @@ class Alone:
     def _commit(self, launched: Launched) -> None:
         settings = outer_settings(self._config, 1, self.updates // len(self.fragments) + 1)
         apply(self.vectors, self.fragments, launched.fragment, launched.progress, settings)
-        self.updates, self.step = self.updates + 1, self._schedule.next(self.step)
+        self.updates, self.step = self.updates + 1, self._schedule.next(self.step, launched.done.steps)
         self._told.append({
-            "round": self.round, "contributors": (self._island,), "tokens": launched.done.tokens,
+            "round": self.round, "contributors": (self._config.run,), "tokens": launched.done.tokens,
             "outer_lr": settings.lr, "update_norm": torch.linalg.vector_norm(launched.progress).item(),
             "step": self.step,
         })  # fmt: skip
@@ -100,6 +101,7 @@ class Alone:
 
     def restore(self, vectors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """What a save holds."""
+        vectors = {name: vector.to(self.base.device) for name, vector in vectors.items()}
         for name, vector in self.vectors.items():
             vector.copy_(vectors[name])
         self.base.copy_(self.parameters)
@@ -111,6 +113,9 @@ class Alone:
 
     def paces(self) -> list[int]:
         return []
+
+    def ask(self, samples: int) -> None:
+        """They are all its own."""
 
     def available(self, used: Ranges) -> Ranges:
         return ((used[-1][1] if used else self.position, FOR_EVER),)

@@ -18,11 +18,13 @@ from diloco.comm.ticket import Ticket
 from diloco.config import Config
 from diloco.configfile import load_tree, parse_config
 from diloco.entry import (
+    OUTER,
     Search,
     Start,
-    fetch_start,
+    find_start,
     founding_peer,
     meeting,
+    new_start,
     options_for,
     peer_at,
     write_ticket,
@@ -30,14 +32,15 @@ from diloco.entry import (
 from diloco.errors import ConfigError, DeviceError, SaveError
 from diloco.events import Events
 from diloco.exchange import Outside
-from diloco.genesis import Genesis
+from diloco.fleetplan import has_log
+from diloco.genesis import Genesis, read_genesis
 from diloco.loop import Run
 from diloco.optimizer import named_optimizer
 from diloco.outer import outer_vectors
 from diloco.own_model import OwnModel
+from diloco.own_save import facts_to_go_on
 from diloco.peer import Connection, Peer, host_towards, own_name
 from diloco.runner import open_folder, release
-from diloco.schedule import Schedule
 from diloco.units import parse_link, parse_rate
 
 TICKET = "diloco1-"  # what tickets begin with
@@ -68,6 +71,11 @@ def connect(
     are written as 100mbit,40ms and 20mbit.
 
     Leaving the block contributes what is left and says goodbye. An exception leaves at once.
+
+    A program that is started again goes on. Alone, from the newest save in its folder: model, state of the optimizer,
+    rounds under way, position in the data, torch's random numbers; the optimizer's settings are the program's own (let
+    a learning rate follow `run.step_count`). Among others, from where its own log of the run ends, or where the others
+    are by now; its optimizer starts empty.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise DeviceError("diloco.connect takes part with one process an island: start it without torchrun")
@@ -82,6 +90,11 @@ def connect(
             config = _in_folder(where, dir)
             config, outside, ticket = island.stay_alone(config, fresh) if alone else island.found(config, fresh)
         run = Run(config, own, chosen, island.events, outside, ticket)
+        if island.resumes is not None:
+            run.resume(island.resumes)
+            print(
+                f"{run.folder}: goes on from step {run.step_count} of {run.steps} (fresh=True starts again)", flush=True
+            )
         yield run
         run.leave()
 
@@ -95,22 +108,38 @@ class _Island:
     def __init__(self, model: OwnModel, connection: Connection, stack: ExitStack) -> None:
         self._model, self._connection, self._stack = model, connection, stack
         self.events = Events()
+        self.resumes: Path | None = None  # the save to go on from
         stack.callback(self.events.close)
 
     def stay_alone(self, config: Config, fresh: bool) -> Entered:
         fragments = self._model.fragments(config.sync)
-        self._open_folder(config, fresh=fresh)
-        schedule = Schedule.of(config.sync, config.inner)
-        return config, Alone(config.run, self._model.vector(), config.outer, fragments, schedule), None
+        if not fresh and (found := saves(Path(config.dir))):
+            self.resumes = found[-1]
+            facts_to_go_on(self.resumes, config)  # refuses what does not fit, before the folder is touched
+        self._open_folder(config, fresh=fresh, goes_on=self.resumes is not None)
+        return config, Alone(config, self._model.vector(), fragments), None
 
     def found(self, config: Config, fresh: bool) -> Entered:
+        """A new run; or, where the folder holds one that was founded there, that one again."""
         self._model.fragments(config.sync)  # refuses what cannot work, before anything on disk is touched
-        self._open_folder(config, fresh=fresh)
+        folder = Path(config.dir)
+        founded_here = not fresh and (folder / "owner.key").exists()
+        known = read_genesis(folder / OUTER) if founded_here else None
+        if known is not None:
+            known.refuse_changes(config)
+            known.check(self._model.layout, None)
+        self._open_folder(config, fresh=fresh, goes_on=known is not None)
         name, host = self._connection.name or "island-1", self._connection.host or "127.0.0.1"
         connection = replace(self._connection, name=name, host=host)
-        peer, ticket = self._stack.enter_context(founding_peer(Path(config.dir), connection))
-        genesis = Genesis.of(config, self._model.layout, None, peer.id)
-        start = Start(genesis, genesis.state(), outer_vectors(config.outer, self._model.vector()))
+        peer, ticket = self._stack.enter_context(founding_peer(folder, connection))
+        if known is not None:
+            peer.publish()
+            start = find_start(peer, known, config, self._model.fragments(config.sync), self.events)
+            print(f"{folder}: goes on from step {start.state.step} (fresh=True starts again)", flush=True)
+        else:
+            genesis = Genesis.of(config, self._model.layout, None, peer.id)
+            vectors = outer_vectors(config.outer, self._model.vector())
+            start = new_start(peer, genesis, vectors, config, self.events)
         together = self._meet(peer, start, config)
         text = ticket.render()
         self.events.emit("ticket", ticket=text)
@@ -123,23 +152,25 @@ class _Island:
         name, host = self._connection.name or own_name(), self._connection.host or host_towards(ticket.addresses)
         folder = Path(dir or Path("runs") / f"{ticket.run_id.hex()[:8]}-{name}")
         connection = replace(self._connection, name=name, host=host)
-        peer = self._stack.enter_context(peer_at(folder, ticket.run_id, ticket, connection))
+        own = read_genesis(folder / OUTER, ticket.run_id)
+        lonely = own is not None
+        peer = self._stack.enter_context(peer_at(folder, ticket.run_id, ticket, connection, lonely=lonely))
         peer.publish()
-        genesis = Search(peer).genesis()
+        genesis = own or Search(peer).genesis()
         config = genesis.configure({"checkpoint": {"dir": str(folder)}})
         genesis.check(self._model.layout, None)
-        self._open_folder(config, joins=True)
-        start = fetch_start(peer, genesis, config, self._model.layout.size, self.events)
+        self._open_folder(config, goes_on=True)
+        start = find_start(peer, genesis, config, self._model.fragments(config.sync), self.events)
         return config, self._meet(peer, start, config), text
 
-    def _open_folder(self, config: Config, *, fresh: bool = False, joins: bool = False) -> None:
+    def _open_folder(self, config: Config, *, fresh: bool = False, goes_on: bool = False) -> None:
         folder = Path(config.dir)
-        if not joins and not fresh and saves(folder):
+        if not goes_on and not fresh and (saves(folder) or has_log(folder)):
             raise SaveError(
-                f"{folder} already holds a run: diloco.connect(..., fresh=True) starts again (the old one is kept), "
-                "dir=FOLDER goes elsewhere"
+                f"{folder} already holds a run: alone=True goes on with that of an island alone, its ticket with one "
+                "that was joined; fresh=True starts again (the old one is kept), dir=FOLDER goes elsewhere"
             )
-        open_folder(config, self.events, resume=joins, fresh=fresh, view=False)
+        open_folder(config, self.events, resume=goes_on, fresh=fresh, view=False)
         self._stack.callback(release, folder)
 
     def _meet(self, peer: Peer, start: Start, config: Config) -> Outside:

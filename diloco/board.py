@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from diloco.events import Event
 from diloco.terminal import names
 
-TOLD = ("joined", "left", "lost", "excluded", "cut off", "diverged")  # of what islands say about each other
+TOLD = (  # of what islands say about each other, and about their disks
+    "joined", "left", "lost", "excluded", "cut off", "diverged",
+    "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
+)  # fmt: skip
 ECHO_S = 10.0  # everybody notices a loss: within this time it is the same one
 HOLD_S = 5.0  # a round's line waits so long for its validation
 

@@ -3,6 +3,9 @@
 Reading files, overrides and error messages are in `diloco.configfile`.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
@@ -20,21 +23,34 @@ def _number(value: object) -> float:
         raise ValueError("write a number such as 0.1 or 4e-4") from None
 
 
-def _auto_or_number(value: object) -> float | str:
-    if value == "auto":
-        return "auto"
-    try:
-        number = _number(value)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ValueError("write `auto` or a number above 0")
-    return number
+def _auto_or(fits: Callable[[float], bool], expected: str) -> BeforeValidator:
+    def parse(value: object) -> float | str:
+        if value == "auto":
+            return "auto"
+        with suppress(ValueError):
+            if fits(number := _number(value)):
+                return number
+        raise ValueError(f"write `auto` or {expected}")
+
+    return BeforeValidator(parse)
+
+
+def _steps_or_time(value: object) -> int | str:
+    """A time stays as it was written."""
+    with suppress(ValueError):
+        if isinstance(value, str) and value.strip()[-1:].isalpha() and parse_duration(value) > 0:
+            return value.strip()
+    with suppress(ValueError):
+        if (steps := parse_count(value)) >= 1:
+            return steps
+    raise ValueError("write a number of inner steps, 1 or more, or a time such as 60s or 5min")
 
 
 def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
+
+GUESSED_STEPS = 100
 
 Where = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 Count = Annotated[int, BeforeValidator(parse_count)]
@@ -121,6 +137,9 @@ class IslandConfig(Section):
     dtype: Literal["auto", "bf16", "fp32"] = key(
         "auto", "compute type, parameters stay fp32; auto: bf16 on CUDA, fp32 on CPU"
     )
+    outer: Literal["host", "device"] = key(
+        "host", "where the island keeps the outer state; device: its leader's GPU, which then encodes and applies too"
+    )
     compile: bool = key(False, "torch.compile the model")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
 
@@ -172,10 +191,15 @@ class OuterConfig(Section):
     optimizer: Literal["nesterov", "sgd", "adam"] = key(
         "nesterov", "applied to the mean of the islands' pseudo-gradients"
     )
-    lr: Annotated[Any, BeforeValidator(_auto_or_number)] = key(
-        "auto", "auto follows the number of islands: 0.4 for 1, 0.8 for 8"
+    lr: Annotated[Any, _auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
+        "auto",
+        "auto follows the number of islands, 0.4 for 1 (0.7 with inner muon) to 0.8 for 8; nearer to 1 in short runs",
     )
-    momentum: Fraction = key(0.9, "nesterov's momentum, adam's decay of the first moment")
+    momentum: Annotated[Any, _auto_or(lambda share: 0 <= share < 1, "a number from 0 to below 1")] = key(
+        "auto",
+        "nesterov's, adam's decay of the first moment; auto: 0.9 (0.6 with inner muon and one island), less in runs of "
+        "under 200 rounds",
+    )
     second: Fraction = key(0.99, "adam's decay of the second moment")
     eps: Number = key(1e-8, "adam's epsilon", gt=0)
 
@@ -183,7 +207,9 @@ class OuterConfig(Section):
 class SyncConfig(Section):
     """When islands meet, and what travels."""
 
-    every: Positive = key(50, "inner steps between two rounds")
+    every: Annotated[int | str, BeforeValidator(_steps_or_time)] = key(
+        50, "inner steps between two rounds; or a time such as 60s, from the end of a round to the next"
+    )
     growth: Number = key(0.0, "phases grow as lr falls, to max(every, (growth / lr)^2) steps; 0: they do not", ge=0)
     fragments: Positive = key(1, "parts that are synchronised one after the other, each once in `every` steps")
     pattern: Literal["strided", "sequential"] = key(
@@ -204,14 +230,35 @@ class SyncConfig(Section):
     )
     feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
 
+    @property
+    def every_s(self) -> float | None:
+        """The length of a phase, where that is a time."""
+        return parse_duration(self.every) if isinstance(self.every, str) else None
+
+    @property
+    def phase_steps(self) -> int:
+        """Of a phase; where that is a time, a guess for those who must know before the first one."""
+        return self.every if isinstance(self.every, int) else GUESSED_STEPS
+
+    @model_validator(mode="after")
+    def _by_time_possible(self) -> Self:
+        if self.every_s is not None and self.fragments > 1:
+            raise ValueError(
+                f"sync.every={self.every} with sync.fragments={self.fragments}: fragments take turns by the run's "
+                "clock, which counts steps: give sync.every as a number of steps, or leave sync.fragments at 1"
+            )
+        if self.every_s is not None and self.growth:
+            raise ValueError(f"sync.growth makes phases longer in steps, and sync.every={self.every} fixes their time")
+        return self
+
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if self.delay >= self.every:
+        if self.every_s is None and self.delay >= self.phase_steps:
             raise ValueError(
                 f"sync.delay={self.delay} must be below sync.every={self.every}: a fragment is applied before it is "
                 "launched again; to overlap a whole phase use sync.apply=eager"
             )
-        if self.fragments > self.every:
+        if self.every_s is None and self.fragments > self.phase_steps:
             raise ValueError(f"sync.fragments={self.fragments}: sync.every={self.every} steps are too few for them")
         if self.apply == "replace" and self.delay:
             raise ValueError(
@@ -250,6 +297,7 @@ class CheckpointConfig(Section):
 
     dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
     snapshot_every: Positive = key(20, "rounds between two saves")
+    keep: Count = key(2, "among others: snapshots that stay, with the log since the oldest; 0 keeps everything", ge=0)
 
 
 class EvaluateConfig(Section):
@@ -298,6 +346,10 @@ class Config(Section):
             raise ValueError(
                 "elastic.adaptive ends an island's phase early, which needs rounds that are waited for: "
                 "leave sync.fragments at 1, sync.delay at 0 and sync.apply at rebase"
+            )
+        if self.elastic.adaptive and self.sync.every_s is not None:
+            raise ValueError(
+                f"sync.every={self.sync.every} gives every island the same time already: leave elastic.adaptive off"
             )
         return self
 

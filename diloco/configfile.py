@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from diloco.config import Config
+from diloco.config import Config, IslandConfig
 from diloco.errors import ConfigError
 
 
@@ -33,6 +33,14 @@ def parse_config(tree: dict[str, Any]) -> Config:
         return Config.model_validate({name: section for name, section in tree.items() if section is not None})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(details) for details in error.errors())) from None
+
+
+def own_island(own: dict[str, Any]) -> IslandConfig:
+    """What an island knows of itself before it knows the run, which says how large a batch is unless it does."""
+    island = own.get("island", {})
+    parts = [island.get("fsdp", 1), island.get("accumulate", 1)]
+    fitting = {"batch": parts[0] * parts[1]} if all(isinstance(part, int) for part in parts) else {}
+    return parse_config({"island": fitting | island}).island
 
 
 def render_config(config: Config) -> str:
@@ -187,3 +195,11 @@ def _allowed(annotation: Any) -> str:
 def _scalar(value: object) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def first_difference(name: str, then: Any, now: Any) -> str | None:
+    """Of two trees of settings, in words."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        differences = (first_difference(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now})
+        return next((found for found in differences if found), None)
+    return None if then == now else f"{name}={then}, now it is {now}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,15 +34,34 @@ class Events:
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on. Numbers that JSON lacks (NaN, infinity) become null."""
+    """One JSON object a line, readable while the run goes on. Numbers that JSON lacks (NaN, infinity) become null.
+
+    A disk that is full loses events, and ends nothing: how many is told when there is space again.
+    """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
+        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._lost = 0
+        self._lock = threading.Lock()
 
     def tell(self, event: Event) -> None:
+        with self._lock:
+            if self._lost and self._write({"event": "lost", "time": event["time"], "events": self._lost}):
+                self._lost = 0
+            self._lost += not self._write(event)
+
+    def _write(self, event: Event) -> bool:
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in event.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        line = json.dumps(finite).encode() + b"\n"
+        at = self._file.tell()
+        try:
+            if self._file.write(line) == len(line):
+                return True
+            self._file.truncate(at)
+        except OSError:
+            pass
+        return False
 
     def close(self) -> None:
         self._file.close()

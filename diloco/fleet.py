@@ -35,6 +35,10 @@ class Fleet:
 
     def found(self) -> None:
         self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
+        if self.plan.resume:
+            (self.plan.folder / self.plan.names[0] / "ticket").unlink(missing_ok=True)  # others wait for the new one
+            for tail in self._tails.values():
+                tail.read()  # what happened before is no news
         self._start(self.plan.names[0], self.plan.founder())
 
     def look(self, asked: int) -> None:
@@ -135,7 +139,7 @@ class Fleet:
                 if self.board.rows[name].state == "starting":
                     self.children[name].ask()
             if not self.board.finished and self._asked_at is None:
-                self.view.say("no island is left in the run: nobody can let others in")
+                self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
         if self._over_at is not None and now - self._over_at > LEAVE_S:
             for name in self._running:
                 self.children[name].kill()

@@ -19,6 +19,7 @@ class Plan:
     link: str | None = None
     host: str | None = None
     restart: bool = True
+    resume: bool = False
 
     @property
     def folder(self) -> Path:
@@ -35,7 +36,8 @@ class Plan:
 
     def founder(self) -> list[str]:
         changes = [*self.overrides, f"checkpoint.dir={self.folder / self.names[0]}"]
-        return ["run", str(self.path), "--islands", "1", *_sets(changes), *self.network()]
+        resume = ["--resume"] if self.resume else []
+        return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network()]
 
     def joiner(self, name: str) -> list[str]:
         where = ["--name", name, "--dir", str(self.folder / name)]
@@ -53,3 +55,13 @@ class Plan:
 
 def _sets(changes: list[str]) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
+
+
+def has_log(folder: Path) -> bool:
+    """Of a run with others."""
+    return any((folder / "outer").glob("log-*.seg"))
+
+
+def islands_in(folder: Path) -> int:
+    """How many islands of a run with others have left a log there."""
+    return int(has_log(folder)) or sum(has_log(island) for island in folder.glob("island-*"))

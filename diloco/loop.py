@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from diloco.alone import Alone
-from diloco.checkpoint.save import write_save
+from diloco.checkpoint.save import read_outer, write_save
 from diloco.config import Config
 from diloco.data.shuffle import permute
 from diloco.elastic.ranges import Ranges, first, minus, normal, size
@@ -27,8 +27,9 @@ from diloco.exchange import Outside
 from diloco.genesis import OWN_LOOP
 from diloco.membership import Membership
 from diloco.own_model import OwnModel
+from diloco.own_save import facts_to_go_on, inner_state, restore_inner
 from diloco.place import Place
-from diloco.schedule import Schedule
+from diloco.schedule import schedule_of
 from diloco.speed import Meter
 from diloco.together import Together
 from diloco.trainer import describe_device
@@ -49,7 +50,7 @@ class Run:
         self.config, self.optimizer, self.ticket = config, optimizer, ticket
         self._model, self._events, self._outside = model, events, outside
         place = Place(0, 1, model.device, None)
-        schedule = Schedule.of(config.sync, config.inner)
+        schedule = schedule_of(config.sync, config.inner)
         self._membership = Membership(model, place, config.sync, config.elastic, schedule, outside, self._after_round)
         self._passes = self._membership.passes  # when last looked at
         self._drawn: Ranges = ()  # samples since the last step
@@ -97,8 +98,7 @@ class Run:
         batch_size = batch_size or self.config.island.batch
         _refuse_unfit(dataset, batch_size, per_step)
         want = samples_ahead(self.config, batch_size * per_step)
-        if isinstance(self._outside, Together):
-            self._outside.ask(want)
+        self._outside.ask(want)
         seed = self.config.seed if shuffle else None
         return self._batches(dataset, batch_size, want, seed, collate)
 
@@ -116,7 +116,7 @@ class Run:
                     )
                 yield collate([dataset[index] for index in indices(batch, len(dataset), seed)])
             else:
-                self._membership.without_samples()
+                self._membership.without_samples(size(self._drawn) + count)
 
     def step(self, tokens: int | None = None, loss: Tensor | float | None = None) -> bool:
         """After each step of the optimizer: what is due is sent, what has come is taken in. True while the run goes on.
@@ -150,13 +150,24 @@ class Run:
 
     def save(self) -> Path:
         started = time.perf_counter()
-        inner = {"model": self._model.module.state_dict()}
-        if self.optimizer is not None:
-            inner["optimizer"] = self.optimizer.state_dict()
+        inner = inner_state(self._model.module, self.optimizer)
         path = write_save(self.folder, self.step_count, inner=inner, outer=self._outer_to_save(), facts=self._facts())
         seconds = time.perf_counter() - started
         self._events.emit("save", step=self.step_count, path=str(path), seconds=seconds)
         return path
+
+    def resume(self, save: Path) -> None:
+        """Go on from an earlier save of this loop, exactly where it stopped."""
+        facts, vectors = facts_to_go_on(save, self.config), read_outer(save)
+        restore_inner(save, self._model.module, self.optimizer)
+        if isinstance(self._outside, Alone):
+            self._outside.restore(vectors, facts)
+            self._membership.exchange.restore(vectors)
+        self._membership.exchange.set_facts(facts["exchange"])
+        self._membership.look()
+        self._membership.synced = self.step_count
+        self._passes = self._membership.passes
+        self._events.emit("resume", step=self.step_count, path=str(save))
 
     def _outer_to_save(self) -> dict[str, Tensor]:
         if isinstance(self._outside, Together):
@@ -170,13 +181,13 @@ class Run:
             "exchange": self._membership.exchange.facts(),
             "launched": self._outside.launched_facts() if isinstance(self._outside, Alone) else [],
             "position": self._membership.pool[0][0] if self._membership.pool else 0,
-            "skipped": 0, "skipped_before": 0, "data": OWN_LOOP, "config": self.config.model_dump(mode="json"),
+            "skipped": 0, "checked_at": (0, 0), "data": OWN_LOOP, "config": self.config.model_dump(mode="json"),
             "names": self._model.layout.names, "shapes": self._model.layout.shapes,
         }  # fmt: skip
 
     def _after_round(self) -> None:
         for story in self._outside.stories():
-            self._events.emit("round", **story, round_s=time.perf_counter() - self._membership.launched_at)
+            self._events.emit("round", **story, round_s=self._membership.round_s)
         passes = self._membership.passes
         if passes != self._passes and passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self.save()

@@ -3,8 +3,10 @@
 All processes of an island call the same methods in the same order; only the leader has an outside.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,9 +14,10 @@ from diloco.config import ElasticConfig, SyncConfig
 from diloco.elastic.ranges import Ranges, first, minus, size
 from diloco.exchange import Exchange, Outside, Parameters
 from diloco.place import Place
-from diloco.schedule import Apply, Launch, Schedule, Work, fair_share
+from diloco.schedule import Apply, Launch, Schedule, Since, TimedSchedule, Work, fair_share
 from diloco.together import Together
 
+PHASES_AHEAD = 2  # worth of samples that an island leases
 LOOK_S = 0.1  # how often an island without samples looks again
 
 
@@ -29,16 +32,17 @@ class Membership:
         place: Place,
         sync: SyncConfig,
         elastic: ElasticConfig,
-        schedule: Schedule,
+        schedule: Schedule | TimedSchedule,
         outside: Outside | None,
         after_round: Callable[[], None],
     ) -> None:
         self.place, self.sync, self.elastic, self.schedule, self.outside = place, sync, elastic, schedule, outside
         self.exchange = Exchange(parameters, place, sync, outside)
         self.waited_s = 0.0  # for rounds, and for what is done after them
-        self.launched_at = time.perf_counter()
+        self.round_s = 0.0  # from this island's last launch to the last news
+        self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
-        self._phase_steps = self._step_ms = 0
+        self.updates = self._phase_steps = self._step_ms = self._launched_steps = 0
         self._phase_began = time.perf_counter()
         self.look()
         self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
@@ -58,12 +62,16 @@ class Membership:
         seen = None
         if self.outside is not None:
             over = self.schedule.is_over(self.outside.step, self.outside.updates)
-            finished = over or self.outside.exhausted()
             paces = self.outside.paces() if self.elastic.adaptive else []
-            share = fair_share(self.sync.every, self._step_ms, paces)
+            share = fair_share(self.sync.phase_steps, self._step_ms, paces)
             pool = self.outside.available(self.exchange.used)
-            seen = self.outside.step, self.outside.round, self.outside.updates, pool, finished, share
-        self.outer_step, self.round, self.updates, self.pool, self.finished, self._share = self.place.share(seen)
+            clock = self.outside.step, self.outside.round, self.outside.updates
+            seen = *clock, pool, over, over or self.outside.exhausted(), share
+        before = self.updates
+        seen = self.place.share(seen)
+        self.outer_step, self.round, self.updates, self.pool, self._over, self.finished, self._share = seen
+        if self.updates != before:
+            self._updated_at = time.perf_counter()
 
     def draw(self, count: int, tokens: int) -> Ranges:
         """Samples for one inner step of so many tokens; none, if fewer are leased to this island."""
@@ -84,19 +92,22 @@ class Membership:
         self._carry_out(self._due(), should_stop)
         self._follow()
 
-    def without_samples(self, should_stop: Callable[[], bool] = never) -> None:
-        """Nothing is leased to this island: contribute what it has, or wait until something is."""
+    def without_samples(self, count: int, should_stop: Callable[[], bool] = never) -> None:
+        """Fewer than `count` are leased to this island: contribute what it has, or wait until more are."""
         if self._has_something_to_give():
-            self._give_everything(should_stop)
-        elif isinstance(self.outside, Together):
-            self.outside.wait(LOOK_S)
+            self._give_everything(lambda: should_stop() or self._may_go_on(count))
+            self.look()
+        else:
+            if isinstance(self.outside, Together):
+                self.outside.wait(LOOK_S)
+            self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
     def leave(self) -> None:
         """Contribute what is trained so far, if rounds come in time; then say goodbye."""
         if not self.place.any(isinstance(self.outside, Together)):
             return
-        if self._has_something_to_give() and not self.finished:
+        if self._has_something_to_give() and not self._over:
             deadline = time.monotonic() + self.elastic.grace_s
             self._give_everything(lambda: time.monotonic() > deadline)
         if self.outside is not None:
@@ -104,48 +115,80 @@ class Membership:
 
     def _follow(self) -> None:
         if self.exchange.take_what_moved():
-            self._tell_and_look()
+            self.look()
+            self.round_s = time.perf_counter() - self._launched_at
+            self._after_round()
 
     def _due(self) -> list[Work]:
         """An island that is slower than others may be at its share already."""
+        if isinstance(self.schedule, TimedSchedule):
+            return self.schedule.after(self.step, self._since())
         early = self.elastic.adaptive and self._phase_steps >= self._share
         several = len(self.exchange.fragments) > 1  # then others may have moved the clock past a launch
         passed = range((min(self.synced, self.step - 1) if several else self.step - 1) + 1, self.step + 1)
         self.synced = self.step
         return [Launch(0), Apply(0)] if early else [work for step in passed for work in self.schedule.after(step)]
 
+    def _since(self) -> Since:
+        """By the leader's clock."""
+        round_s = self.place.share(time.perf_counter() - max(self._launched_at, self._updated_at))
+        return Since(round_s, self.exchange.steps - self._launched_steps if self.exchange.in_flight else None)
+
     def _carry_out(self, works: list[Work], should_stop: Callable[[], bool]) -> None:
+        """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
+        news = False
         for work in works:
             match work:
                 case Launch(fragment):
                     self._launch(fragment)
                 case Apply(fragment):
-                    self._finish(fragment, should_stop)
+                    news |= self._finish(fragment, should_stop)
+                    if self._over or fragment in self.exchange.in_flight:  # nobody comes any more; or asked to stop
+                        break
+        if news:
+            with self._waiting():
+                self._after_round()
 
     def _launch(self, fragment: int) -> None:
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize()  # steps still queued belong to training, not to the round
+        if self.place.device.type == "cuda" and not self.sync.delay:
+            torch.cuda.synchronize()  # steps still queued belong to training, not to the round that is waited for
         now = time.perf_counter()
         step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
+        samples = size(self.exchange.used)
         if self.exchange.launch(fragment, step_ms=step_ms):
-            self.launched_at, self._step_ms = now, step_ms
+            self._ask_for_a_phase(samples, now - self._phase_began)
+            self._launched_at, self._step_ms, self._launched_steps = now, step_ms, self.exchange.steps
             self._phase_steps, self._phase_began = 0, time.perf_counter()
 
-    def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> None:
-        """Wait until the round is over, with or without this island's part in it."""
+    def _ask_for_a_phase(self, samples: int, seconds: float) -> None:
+        """How many steps fit into a phase that lasts a given time is known when some are done."""
+        if isinstance(self.schedule, TimedSchedule) and self.outside is not None and samples:
+            self.outside.ask(math.ceil(PHASES_AHEAD * samples * self.schedule.every_s / seconds))
+
+    def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
+        """Wait until the round is over, with or without this island's part in it. Whether it is."""
+        with self._waiting():
+            over = self.exchange.finish(fragment, should_stop)
+            if over:
+                self.look()
+                self.round_s = time.perf_counter() - self._launched_at
+        return over
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         began = time.perf_counter()
-        if self.exchange.finish(fragment, should_stop):
-            self._tell_and_look()
+        yield
         waited = time.perf_counter() - began
         self.waited_s += waited
         self._phase_began += waited
 
-    def _tell_and_look(self) -> None:
-        self.look()
-        self._after_round()
-
     def _has_something_to_give(self) -> bool:
         return any(self.exchange.owes(fragment) for fragment in range(len(self.exchange.fragments)))
+
+    def _may_go_on(self, count: int) -> bool:
+        """Rounds may need what is trained on new samples; and if there will be none, nobody comes. On the leader."""
+        assert self.outside is not None
+        return self.outside.exhausted() or size(self.outside.available(self.exchange.used)) >= count
 
     def _give_everything(self, should_stop: Callable[[], bool]) -> None:
         """Fragment after fragment, in the order of their rounds; what is in flight first."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec import codec_named
-from diloco.config import OuterConfig
+from diloco.config import Config, OuterConfig
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.record import Record, Settings
 
@@ -58,31 +58,49 @@ def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
     return {name: parameters if name == "parameters" else torch.zeros_like(parameters) for name in names}
 
 
-def outer_lr(setting: float | str, islands: int) -> float:
-    """`auto`: the published optimum by number of islands (1, 2, 4, 8), linear in between."""
-    if not isinstance(setting, str):
-        return setting
+FORGET = 20  # an outer momentum remembers at most one round in so many of the whole run
+
+
+def outer_pace(config: Config, islands: int) -> tuple[float, float]:
+    """Outer learning rate and momentum.
+
+    `auto`: the published optimum, found in runs of hundreds of rounds. In a run of few, so long a memory keeps pushing
+    where training went before its learning rate fell: momentum is less there, and the rate closer to plain averaging.
+    """
+    lr, momentum = published_pace(islands, muon=config.inner.optimizer == "muon")
+    if config.outer.optimizer == "nesterov" and config.outer.momentum == "auto" and config.sync.every_s is None:
+        rounds = config.inner.steps / config.sync.phase_steps
+        short = min(momentum, max(0.0, 1 - FORGET / rounds))
+        lr, momentum = 1 - (1 - lr) * short / momentum, short
+    asked = config.outer
+    return lr if asked.lr == "auto" else asked.lr, momentum if asked.momentum == "auto" else asked.momentum
+
+
+def published_pace(islands: int, *, muon: bool) -> tuple[float, float]:
+    """By number of islands (1, 2, 4, 8), linear in between; with Muon inside (MuLoCo) for a single island."""
+    if muon and islands == 1:
+        return 0.7, 0.6
     table = [(1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8)]
     for (few, low), (many, high) in pairwise(table):
         if islands <= many:
-            return low + (high - low) * (islands - few) / (many - few)
-    return table[-1][1]
+            return low + (high - low) * (islands - few) / (many - few), 0.9
+    return table[-1][1], 0.9
 
 
-def outer_settings(config: OuterConfig, islands: int, number: int) -> Settings:
+def outer_settings(config: Config, islands: int, number: int) -> Settings:
     """The scalars of a fragment's update number 1, 2, …: worked out once and stored, because libm differs."""
-    lr = outer_lr(config.lr, islands)
-    if config.optimizer == "adam":
-        corrections = 1 - config.momentum**number, 1 - config.second**number
-        return Settings(lr, config.momentum, "", "", config.optimizer, config.second, config.eps, *corrections)
-    momentum = config.momentum if config.optimizer == "nesterov" else 0.0
-    return Settings(lr, momentum, "", "", config.optimizer)
+    outer, (lr, momentum) = config.outer, outer_pace(config, islands)
+    if outer.optimizer == "adam":
+        corrections = 1 - momentum**number, 1 - outer.second**number
+        return Settings(lr, momentum, "", "", outer.optimizer, outer.second, outer.eps, *corrections)
+    return Settings(lr, momentum if outer.optimizer == "nesterov" else 0.0, "", "", outer.optimizer)
 
 
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
     """A committed update, with the encoded mean of the contributions."""
     proposal = record.proposal
     codec = codec_named(proposal.settings.result_codec)
+    payload = payload.to(vectors["parameters"].device)
     mean = codec.decode(payload, fragments.counts[proposal.fragment])
     apply(vectors, fragments, proposal.fragment, mean, proposal.settings)
 

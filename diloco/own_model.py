@@ -1,6 +1,6 @@
 """A model that somebody else made and trains: its trainable parameters as one vector, and how it can be cut."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,26 @@ from diloco.errors import ConfigError, ModelError
 from diloco.fragments import fragments_of
 from diloco.network import refuse_float_buffers
 from diloco.outer import Layout
+from diloco.place import Place
+from diloco.shards import Shards
+
+
+class OwnShards(Shards):
+    """Somebody else's optimizer changes the parameters, and does not ask before."""
+
+    def start_reading(self, out: Tensor | None, names: Collection[str] | None = None) -> Callable[[], None]:
+        read = super().start_reading(out, names)
+        self.settle()
+        return read
 
 
 @dataclass(eq=False)
 class OwnModel:
-    """Implements `exchange.Parameters` for one process. Frozen parameters stay out of it."""
+    """One process holds all of it. Frozen parameters stay out of it."""
 
     module: nn.Module
     trainable: dict[str, nn.Parameter]
-    layout: Layout
+    shards: Shards
 
     @classmethod
     def of(cls, module: nn.Module) -> "OwnModel":
@@ -32,31 +43,20 @@ class OwnModel:
         for name, parameter in module.named_parameters():
             _refuse_unfit(name, parameter)
         refuse_float_buffers(module)
-        return cls(module, trainable, Layout.of(trainable.items()))
+        place = Place(0, 1, next(iter(trainable.values())).device, None)
+        return cls(module, trainable, OwnShards(trainable, place))
+
+    @property
+    def layout(self) -> Layout:
+        return self.shards.layout
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.trainable.values())).device
 
-    @torch.no_grad()
-    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
-        for parameter, view in self._pairs(out, names):
-            view.copy_(parameter)
-
-    @torch.no_grad()
-    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
-        for parameter, view in self._pairs(vector, names):
-            parameter.copy_(view)
-
-    def _pairs(self, vector: Tensor | None, names: Collection[str] | None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        assert vector is not None  # there is one process, and it is the leader
-        for name, view in self.layout.views(vector):
-            if names is None or name in names:
-                yield self.trainable[name], view
-
     def vector(self) -> Tensor:
         values = torch.empty(self.layout.size)
-        self.read(values)
+        self.shards.read(values)
         return values
 
     def fragments(self, sync: SyncConfig) -> Fragments:

@@ -5,7 +5,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from diloco.errors import DirectoryError, PeerRefused
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
 LOOK_S = 1.0
+REACH_S = 3.0  # how often an island that knows of nobody tries those it once knew
+MAX_REMEMBERED = 16
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +55,21 @@ class Connection:
 class Peer:
     """In the directory from `publish` on; `watch` tells about others as they come and go."""
 
-    def __init__(self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection) -> None:
+    def __init__(
+        self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
+    ) -> None:
+        """`lonely`: it is fine if nobody answers; those it knows of are tried again and again."""
         self.connection, self.run_id = connection, run_id
+        self._known = Acquaintances(folder)
         self.identity = Identity.load(folder / "identity.key")
         self.id = self.identity.peer_id
         self.ticket = ticket
         self.records: dict[str, PeerRecord] = {}
         self._names: dict[str, str] = {}  # they outlive records
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
-        bootstrap = ticket.addresses if ticket is not None else ()
-        self.directory = Directory.start(self.identity, run_id, bootstrap=bootstrap, listen_host=connection.host)
+        invited = ticket.addresses if ticket is not None else ()
+        self._places = tuple(place for place in (*invited, *self._known.others()) if self.id not in place)
+        self.directory = self._enter(lonely=lonely)
         inbox = Inbox()
         self._direct = DirectTransport(self.id, connection.host, inbox=inbox)
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
@@ -69,6 +77,17 @@ class Peer:
         self.bulk = PooledTransport(self.plain)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _enter(self, *, lonely: bool) -> Directory:
+        """At its old address where that is free: old tickets name it."""
+        host = self.connection.host
+        where = {"listen_host": host, "listen_port": self._known.own_port(host)}
+        try:
+            return Directory.start(self.identity, self.run_id, bootstrap=self._places, **where)
+        except DirectoryError:
+            if not lonely or not self._places:
+                raise
+        return Directory.start(self.identity, self.run_id, **where)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -121,13 +140,18 @@ class Peer:
         self._thread.start()
 
     def _watch(self, know: Callable[[Mapping[str, PeerAddress]], None]) -> None:
-        published = -PUBLISH_S
+        published = reached = -PUBLISH_S
         while not self._stop.wait(LOOK_S):
             try:
+                if not self.records and time.monotonic() - reached > REACH_S:
+                    if any(self.directory.reach(place) for place in self._places):
+                        published = -PUBLISH_S  # they have not heard of us
+                    reached = time.monotonic()
                 if time.monotonic() - published > PUBLISH_S:
                     self.publish()
                     published = time.monotonic()
                 know(self.look())
+                self._known.remember(record.control for record in self.records.values())
             except DirectoryError as error:  # the others may still be reached; try again
                 log.warning("%s: the directory does not answer: %s", self.connection.name, error)
 
@@ -137,6 +161,47 @@ class Peer:
             self._thread.join(5)
         self.bulk.close()
         self.directory.close()
+
+
+class Acquaintances:
+    """Addresses that outlive a process: this peer's own and those of the others, for when all have to start again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written: tuple[str, ...] = self.others()
+
+    def others(self) -> tuple[str, ...]:
+        return _lines(self._folder / "peers")
+
+    def own_port(self, host: str) -> int:
+        """The last one, if nobody else has it; 0 is any."""
+        ports = [int(parts[4]) for line in _lines(self._folder / "addresses") if len(parts := line.split("/")) > 4]
+        for port in ports:
+            with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                return port
+        return 0
+
+    def remember(self, addresses: Iterable[Sequence[str]]) -> None:
+        """Those who are there now; who is alone keeps those it knew."""
+        found = tuple(sorted({place for places in addresses for place in places[:1]}))[:MAX_REMEMBERED]
+        if not found or found == self._written:
+            return
+        try:
+            draft = self._folder / ".peers"
+            draft.write_text("".join(f"{place}\n" for place in found))
+            draft.rename(self._folder / "peers")
+            self._written = found
+        except OSError as error:
+            log.warning("the others' addresses could not be kept: %s", error)
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(path.read_text().split())
+    except (OSError, UnicodeDecodeError):
+        return ()
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:

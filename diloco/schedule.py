@@ -1,11 +1,14 @@
-"""When things happen, as pure functions of the step: inner learning rates, and which round is launched or applied."""
+"""When things happen, as pure functions of step and time: learning rates, and which round is launched or applied."""
 
 import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median_high
+from typing import NamedTuple
 
 from diloco.config import InnerConfig, SyncConfig
+from diloco.elastic.record import Contribution
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Schedule:
         """Phases are equally long, or grow as the learning rate falls: max(every, (growth / lr)^2)."""
         launches, start = [], 0
         while start < inner.steps:
-            length = sync.every
+            length = sync.phase_steps
             if sync.growth:
                 length = max(length, math.floor((sync.growth / learning_rate(inner, start + 1)) ** 2))
             launches += [start + round(length * part / sync.fragments) for part in range(1, sync.fragments + 1)]
@@ -56,8 +59,8 @@ class Schedule:
     def steps(self) -> int:
         return self.launches[-1]
 
-    def next(self, step: int) -> int:
-        """The run's clock after the update that follows `step`."""
+    def next(self, step: int, trained: int = 0) -> int:
+        """The run's clock after the update that follows `step`, however many steps are behind it."""
         return self.launches[min(bisect.bisect_right(self.launches, step), len(self.launches) - 1)]
 
     def is_over(self, step: int, updates: int) -> bool:
@@ -84,6 +87,55 @@ class Schedule:
         order = [(last + more) % self.fragments for more in range(self.fragments)]
         flight: list[Work] = [Apply((last - back) % self.fragments) for back in range(self.fragments, 0, -1)]
         return [*flight, *(work for fragment in order for work in (Launch(fragment), Apply(fragment)))]
+
+
+class Since(NamedTuple):
+    """What has passed."""
+
+    round_s: float  # of wall time since a round was over, or this island launched one
+    launch: int | None  # steps since the launch of what is in flight
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """All parameters at once, when so much wall time has passed since the last round was over. Islands of any speed
+    come to a round together, each with the steps that it has done; the clock moves on by what is usual among them.
+    """
+
+    every_s: float
+    steps: int
+    delay: int = 0
+    eager: bool = False
+
+    def next(self, step: int, trained: int = 0) -> int:
+        return min(self.steps, step + max(1, trained))
+
+    def is_over(self, step: int, updates: int) -> bool:
+        return step >= self.steps
+
+    def after(self, step: int, since: Since) -> list[Work]:
+        if step >= self.steps:
+            return [Apply(0), Launch(0), Apply(0)]
+        if since.launch is not None and not self.eager:
+            return [Apply(0)] if since.launch >= self.delay else []
+        if since.round_s < self.every_s:
+            return []
+        if self.eager:
+            return [Apply(0), Launch(0)]
+        return [Launch(0)] if self.delay else [Launch(0), Apply(0)]
+
+
+def schedule_of(sync: SyncConfig, inner: InnerConfig) -> Schedule | TimedSchedule:
+    if sync.every_s is None:
+        return Schedule.of(sync, inner)
+    eager = sync.apply == "eager"
+    return TimedSchedule(sync.every_s, inner.steps, 0 if eager else sync.delay, eager)
+
+
+def usual_steps(contributions: Iterable[Contribution]) -> int:
+    """Of those who are on time, if any are; the upper median, so that a few cannot end a run for all."""
+    offers = [contribution.offer for contribution in contributions]
+    return median_high([offer.steps for offer in offers if not offer.late] or [offer.steps for offer in offers])
 
 
 def fair_share(every: int, step_ms: int, others_ms: Iterable[int]) -> int:

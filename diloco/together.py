@@ -12,24 +12,25 @@ from diloco.config import Config, SyncConfig
 from diloco.elastic.driver import Driver
 from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import Contribution, Head, Record, Settings
-from diloco.elastic.session import Session, Taken
+from diloco.elastic.session import Session, Taken, at_once
 from diloco.elastic.state import RunState
 from diloco.elastic.work import Trained
 from diloco.outer import outer_settings, preview
-from diloco.schedule import Schedule
+from diloco.schedule import schedule_of, usual_steps
 
 
 def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]:
     """What a coordinator fixes at *begin*: the outer settings for so many islands, and the run's clock after it."""
-    schedule = Schedule.of(config.sync, config.inner)
+    schedule = schedule_of(config.sync, config.inner)
 
     def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
         if not contributions:
             return Settings(), state.step
-        settings = outer_settings(config.outer, len(contributions), state.updates // config.sync.fragments + 1)
+        settings = outer_settings(config, len(contributions), state.updates // config.sync.fragments + 1)
         codec = config.sync.codec
         result = result_codec_for(codec, len(contributions))
-        return replace(settings, codec=codec, result=result), schedule.next(state.step)
+        step = schedule.next(state.step, usual_steps(contributions))
+        return replace(settings, codec=codec, result=result), step
 
     return decide
 
@@ -46,8 +47,9 @@ class Together:
         feedback = decay_of(config.sync)
         self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
         self._names = names  # of islands, for people
-        self._batch, self._outer = config.island.batch, config.outer
-        self.base = torch.empty(self.fragments.count)  # as last taken, fragment by fragment
+        self._config = config
+        with driver.replica.reading() as vectors:
+            self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
         for fragment in range(len(self.fragments)):
             self.session.take(fragment, self.base)
         self._told = self.session.state.head.round
@@ -69,8 +71,11 @@ class Together:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
-    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
-        self.session.start(fragment, progress, done, step_ms=step_ms)
+    def start(
+        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+    ) -> None:
+        """`progress` holds its values when `ready` has been called."""
+        self.session.start(fragment, progress, done, step_ms=step_ms, ready=ready)
 
     def paces(self) -> list[int]:
         """What an inner step took on each island of the last round, in milliseconds."""
@@ -109,7 +114,7 @@ class Together:
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
         """Where the fragment would be if the round had nothing but this island's share of it."""
         share, islands = self._share()
-        settings = outer_settings(self._outer, islands, self.updates // len(self.fragments) + 1)
+        settings = outer_settings(self._config, islands, self.updates // len(self.fragments) + 1)
         with self.driver.replica.reading() as vectors:
             return preview(vectors, self.fragments, fragment, progress * share, settings)
 
@@ -145,7 +150,7 @@ class Together:
 
     def ask(self, samples: int) -> None:
         """How many this island would like to hold."""
-        self.driver.post(lambda now: self.driver.node.ask(samples, now))
+        self.session.ask(samples)
 
     def available(self, used: Ranges) -> Ranges:
         return self.session.available(used)
@@ -155,7 +160,7 @@ class Together:
 
     def exhausted(self) -> bool:
         """All samples of the run are consumed."""
-        return self.session.state.ledger.exhausted(self._batch)
+        return self.session.state.ledger.exhausted(self._config.island.batch)
 
     def leave(self) -> None:
         self.driver.leave()

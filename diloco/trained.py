@@ -18,6 +18,7 @@ from diloco.configfile import parse_config
 from diloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_digest
 from diloco.data.tokens import TokenFile
 from diloco.errors import DataError, SaveError
+from diloco.genesis import OWN_LOOP
 from diloco.island import materialise
 from diloco.model import Decoder
 from diloco.network import Network, build_network
@@ -71,6 +72,11 @@ def saves_of(folder: Path) -> list[Path]:
 
 def load_trained(folder: Path) -> Trained:
     save, facts, vector, passed = _read_newest(folder)
+    if facts["data"] == OWN_LOOP:
+        raise SaveError(
+            f"{save} is of a program of its own (diloco.connect), and only that knows its model: load it there, "
+            "inside `with run.outer_parameters():`"
+        )
     config = parse_config(facts["config"])
     network = _network(config, len(vector))
     layout = _layout(network.module)

@@ -14,15 +14,17 @@ from diloco.alone import Alone
 from diloco.batches import Batches, open_samples, validation_batches
 from diloco.checkpoint.save import read_facts, read_inner, read_outer, saves, write_save
 from diloco.config import Config
+from diloco.configfile import first_difference
 from diloco.elastic.ranges import first, size
 from diloco.errors import SaveError, TrainingDiverged
 from diloco.events import Events
 from diloco.fragments import fragments_of
+from diloco.genesis import OWN_LOOP
 from diloco.island import Island
 from diloco.membership import Membership
 from diloco.network import build_network
 from diloco.place import Place
-from diloco.schedule import Schedule, learning_rate
+from diloco.schedule import learning_rate, schedule_of
 from diloco.speed import Meter, flops_per_token, peak_flops
 from diloco.together import Together
 
@@ -48,14 +50,14 @@ class Trainer:
         self.meter = Meter(flops_per_token(network, sequence), peak and peak * place.world)
         self.island = Island(network, place, config.island, config.inner)
         self.batches = Batches(self.samples, config.island, place)
-        self.schedule = Schedule.of(config.sync, config.inner)
+        self.schedule = schedule_of(config.sync, config.inner)
         self.fragments = fragments_of(
             self.island.layout, config.sync.fragments, config.sync.pattern, network.anatomy.blocks
         )
         self._ramp_steps = 0
         self.validation_losses: list[float] = []
         self._losses: list[torch.Tensor] = []
-        self._skipped_before = 0  # this phase
+        self._checked_at = 0, 0  # inner steps done here, and those of them that were skipped, up to the last phase
         self._model_name = network.name
         self._resumed_from: Path | None = None
         self._meet(self._alone())
@@ -72,7 +74,7 @@ class Trainer:
         """Take part in a run with others, from where they are."""
         self._meet(outside)
         if self.step > 0:
-            self._ramp_steps = min(self.config.inner.warmup, self.config.sync.every)
+            self._ramp_steps = min(self.config.inner.warmup, self.config.sync.phase_steps)
 
     @property
     def step(self) -> int:
@@ -106,7 +108,7 @@ class Trainer:
             self.membership.sync_if_due(should_stop)
             self.meter.pause(self.membership.waited_s - waited_s)
         else:
-            self.membership.without_samples(should_stop)
+            self.membership.without_samples(self.config.island.batch, should_stop)
 
     def _after_round(self) -> None:
         """What is done now and then between rounds: tell, validate, save, and notice a run that is beyond help."""
@@ -122,7 +124,7 @@ class Trainer:
         if every and (self.finished or passes % every == 0) and self.place.any(self._speaks):
             self._validate()
         if passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
-            self.save()
+            self._save_if_possible()
 
     @property
     def _speaks(self) -> bool:
@@ -156,13 +158,23 @@ class Trainer:
     def _refuse_divergence(self) -> None:
         """A whole phase without one finite gradient will not get better by itself."""
         skipped = int(self.island.skipped.item())
-        phase = (self.membership.outer_step - 1) % self.config.sync.every + 1
-        if skipped and skipped - self._skipped_before >= phase:
+        steps, (steps_before, skipped_before) = self.membership.exchange.steps, self._checked_at
+        phase = steps - steps_before
+        if 0 < phase <= skipped - skipped_before:
             again = ", and go on from the last save with --resume" if saves(Path(self.config.dir)) else ""
             raise TrainingDiverged(
                 f"all {phase} steps up to step {self.step} had infinite or NaN gradients: lower inner.lr{again}"
             )
-        self._skipped_before = skipped
+        self._checked_at = steps, skipped
+
+    def _save_if_possible(self) -> None:
+        """A full disk is no reason to stop: there may be space for the next one."""
+        try:
+            self.save()
+        except SaveError as error:
+            if self.place.world > 1:  # the other processes wait for this one
+                raise
+            self.events.emit("note", text=f"training goes on, but {error}")
 
     def save(self) -> Path:
         started = time.perf_counter()
@@ -187,7 +199,7 @@ class Trainer:
             "exchange": self.membership.exchange.facts(),
             "launched": self.outside.launched_facts() if isinstance(self.outside, Alone) else [],
             "position": self.membership.pool[0][0] if self.membership.pool else 0,
-            "skipped": int(self.island.skipped.item()), "skipped_before": self._skipped_before,
+            "skipped": int(self.island.skipped.item()), "checked_at": self._checked_at,
             "data": self._data_fingerprint, "config": self.config.model_dump(mode="json"),
         }  # fmt: skip
 
@@ -206,7 +218,7 @@ class Trainer:
         state = self.island.state()
         read_inner(found[-1], into=state)
         self.island.set_state(state)
-        self._skipped_before = facts["skipped_before"]
+        self._checked_at = tuple(facts["checked_at"])
         self.island.skipped.fill_(facts["skipped"])
         self.membership.look()
         self.membership.synced = self.step
@@ -215,6 +227,8 @@ class Trainer:
 
     def _refuse_other_run(self, facts: dict[str, Any], save: Path) -> None:
         """A save fits only the model, data, seed, optimizers and fragments it was made with; all else may change."""
+        if facts["data"] == OWN_LOOP:
+            raise SaveError(f"{save} is of a program of its own (diloco.connect): start that program to go on with it")
         now, then = self.config.model_dump(mode="json"), facts["config"]
         fixed = {name: (then.get(name), now[name]) for name in ("seed", "model", "data")}
         for name in ("inner.optimizer", "outer.optimizer", "sync.fragments", "sync.pattern"):
@@ -233,11 +247,12 @@ class Trainer:
         return self.samples.source.fingerprint()
 
     def _alone(self) -> Alone | None:
-        parameters = torch.empty(self.island.layout.size) if self.place.leader else None
+        where = self.place.outer_device(self.config.island)
+        parameters = torch.empty(self.island.layout.size, device=where) if self.place.leader else None
         self.island.read(parameters)
         if parameters is None:
             return None
-        return Alone(self.config.run, parameters, self.config.outer, self.fragments, self.schedule)
+        return Alone(self.config, parameters, self.fragments)
 
     @property
     def outer(self) -> dict[str, torch.Tensor]:
@@ -281,20 +296,13 @@ class Trainer:
             self.events.emit("resume", step=self.step, path=str(self._resumed_from))
 
     def _tell_round(self, told: dict[str, Any]) -> None:
-        self.events.emit("round", **told, round_s=time.perf_counter() - self.membership.launched_at)
+        self.events.emit("round", **told, round_s=self.membership.round_s)
 
     def _outcome(self) -> Outcome:
         trained = self.step > self._first_step
         return Outcome(
             self.step, self.membership.round, self.finished, self.validation_losses, trained, self.place.leader
         )
-
-
-def first_difference(name: str, then: Any, now: Any) -> str | None:
-    if isinstance(then, dict) and isinstance(now, dict):
-        differences = (first_difference(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now})
-        return next((found for found in differences if found), None)
-    return None if then == now else f"{name}={then}, now it is {now}"
 
 
 def describe_device(device: torch.device) -> str:

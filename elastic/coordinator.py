@@ -97,8 +97,8 @@ class Coordinator(Member):
                 if self.rules.key_names_the_parent:
                     self._ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
                 return
-            if not is_normal(offer.samples) or size(offer.samples) > offer.tokens:
-                self._ban(sender, "offers samples that cannot be right", now)
+            if not is_normal(offer.samples) or max(size(offer.samples), offer.steps) > offer.tokens:
+                self._ban(sender, "offers samples or steps that cannot be right", now)
                 return
         term.ready[sender] = ready
         if any(offer.fragment == self.due for offer in ready.offers):

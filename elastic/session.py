@@ -23,6 +23,10 @@ from diloco.elastic.work import MAX_PHASES, Trained, Work
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
 
+def at_once() -> None:
+    """Nothing has to be waited for."""
+
+
 class Taken(NamedTuple):
     """Where a fragment is now."""
 
@@ -41,7 +45,7 @@ class Session:
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
         self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
-        self._late = 0  # samples
+        self._wanted, self._late = driver.node.want, 0  # samples to train on, and those behind late progress
         self._offered_at = [("", 0)] * len(fragments)
         self._encoding = ThreadPoolExecutor(1, "encode")
 
@@ -53,10 +57,10 @@ class Session:
         def encode(vector: Tensor, hi: int) -> Tensor:
             key = NoiseKey(hi, fragment, role)
             if feedback is None:
-                return self.codec.encode(vector, key)
+                return self.codec.encode(vector, key).cpu()
             payload = feedback.encode(vector, key)
             feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
-            return payload
+            return payload.cpu()
 
         # what is encoded again loses again: with feedback, late pieces go one by one
         phases = MAX_PHASES if feedback is None else 1
@@ -73,15 +77,18 @@ class Session:
         (offer,) = (c.offer for c in begin.proposal.contributions if c.island == me)
         return self.works[offer.fragment].payload(offer)
 
-    def start(self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0) -> None:
-        """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded;
-        `progress` is not to be changed any more."""
+    def start(
+        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+    ) -> None:
+        """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded:
+        `progress` holds its values when `ready` has been called, and is not to be changed after that."""
         check(self.driver)
         work = self.works[fragment]
         make_offer = work.cut(progress, done, usual_norm=self._usual_norm())
         self._offered_at[fragment] = self.driver.versions[fragment].digest, work.mark
 
         def encode_and_offer() -> None:
+            ready()
             offer = replace(make_offer(), step_ms=step_ms)
             self.driver.post(lambda now: self._offer(offer, now))
 
@@ -140,8 +147,13 @@ class Session:
         self.state = self.driver.applied
         late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
         if late != self._late:
-            self._late, more = late, late - self._late
-            self.driver.post(lambda now: self.driver.node.ask(self.driver.node.want + more, now))
+            self._late = late
+            self.ask(self._wanted)
+
+    def ask(self, samples: int) -> None:
+        """How many this island would like to hold to train on."""
+        self._wanted, both = samples, samples + self._late
+        self.driver.post(lambda now: self.driver.node.ask(both, now))
 
     def moved(self) -> list[int]:
         """Fragments whose outer parameters are not those that were last taken."""

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread costs more than it brings
 
 from diloco.config import Config
 from diloco.configfile import parse_config
@@ -34,6 +35,21 @@ def small(tmp_path: Path) -> Callable[..., Config]:
         return parse_config(tree)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was trained to its end, for all tests that only read one: copy it to change it."""
+    from trained_run import train
+
+    folder = tmp_path_factory.mktemp("once") / "run"
+    train(parse_config({**SMALL, "checkpoint": {"dir": str(folder), "snapshot_every": 1}}))
+    return folder
+
+
+@pytest.fixture
+def run(trained_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_once, tmp_path / "run"))
 
 
 def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

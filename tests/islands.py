@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.store import Store
 from diloco.comm.codec import CODECS
 from diloco.comm.memory import MemoryNetwork
 from diloco.comm.pooled import PooledTransport
@@ -15,7 +16,7 @@ from diloco.comm.transport import PeerAddress
 from diloco.elastic.driver import Driver, Network, Run
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Note
+from diloco.elastic.messages import Memory, Note
 from diloco.elastic.node import Node, Options
 from diloco.elastic.ranges import first
 from diloco.elastic.record import Contribution, Head, Record, Settings
@@ -27,6 +28,7 @@ COUNT = 70_000
 CODEC = "int8"
 GENESIS = b"genesis of a test"
 SAMPLES = 8  # of a phase
+SNAPSHOT_EVERY = 10  # where there is a store
 
 
 def apply(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
@@ -46,6 +48,10 @@ def genesis_state(roster: tuple[str, ...], *, limit: int | None = None) -> RunSt
     return RunState(Head(0, 0, digest), roster, Ledger(epoch=10**6, limit=limit))
 
 
+def run_of(snapshot_every: int = 0) -> Run:
+    return Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), Fragments.whole(COUNT), apply, snapshot_every)
+
+
 class TestIsland:
     """Trains by adding noise; `pace_s` is the time of a phase."""
 
@@ -63,6 +69,8 @@ class TestIsland:
         partition: str = "merge",
         pace_s: float = 0.02,
         transport: object = None,
+        store: Store | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.name, self.pace_s = name, pace_s
         self.notes: list[Note] = []
@@ -71,17 +79,17 @@ class TestIsland:
         vectors = vectors or {"parameters": torch.zeros(COUNT), "momentum": torch.zeros(COUNT)}
         plain = transport or network.transport(name)
         options = Options(decide, silence_s=silence_s, partition=partition, want=2 * SAMPLES)
-        node = Node(name, state, options, now=time.monotonic(), incarnation=incarnation)
-        fragments = Fragments.whole(COUNT)
-        run = Run(GENESIS, hashlib.sha256(GENESIS).hexdigest(), fragments, apply)
+        node = Node(name, state, options, now=time.monotonic(), incarnation=incarnation, memory=memory)
+        run = run_of(snapshot_every=SNAPSHOT_EVERY)
         self.driver = Driver(
             node,
             run,
             vectors,
             Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None),
             self.notes.append,
+            store,
         )
-        self.session = Session(self.driver, fragments, CODEC)
+        self.session = Session(self.driver, run.fragments, CODEC)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.error: BaseException | None = None

@@ -1,95 +1,25 @@
 """Every schedule against a loop of a few lines that says what it is, with two islands over real rounds."""
 
-import threading
-import time
-from contextlib import ExitStack
-
 import pytest
 import torch
+from team import HERE, PATIENT, Team
 
 from diloco.bench.speed import Heard
-from diloco.bench.team import driver_for
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.transport import PeerAddress
-from diloco.elastic.driver import Driver
 from diloco.events import Events
-from diloco.exchange import Exchange
 from diloco.island import Island
 from diloco.network import build_network
-from diloco.outer import apply_record
-from diloco.place import Place
 from diloco.schedule import learning_rate
-from diloco.together import Together
 from diloco.trainer import Trainer
 
-HERE = Place(0, 1, torch.device("cpu"), None)
-H, PASSES, LR, MOMENTUM = 6, 5, 0.7, 0.9
+H, PASSES, LR, MOMENTUM = 4, 5, 0.7, 0.9
 METHODS = {
     "classic": {"codec": "fp32"},
     "streaming": {"codec": "fp32", "fragments": 3},
     "streaming, mixed": {"codec": "fp32", "fragments": 3, "delay": 1, "apply": "mix"},
-    "sequential, far overlapped": {"codec": "fp32", "fragments": 2, "pattern": "sequential", "delay": 4},
+    "sequential, far overlapped": {"codec": "fp32", "fragments": 2, "pattern": "sequential", "delay": 3},
     "overlapped": {"codec": "fp32", "delay": 3},
     "eager": {"codec": "fp32", "apply": "eager"},
 }
-
-
-class TestTeam:
-    """Two trainers in two threads. `outer` has the outer parameters after each update, `batches` what each read."""
-
-    __test__ = False
-
-    def __init__(self, config, names=("A", "B")) -> None:
-        self.config, self.network = config, MemoryNetwork()
-        self.outer: list[torch.Tensor] = []
-        self.batches: dict[str, list] = {name: [] for name in names}
-        self.errors: list[BaseException] = []
-        self.trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
-
-    def run(self) -> None:
-        with ExitStack() as stack:
-            drivers = {name: self._driver(name, stack) for name in self.trainers}
-            for driver in drivers.values():
-                driver.know({name: PeerAddress(name) for name in drivers})
-            threads = [threading.Thread(target=self._train, args=(name, drivers[name])) for name in drivers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if self.errors:
-                raise self.errors[0]
-            assert len({driver.replica.digest() for driver in drivers.values()}) == 1
-
-    def _driver(self, name, stack) -> Driver:
-        def apply(vectors, record, payload, fragments) -> None:
-            apply_record(vectors, record, payload, fragments)
-            if name == "A":
-                self.outer.append(vectors["parameters"].clone())
-
-        transport = self.network.transport(name)
-        driver = driver_for(self.trainers[name], tuple(self.trainers), transport, apply=apply)
-        stack.callback(driver.close)
-        return driver
-
-    def _train(self, name, driver) -> None:
-        try:
-            trainer, read = self.trainers[name], self.trainers[name].batches.read
-            trainer.join(Together(driver, self.config, str))
-
-            def recording(batch, upcoming=()):
-                found = read(batch, upcoming)
-                self.batches[name].append(found)
-                return found
-
-            trainer.batches.read = recording
-            trainer.run()
-        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame
-            self.errors.append(error)
-
-
-def own_folder(config, name):
-    checkpoint = config.checkpoint.model_copy(update={"dir": f"{config.dir}/{name}"})
-    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def reference(config, batches, fragments, method) -> list[torch.Tensor]:
@@ -142,11 +72,11 @@ def test_the_trainer_does_what_a_plain_loop_says(small, name):
     config = small(
         sync={"every": H, **method},
         outer={"lr": LR, "momentum": MOMENTUM},
-        inner={"steps": H * (PASSES + 2), "schedule": "constant"},
-        elastic={"min_islands": 2, "straggler": 100.0},
+        inner={"steps": H * (PASSES + 1), "schedule": "constant"},
+        elastic=PATIENT,
         evaluate={"every": 0},
     )
-    team = TestTeam(config)
+    team = Team(config)
     team.run()
     fragments = team.trainers["A"].fragments
     expected = reference(config, list(team.batches.values()), fragments, method)
@@ -157,72 +87,15 @@ def test_the_trainer_does_what_a_plain_loop_says(small, name):
     assert moved > 1e-2  # far more than what is allowed
 
 
-def meet(config, stack) -> list[Exchange]:
-    """Two islands that hold the same model, ready to exchange."""
-    network, names, found = MemoryNetwork(), ("A", "B"), []
-    trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
-    drivers = {name: driver_for(trainers[name], names, network.transport(name)) for name in names}
-    for name, driver in drivers.items():
-        stack.callback(driver.close)
-        driver.know({other: PeerAddress(other) for other in names})
-        together = Together(driver, config, str)
-        stack.callback(together.session.close)
-        found.append(Exchange(trainers[name].island, HERE, config.sync, together))
-    return found
-
-
-def test_an_island_that_waits_for_one_fragment_takes_part_in_the_rounds_of_others(small):
-    """A has launched fragment 1 only, and 0 is due: without its offer for that, both would wait for ever."""
-    config = small(sync={"every": 6, "fragments": 2}, elastic={"min_islands": 2, "straggler": 100.0})
-    late = time.monotonic() + 20
-    over: dict[str, bool] = {}
-
-    def take_part(name: str, exchange: Exchange, order: list[int]) -> None:
-        exchange.trained((), 100)
-        for fragment in order:
-            exchange.launch(fragment)
-            over[name] = exchange.finish(fragment, lambda: time.monotonic() > late)
-
-    with ExitStack() as stack:
-        orders = {"A": [1], "B": [0, 1]}
-        exchanges = meet(config, stack)
-        threads = [
-            threading.Thread(target=take_part, args=(name, exchange, orders[name]))
-            for name, exchange in zip(orders, exchanges, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert over == {"A": True, "B": True}
-
-
-def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
-    """What it has trained counts on top of the others' clock: it is not made to launch at once, and wait."""
-    config = small(sync={"every": 6}, inner={"steps": 60})
-    with ExitStack() as stack:
-        slow, fast = meet(config, stack)
-        for _ in range(2):
-            slow.trained((), 10)
-        for _ in range(6):
-            fast.trained((), 10)
-        fast.launch(0)
-        assert fast.finish(0, lambda: False) and fast.step == 6
-        deadline = time.monotonic() + 20
-        while not slow.take_what_moved() or slow.step == 2:
-            assert time.monotonic() < deadline
-        assert slow.step == 6 + 2
-
-
 @pytest.mark.parametrize("codec", ["sparse", "sign", "dct", "lowrank"])
 def test_islands_that_send_little_agree_and_learn(small, codec):
     config = small(
         sync={"every": H, "codec": codec, "fragments": 2, "delay": 1},
         outer={"optimizer": "sgd", "lr": 0.5},
         inner={"steps": 6 * H},
-        elastic={"min_islands": 2, "straggler": 100.0},
+        elastic=PATIENT,
     )
-    team = TestTeam(config)
+    team = Team(config)
     team.run()
     losses = team.trainers["A"].validation_losses
     assert losses[-1] < losses[0] - 0.1

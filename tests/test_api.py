@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,63 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_loops import DATA, PLAIN, made, run_of, train, train_all, vector
+from team import PATIENT, own_folder, own_loop_driver, side_by_side
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import diloco
 from diloco.bench.speed import Heard
 from diloco.comm.memory import MemoryNetwork
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.transport import PeerAddress
 from diloco.configfile import parse_config
-from diloco.elastic.driver import Driver, Network
-from diloco.elastic.driver import Run as Chain
 from diloco.elastic.node import Node
 from diloco.elastic.record import holder_name
 from diloco.entry import options_for
-from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError, SaveError
+from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError
 from diloco.events import Events, read_events
 from diloco.genesis import Genesis
 from diloco.loop import Run, indices
-from diloco.outer import Layout, apply_record, outer_vectors
+from diloco.outer import Layout
 from diloco.own_model import OwnModel
 from diloco.together import Together
 
 ROOT = Path(__file__).parent.parent
-PLAIN = {"optimizer": "sgd", "lr": 1.0}  # one island that applies this at every step is ordinary training
-DATA = [(torch.randn(3), torch.randn(1)) for _ in range(40)]
-
-
-def made(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def run_of(tmp_path, **sections) -> dict:
-    tree = {"inner": {"steps": 12}, "sync": {"every": 4}, "log": {"every": 1}, "checkpoint": {"dir": f"{tmp_path}/run"}}
-    return tree | sections
-
-
-def train(model, optimizer, batch) -> torch.Tensor:
-    inputs, targets = batch
-    loss = nn.functional.mse_loss(model(inputs), targets)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def train_all(run, model, optimizer=None, batch_size=4) -> list[torch.Tensor]:
-    """What the README's five lines do."""
-    losses = []
-    for batch in run.batches(DATA, batch_size):
-        losses.append(train(model, optimizer or run.optimizer, batch))
-        run.step(loss=losses[-1])
-    return losses
-
-
-def vector(model) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def alone(tmp_path, **sections):
@@ -241,14 +204,6 @@ def test_data_without_positions_is_refused(tmp_path):
             run.batches([])
 
 
-def test_an_earlier_run_is_kept_or_refused(tmp_path):
-    alone(tmp_path)
-    with pytest.raises(SaveError, match="fresh=True"), diloco.connect(run_of(tmp_path), made(), alone=True):
-        pass
-    alone(tmp_path)  # with fresh=True
-    assert (tmp_path / "run.1").exists()
-
-
 def test_blocks_are_the_longest_list_of_modules():
     model = nn.ModuleDict({
         "few": nn.ModuleList([nn.Linear(2, 2)]), "many": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
@@ -278,61 +233,32 @@ def test_samples_that_are_asked_for_late_come_at_once():
 
 
 class Islands:
-    """Loops in threads over memory. `positions` has what each was given, `digests` where each ended."""
+    """Two loops in threads. `positions` has what each was given, `rounds` what A was told."""
 
-    def __init__(self, tmp_path, names=("A", "B"), **sections) -> None:
-        elastic = {"min_islands": len(names), "straggler": 100.0, "silence_s": 2.0}
-        self.config = parse_config(
-            run_of(tmp_path, elastic=elastic, **sections) | {"inner": {"steps": 24, "warmup": 0}}
-        )
-        self.names, self.network = names, MemoryNetwork()
-        self.positions: dict[str, list[int]] = {name: [] for name in names}
-        self.rounds: dict[str, list[dict]] = {}
-        self.digests: set[str] = set()
-        self.errors: list[BaseException] = []
+    def __init__(self, tmp_path, **sections) -> None:
+        where = run_of(tmp_path, elastic=PATIENT, **sections)
+        self.config = parse_config(where | {"inner": {"steps": 24, "warmup": 0}})
+        self.positions: dict[str, list[int]] = {"A": [], "B": []}
 
     def run(self) -> None:
-        with ExitStack() as stack:
-            models = {name: OwnModel.of(made()) for name in self.names}
-            drivers = {name: self._driver(name, models[name], stack) for name in self.names}
-            for driver in drivers.values():
-                driver.know({name: PeerAddress(name) for name in drivers})
-            threads = [threading.Thread(target=self._train, args=(n, models[n], drivers[n])) for n in self.names]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if self.errors:
-            raise self.errors[0]
+        names, network = tuple(self.positions), MemoryNetwork()
+        self.models = {name: OwnModel.of(made()) for name in names}
+        self.drivers = {
+            name: own_loop_driver(name, names, self.config, model, network) for name, model in self.models.items()
+        }
+        self.rounds = side_by_side(self.drivers, self._train)["A"]
 
-    def _driver(self, name, model, stack) -> Driver:
-        genesis = Genesis.of(self.config, model.layout, None, self.names[0])
-        state = replace(genesis.state(), roster=self.names)
-        options = replace(options_for(self.config), want=0)
-        node = Node(name, state, options, now=time.monotonic(), incarnation=1)
-        chain = Chain(genesis.raw, genesis.digest, model.fragments(self.config.sync), apply_record)
-        plain = self.network.transport(name)
-        network = Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None)
-        driver = Driver(node, chain, outer_vectors(self.config.outer, model.vector()), network, lambda note: None)
-        stack.callback(driver.close)
-        return driver
-
-    def _train(self, name, model, driver) -> None:
-        try:
-            checkpoint = self.config.checkpoint.model_copy(update={"dir": f"{self.config.dir}/{name}"})
-            config, heard = self.config.model_copy(update={"checkpoint": checkpoint}), Heard()
-            optimizer = torch.optim.SGD(model.module.parameters(), lr=0.05)
-            run = Run(config, model, optimizer, Events([heard]), Together(driver, config, str))
-            for places in run.batches(range(10_000), 4, shuffle=False):
-                self.positions[name] += places.tolist()
-                batch = torch.utils.data.default_collate([DATA[place % len(DATA)] for place in places.tolist()])
-                run.step(loss=train(model.module, optimizer, batch))
-            run.leave()
-            told = [event for event in heard.events if event["event"] == "round"]
-            self.rounds[name] = [event for event in told if event["contributors"]]
-            self.digests.add(driver.replica.digest())
-        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame
-            self.errors.append(error)
+    def _train(self, name) -> list[dict]:
+        config, module, heard = own_folder(self.config, name), self.models[name].module, Heard()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        together = Together(self.drivers[name], config, str)
+        run = Run(config, self.models[name], optimizer, Events([heard]), together)
+        for places in run.batches(range(10_000), 4, shuffle=False):
+            self.positions[name] += places.tolist()
+            batch = torch.utils.data.default_collate([DATA[place % len(DATA)] for place in places.tolist()])
+            run.step(loss=train(module, optimizer, batch))
+        run.leave()
+        return [event for event in heard.events if event["event"] == "round" and event["contributors"]]
 
 
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
@@ -342,8 +268,8 @@ def test_islands_share_the_samples_and_end_in_one_state(tmp_path, sync):
     mine, theirs = islands.positions["A"], islands.positions["B"]
     assert len(mine) == len(set(mine)) >= 24 * 4 and len(theirs) == len(set(theirs)) >= 24 * 4
     assert not set(mine) & set(theirs)
-    assert all(set(event["contributors"]) == {"A", "B"} for event in islands.rounds["A"])
-    assert len(islands.digests) == 1
+    assert all(set(event["contributors"]) == {"A", "B"} for event in islands.rounds)
+    assert len({driver.replica.digest() for driver in islands.drivers.values()}) == 1
 
 
 # Real programs from here on.
@@ -369,7 +295,7 @@ def found(events: list, kind: str) -> list:
 
 @pytest.mark.slow
 def test_two_programs_learn_together(tmp_path, start):
-    founder = start("--islands", "2", "--steps", "400")
+    founder = start("--islands", "2", "--steps", "200")
     ticket = tmp_path / "runs" / "own-loop" / "ticket"
     deadline = time.monotonic() + 60
     while not ticket.exists() and founder.poll() is None and time.monotonic() < deadline:
@@ -380,7 +306,7 @@ def test_two_programs_learn_together(tmp_path, start):
     assert (founder.returncode, joiner.returncode) == (0, 0), err + other_err
     assert ticket.read_text() in out
     for text in (out, other_out):
-        assert float(re.search(r"step 400: accuracy ([\d.]+)%", text)[1]) > 90
+        assert float(re.search(r"step 200: accuracy ([\d.]+)%", text)[1]) > 90
     one, two = (read_events(tmp_path / place / "events.jsonl") for place in ("runs/own-loop", "second"))
     assert found(one, "agreed")[0]["state"] == found(two, "agreed")[0]["state"]
     rounds = [event for event in found(one, "round") if event["contributors"]]
@@ -408,6 +334,5 @@ def test_an_exception_leaves_at_once_and_another_model_is_refused(tmp_path):
     assert time.monotonic() - began < 30
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert not found(events, "end") and not [event for event in found(events, "round") if event["contributors"]]
-    # the folder is free again
-    with diloco.connect(run_of(tmp_path), made(), alone=True):
-        pass
+    with diloco.connect(where, made(), "SGD") as run:  # the folder is free again
+        assert run.step_count == 0

@@ -33,8 +33,11 @@ COMMANDS = [
     ["bench", "join"],
     ["bench", "overlap"],
     ["bench", "quality"],
+    ["bench", "plan"],
+    ["plan"],
     ["simulate"],
     ["export"],
+    ["log"],
     ["sample"],
 ]
 
@@ -177,6 +180,22 @@ def test_a_mesh_saves_when_everybody_is_signalled(config_file, tmp_path):
     assert list((tmp_path / "run").glob("save-*/facts.json"))
 
 
+@pytest.mark.slow
+def test_a_mesh_that_starts_its_own_processes_passes_a_signal_on_and_leaves_none(config_file, tmp_path):
+    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
+    command += ["--set", "island.fsdp=2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any(line.startswith("step     3/") for line in process.stdout)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "-m diloco run" in out and "torchrun" not in out  # how to go on
+    assert list((tmp_path / "run").glob("save-*/facts.json"))
+    assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
+
+
 def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
     other = tmp_path / "thesis"
     other.mkdir()
@@ -224,7 +243,8 @@ def test_bad_input_is_one_clear_line(config_file, tmp_path, case):
     (tmp_path / "damaged.tokens").write_bytes(b"these are not tokens" * 20)
     arguments, complaint = bad_input(tmp_path)[case]
     path = [] if case == "no config" else [str(config_file)]
-    done = run_cli("run", *path, *arguments, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    one_process = {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun says it; without, a mesh starts its own
+    done = run_cli("run", *path, *arguments, env={**os.environ, **one_process, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2
     assert done.stderr.startswith("error[")
     assert complaint in done.stderr

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,14 @@ sync: {every: 50, fragments: 1, delay: 0, apply: replace, codec: int8}
 elastic: {min_islands: 1, silence_s: 5, straggler: 1.5, partition: merge}
 checkpoint: {dir: runs/quickstart, snapshot_every: 20}
 """
+
+
+def test_a_phase_is_a_number_of_steps_or_a_time():
+    assert load_config(None, ["sync.every=2k"]).sync.every == 2000
+    config = load_config(None, ["sync.every=5min", "sync.delay=60"])
+    assert (config.sync.every, config.sync.every_s) == ("5min", 300.0)
+    assert re.search("^  every: 5min +# inner steps between two rounds; or a time", render_config(config), re.MULTILINE)
+    assert parse_config(config.model_dump(mode="json")) == config
 
 
 def test_the_documented_example_loads(tmp_path):
@@ -50,6 +59,13 @@ def test_the_documented_example_loads(tmp_path):
         (["inner.warmup=9", "inner.steps=9"], "inner.warmup=9 must be below inner.steps=9"),
         (["sync.fragments=60"], "sync.fragments=60: sync.every=50 steps are too few for them"),
         (["sync.delay=50"], "sync.delay=50 must be below sync.every=50"),
+        (["sync.every=0"], "sync.every=0: write a number of inner steps, 1 or more, or a time such as 60s or 5min"),
+        (["sync.every=0s"], "sync.every='0s': write a number of inner steps"),
+        (["sync.every=3 weeks"], "sync.every='3 weeks': write a number of inner steps"),
+        (["sync.every=60s", "sync.fragments=2"], "sync.every=60s with sync.fragments=2: fragments take turns by"),
+        (["sync.every=60s", "sync.growth=1"], "sync.every=60s fixes their time"),
+        (["sync.every=60s", "elastic.adaptive=true"], "sync.every=60s gives every island the same time already"),
+        (["outer.momentum=1"], "outer.momentum=1: write `auto` or a number from 0 to below 1"),
         (["sync.delay=1", "sync.apply=replace"], "would throw away what is trained meanwhile: use rebase or mix"),
         (["sync.apply=eager", "sync.fragments=2"], "eager overlaps whole phases: leave sync.delay at 0"),
         (["elastic.adaptive=true", "sync.delay=2"], "elastic.adaptive ends an island's phase early"),

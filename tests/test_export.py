@@ -28,18 +28,6 @@ def command(monkeypatch, capsys, tmp_path) -> Command:
     return Command(monkeypatch, capsys)
 
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("once") / "run"
-    train(parse_config({**SMALL, "checkpoint": {"dir": str(folder)}}))
-    return folder
-
-
-@pytest.fixture
-def run(once, tmp_path) -> Path:
-    return shutil.copytree(once, tmp_path / "run")
-
-
 def load(folder: Path):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
@@ -224,12 +212,19 @@ def test_runs_are_found_by_name_and_misses_are_explained(command, run):
     assert "there are mine" in command.refused("export", "main", "out")
 
 
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("short") / "run"
+    inner = {**SMALL["inner"], "steps": 6}
+    train(parse_config({**SMALL, "inner": inner, "checkpoint": {"dir": str(folder), "snapshot_every": 1}}))
+    return folder
+
+
 @pytest.fixture
-def islands(small, tmp_path) -> Path:
+def islands(trained_once, short_run, tmp_path) -> Path:
     """Three islands' folders; the second has the newest save."""
-    for number, steps in enumerate((6, 12, 6), start=1):
-        where = tmp_path / "many" / f"island-{number}"
-        train(small(inner={"steps": steps}, checkpoint={"dir": str(where), "snapshot_every": 1}))
+    for number, whole in enumerate((short_run, trained_once, short_run), start=1):
+        shutil.copytree(whole, tmp_path / "many" / f"island-{number}")
     return tmp_path / "many"
 
 

@@ -239,7 +239,7 @@ def test_islands_share_the_cores(plan):
 def test_an_earlier_run_is_kept_or_refused(plan):
     (plan.folder / "island-1").mkdir(parents=True)
     (plan.folder / "config.yaml").touch()
-    with pytest.raises(SaveError, match="already holds a run of several islands: add --fresh"):
+    with pytest.raises(SaveError, match="already holds a run of several islands: add --resume"):
         open_run(plan, fresh=False)
     assert open_run(plan, fresh=True) == plan.folder.with_name("run.1")
     assert (plan.folder.with_name("run.1") / "island-1").is_dir()
@@ -485,8 +485,8 @@ def test_islands_do_not_outlive_a_launcher_that_is_killed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_founded_says_why(tmp_path):
-    with islands(tmp_path, "island.fsdp=4") as process:
+    with islands(tmp_path, "data.sequence=100M") as process:
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "island-1 died (exit code 2: error[device]: island.fsdp=4" in out
+    assert "island-1 died (exit code 2: error[data]: " in out
     assert "the run was not founded" in out

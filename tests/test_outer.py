@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from diloco.alone import Alone
-from diloco.config import OuterConfig
+from diloco.config import Config, InnerConfig, OuterConfig, SyncConfig
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.record import Settings
 from diloco.elastic.work import Trained
-from diloco.outer import CHUNK, Layout, apply, outer_lr, outer_settings, outer_vectors, preview
-from diloco.schedule import Schedule
+from diloco.outer import CHUNK, Layout, apply, outer_pace, outer_settings, outer_vectors, preview
 
 WHOLE = Fragments.whole
 
@@ -38,7 +37,7 @@ def test_equals_torchs_nesterov(momentum):
 def test_equals_torchs_adam():
     torch.manual_seed(0)
     theirs = torch.nn.Parameter(torch.randn(1000))
-    config = OuterConfig(optimizer="adam", lr=0.1, momentum=0.9, second=0.99)
+    config = Config(outer=OuterConfig(optimizer="adam", lr=0.1, momentum=0.9, second=0.99))
     ours = state_of(theirs.detach(), "adam")
     adam = torch.optim.Adam([theirs], lr=0.1, betas=(0.9, 0.99))
     for number in range(1, 8):
@@ -56,7 +55,7 @@ def test_bits_are_the_same_on_every_platform():
 
 
 def test_adams_bits_are_the_same_on_every_platform():
-    config = OuterConfig(optimizer="adam", lr=0.01)
+    config = Config(outer=OuterConfig(optimizer="adam", lr=0.01))
     state = golden_rounds("adam", lambda number: outer_settings(config, 4, number))
     digest = sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
     assert digest == "f43a1e1a6803edf501d42256f49a5cd9763f9bc90b04c4ca35214b5539e8d31f"
@@ -96,21 +95,39 @@ def test_views_cover_the_vector_in_order():
     assert layout.size == 10
 
 
-def test_outer_lr_follows_the_published_optimum():
-    assert [round(outer_lr("auto", islands), 3) for islands in (1, 2, 3, 4, 6, 8, 100)] == [
-        0.4,
-        0.6,
-        0.6,
-        0.6,
-        0.7,
-        0.8,
-        0.8,
-    ]
-    assert outer_lr(0.55, 3) == 0.55
+def pace(islands: int = 4, *, rounds: int = 1000, muon: bool = False, **outer: object) -> tuple[float, float]:
+    inner = InnerConfig(optimizer="muon" if muon else "adamw", steps=rounds * 30, warmup=0)
+    config = Config(inner=inner, sync=SyncConfig(every=30), outer=OuterConfig(**outer))  # type: ignore[arg-type]
+    lr, momentum = outer_pace(config, islands)
+    return round(lr, 3), round(momentum, 3)
+
+
+def test_the_outer_pace_follows_the_published_optimum():
+    rates = [pace(islands)[0] for islands in (1, 2, 3, 4, 6, 8, 100)]
+    assert rates == [0.4, 0.6, 0.6, 0.6, 0.7, 0.8, 0.8]
+    assert pace(3) == (0.6, 0.9)
+    assert pace(3, lr=0.55, momentum=0.8) == (0.55, 0.8)
+
+
+def test_with_muon_inside_one_island_follows_muloco():
+    assert pace(1, muon=True) == (0.7, 0.6)
+    assert pace(2, muon=True) == (0.6, 0.9)  # nothing is published for more: as without Muon
+    assert pace(1, muon=True, lr=0.5, momentum=0.8) == (0.5, 0.8)
+
+
+def test_a_short_run_remembers_less():
+    assert pace(rounds=200) == (0.6, 0.9)
+    assert pace(rounds=100) == (0.644, 0.8)
+    assert pace(rounds=30) == (0.852, 0.333)
+    assert pace(rounds=20) == pace(rounds=3) == (1.0, 0.0)  # plain averaging
+    assert pace(rounds=3, momentum=0.9) == (0.6, 0.9)
+    assert pace(rounds=3, lr=0.5) == (0.5, 0.0)
+    assert pace(rounds=3, optimizer="adam")[1] == 0.9
 
 
 def test_alone_the_contribution_is_the_mean():
-    alone = Alone("me", torch.zeros(3), OuterConfig(optimizer="sgd", lr=0.4), WHOLE(3), Schedule((50, 100)))
+    config = Config(outer=OuterConfig(optimizer="sgd", lr=0.4), sync=SyncConfig(every=50))
+    alone = Alone(config, torch.zeros(3), WHOLE(3))
     alone.start(0, torch.ones(3), Trained(10, ((0, 5),)))
     assert alone.position == 5 and alone.updates == 0
     taken = alone.take(0)

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, run_cli
 from torch import nn
 from trained_run import TEXT, Command, byte_pairs, train
 
 from diloco.cli.sample import HARMLESS
-from diloco.configfile import parse_config
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import ModelError
 from diloco.export import as_qwen3
@@ -31,18 +29,6 @@ def command(monkeypatch, capsys, tmp_path) -> Command:
     return Command(monkeypatch, capsys)
 
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("once") / "run"
-    train(parse_config({**SMALL, "checkpoint": {"dir": str(folder)}}))
-    return folder
-
-
-@pytest.fixture
-def run(once, tmp_path) -> Path:
-    return shutil.copytree(once, tmp_path / "run")
-
-
 def test_the_likeliest_tokens_are_those_that_transformers_finds(run):
     module = load_trained(run).module
     ours = continued(module, list(b"def main"), context=32, vocab=256, choice=GREEDY)
@@ -53,13 +39,13 @@ def test_the_likeliest_tokens_are_those_that_transformers_finds(run):
 
 
 def test_a_seed_is_a_text(command, run):
-    first = command("sample", run, "def ", "--tokens", 50)
+    first = command("sample", run, "def ", "--tokens", 20)
     assert (first.code, first.err) == (0, "")
     assert first.out.startswith("def ") and first.out.endswith("\n")
-    assert command("sample", run, "def ", "--tokens", 50).out == first.out
-    assert command("sample", run, "def ", "--tokens", 50, "--seed", 1).out != first.out
-    likeliest = command("sample", run, "def ", "--tokens", 50, "--temperature", 0).out
-    assert command("sample", run, "def ", "--tokens", 50, "--top-k", 1, "--seed", 7).out == likeliest
+    assert command("sample", run, "def ", "--tokens", 20).out == first.out
+    assert command("sample", run, "def ", "--tokens", 20, "--seed", 1).out != first.out
+    likeliest = command("sample", run, "def ", "--tokens", 20, "--temperature", 0).out
+    assert command("sample", run, "def ", "--tokens", 20, "--top-k", 1, "--seed", 7).out == likeliest
 
 
 def test_a_long_prompt_is_cut_from_the_left_and_says_so(command, run):
@@ -177,9 +163,7 @@ def test_pairs_of_bytes_come_out_whole(tmp_path):
 
 
 def test_the_command_itself(run):
-    done = run_cli("sample", str(run), "class ", "--tokens", "20", "--device", "cpu")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("class ")
-    shell = f"{sys.executable} -m diloco sample {run} 'class ' --tokens 3000 | head -c 9"
-    cut = subprocess.run(shell, shell=True, capture_output=True, timeout=300)
-    assert cut.stderr == b"" and len(cut.stdout) == 9
+    command = f"{sys.executable} -m diloco sample {run} 'class ' --tokens 3000 --device cpu | head -c 9"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"class ") and len(done.stdout) == 9

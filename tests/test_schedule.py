@@ -3,7 +3,19 @@ from itertools import pairwise
 import pytest
 
 from diloco.config import InnerConfig, SyncConfig
-from diloco.schedule import Apply, Launch, Schedule, Work, fair_share, learning_rate
+from diloco.elastic.record import Contribution, Offer
+from diloco.schedule import (
+    Apply,
+    Launch,
+    Schedule,
+    Since,
+    TimedSchedule,
+    Work,
+    fair_share,
+    learning_rate,
+    schedule_of,
+    usual_steps,
+)
 
 
 def schedule(steps: int = 100, **sync: object) -> Schedule:
@@ -63,6 +75,44 @@ def test_phases_grow_as_the_learning_rate_falls():
     launches = Schedule.of(SyncConfig(every=5, growth=3.0), inner).launches
     lengths = [hi - lo for lo, hi in pairwise((0, *launches))]
     assert lengths[0] == 9 and lengths[:-1] == sorted(lengths[:-1]) and lengths[-2] == 20
+
+
+def test_by_time_a_round_is_due_when_the_last_one_was_long_ago():
+    plan = schedule_of(SyncConfig(every="2min"), InnerConfig(steps=1000))
+    assert plan == TimedSchedule(120.0, 1000)
+    assert plan.after(500, Since(119.9, None)) == []
+    assert plan.after(500, Since(120.0, None)) == [Launch(0), Apply(0)]
+    assert plan.after(1000, Since(0.0, None))[-2:] == [Launch(0), Apply(0)]
+
+
+def test_by_time_a_result_is_applied_by_steps():
+    plan = TimedSchedule(60.0, 1000, delay=3)
+    assert plan.after(500, Since(60.0, None)) == [Launch(0)]
+    assert plan.after(502, Since(90.0, 2)) == []
+    assert plan.after(503, Since(90.0, 3)) == [Apply(0)]
+
+
+def test_by_time_eager_takes_the_last_result_before_it_launches():
+    plan = schedule_of(SyncConfig(every="60s", apply="eager"), InnerConfig(steps=1000))
+    assert isinstance(plan, TimedSchedule)
+    assert plan.after(500, Since(60.0, 40)) == [Apply(0), Launch(0)] and plan.after(501, Since(1.0, 1)) == []
+
+
+def test_by_time_the_clock_follows_what_was_trained():
+    plan = TimedSchedule(60.0, 1000)
+    assert plan.next(500, 80) == 580 and plan.next(990, 80) == 1000
+    assert plan.next(500, 0) == 501  # it never stands still
+    assert plan.is_over(1000, 7) and not plan.is_over(999, 7)
+
+
+def test_what_a_round_counts_as_is_not_for_a_few_to_say():
+    def round_of(*offers: tuple[int, bool]) -> list[Contribution]:
+        return [Contribution("x", Offer(0, 0, 1, 9, (), late=late, steps=steps), 1) for steps, late in offers]
+
+    assert usual_steps(round_of((30, False), (50, False))) == 50
+    assert usual_steps(round_of((30, False), (50, False), (10**6, False))) == 50
+    assert usual_steps(round_of((30, False), (90, True))) == 30  # late: of two phases
+    assert usual_steps(round_of((90, True))) == 90
 
 
 def rates(**settings: object) -> list[float]:

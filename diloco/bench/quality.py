@@ -53,18 +53,24 @@ BYTES_LIMITS = (("quality.byte_reduction_4bit", "int4", 370.0), ("quality.byte_r
 @dataclass(frozen=True)
 class Setting:
     model: Mapping[str, Any] = field(default_factory=lambda: {"preset": "tiny"})
-    data: Mapping[str, Any] = field(default_factory=lambda: {"sequence": 64})
+    data: Mapping[str, Any] = field(default_factory=lambda: {"sequence": 32})
     island: Mapping[str, Any] = field(default_factory=lambda: {"device": "cpu"})
-    inner: Mapping[str, Any] = field(default_factory=lambda: {"lr": 2e-3, "warmup": 30})
+    inner: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "warmup": 45})
+    outer: Mapping[str, Any] = field(default_factory=dict)
     islands: int = 4
     batch: int = 16  # of all islands together
     every: int = 30
-    steps: int = 300
+    steps: int = 900
     seeds: int = 3
-    validation: int = 256  # samples
+    validation: int = 1024  # samples
     variants: tuple[str, ...] = DEFAULT
     baselines: bool = True
     log_every: int = 1
+
+    @property
+    def evaluate_every(self) -> int:
+        """Rounds: the figure is that of the end, a few before it make the plot."""
+        return max(1, self.steps // self.every // 10)
 
     def config(self, seed: int, *, batch: int, sync: Mapping[str, Any], outer: Mapping[str, Any]) -> Config:
         return parse_config({
@@ -72,7 +78,7 @@ class Setting:
             "island": {**self.island, "batch": batch}, "inner": {**self.inner, "steps": self.steps},
             "sync": {"every": self.every, **sync}, "outer": dict(outer),
             "elastic": {"min_islands": self.islands, "straggler": 100.0, "silence_s": 30.0},
-            "evaluate": {"every": 1, "samples": self.validation}, "log": {"every": self.log_every},
+            "evaluate": {"every": self.evaluate_every, "samples": self.validation}, "log": {"every": self.log_every},
             "checkpoint": {"snapshot_every": 1000000},
         })  # fmt: skip
 
@@ -119,7 +125,7 @@ def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str,
                 continue
             warm_up(sync["codec"])
             config = setting.config(
-                seed, batch=setting.batch // setting.islands, sync=sync, outer=_outer_for(sync["codec"])
+                seed, batch=setting.batch // setting.islands, sync=sync, outer=_outer_for(sync["codec"], setting)
             )
             found.append((variant, _row(peer, setting, train_together(peer, config, Line()))))
             _tell(peer, seed, *found[-1])
@@ -134,8 +140,8 @@ def _tell(peer: BenchPeer, seed: int, name: str, row: dict[str, Any]) -> None:
         print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
 
 
-def _outer_for(codec: str) -> dict[str, Any]:
-    return SPARSE_OUTER if codec == "sparse" else {}
+def _outer_for(codec: str, setting: Setting) -> Mapping[str, Any]:
+    return SPARSE_OUTER if codec == "sparse" else setting.outer
 
 
 def _baselines(peer: BenchPeer, setting: Setting, seed: int) -> list[tuple[str, Any]]:
@@ -154,7 +160,7 @@ def _single(peer: BenchPeer, setting: Setting, seed: int) -> dict[str, Any]:
     """One island with the whole batch and an outer optimizer: DiLoCo with nobody else."""
     row = None
     if peer.index == 0:
-        config = setting.config(seed, batch=setting.batch, sync={"every": setting.every}, outer={})
+        config = setting.config(seed, batch=setting.batch, sync={"every": setting.every}, outer=setting.outer)
         row = _alone_row(train_alone(config))
     found: dict[str, Any] = peer.exchange(row, WAIT_S)[0]
     return found
@@ -192,7 +198,7 @@ def _byte_reductions(peer: BenchPeer, setting: Setting) -> dict[str, float]:
             batch=setting.islands, every=BYTES_EVERY, steps=BYTES_EVERY * BYTES_ROUNDS, validation=4,
         )  # fmt: skip
         warm_up(codec)
-        config = small.config(0, batch=1, sync={"codec": codec}, outer=_outer_for(codec))
+        config = small.config(0, batch=1, sync={"codec": codec}, outer=_outer_for(codec, small))
         found[codec] = _row(peer, small, train_together(peer, config, Line()))["reduction"]
     return found
 

@@ -58,7 +58,8 @@ def driver_for(
 ) -> Driver:
     """The network side of an island that founds a run together with the rest of the roster."""
     digest = hashlib.sha256(GENESIS).hexdigest()
-    state = RunState(Head(0, 0, digest), roster, Ledger(trainer.samples.train_count))
+    epochs, count = trainer.config.data.epochs, trainer.samples.train_count
+    state = RunState(Head(0, 0, digest), roster, Ledger(count, epochs and epochs * count))
     node = Node(transport.identity, state, options_for(trainer.config), now=time.monotonic(), incarnation=1)
     run = Run(GENESIS, digest, trainer.fragments, apply)
     network = Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)

@@ -46,7 +46,7 @@ def diloco(
 def run(
     config: ConfigPath,
     set_: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last save.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what the run's folder holds.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again; an earlier run is kept as NAME.1, NAME.2, …")
     ] = False,
@@ -61,13 +61,13 @@ def run(
 ) -> None:
     """Train here. Ctrl-C finishes the step, saves, and says how to go on.
 
-    With --islands, others join with the ticket that is printed: diloco join TICKET. An island of several accelerators
-    is started by torchrun: torchrun --nproc-per-node 8 -m diloco run CONFIG
+    With --islands, others join with the ticket that is printed: diloco join TICKET. The processes of island.fsdp and
+    island.tp are started here; on several machines: torchrun --nnodes 2 … -m diloco run CONFIG
     """
     from diloco.cli.run import islands_command, run_command
 
     if islands is None:
-        run_command(config, set_ or [], resume=resume, fresh=fresh)
+        run_command(config, set_ or [], link=link, host=host, resume=resume, fresh=fresh)
     else:
         islands_command(config, set_ or [], islands, link=link, host=host, resume=resume, fresh=fresh, restart=restart)
 
@@ -78,8 +78,8 @@ def join(
     set_: Overrides = None,
     dir: Annotated[Path | None, typer.Option(help="This island's folder; runs/RUN-NAME if not given.")] = None,
     name: Annotated[str | None, typer.Option(help="How others see this island.")] = None,
-    fsdp: Annotated[int, typer.Option(min=1, help="Processes that share parameters and data.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Processes that share each matrix.")] = 1,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="Processes that share parameters and data.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Processes that share each matrix.")] = None,
     max_up: Annotated[str | None, typer.Option(help="Cap on what is sent: 20mbit.")] = None,
     max_down: Annotated[str | None, typer.Option(help="Cap on what is received.")] = None,
     link: Link = None,
@@ -91,7 +91,8 @@ def join(
     """
     from diloco.cli.join import join_command
 
-    own = [*(set_ or []), f"island.fsdp={fsdp}", f"island.tp={tp}"]
+    mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
+    own = [*(set_ or []), *mesh]
     join_command(ticket, own, dir=dir, name=name, max_up=max_up, max_down=max_down, link=link, host=host)
 
 
@@ -147,6 +148,25 @@ def export(
     export_command(run, out, tokenizer=tokenizer, force=force)
 
 
+@app.command(epilog="Example: diloco log quickstart --checkout 12 out/round-12")
+def log(
+    run: RunName,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, replay, compare all digests.")] = False,
+    checkout: Annotated[
+        tuple[int, Path] | None,
+        typer.Option("--checkout", metavar="ROUND OUT", help="Write the state after this round to a new folder."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The rounds of a run with others: who contributed, tokens, bytes, digests.
+
+    With --verify, anything that is damaged is named and the exit code is 1; the run may go on meanwhile.
+    """
+    from diloco.cli.log import log_command
+
+    log_command(run, check=verify, out=checkout, as_json=json)
+
+
 @app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')
 def sample(
     run: RunName,
@@ -190,6 +210,41 @@ def simulate(
     from diloco.cli.simulate import simulate_command
 
     simulate_command(protocol=protocol, seeds=seeds, first=first, islands=islands, without=without, jobs=jobs)
+
+
+@app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")
+def plan(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML file.", show_default=False)
+    ] = None,
+    set_: Overrides = None,
+    islands: Annotated[int | None, typer.Option(min=1, max=1024, help="How many take part.")] = None,
+    link: Annotated[str | None, typer.Option(help="Of each island: rate and one-way delay, 1gbit,40ms")] = None,
+    max_up: Annotated[str | None, typer.Option(help="Less than that is sent: 110mbit.")] = None,
+    max_down: Annotated[str | None, typer.Option(help="Less than that is received.")] = None,
+    accelerator: Annotated[str | None, typer.Option(help="h100, h200, a100, 4090, cpu, …")] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="Instead: the JSON of bench speed; of bench codec, too. Repeat it.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Utilisation to reach, with commas: 95%")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    layers: Annotated[str | None, typer.Option(help="Without CONFIG: transformer blocks.")] = None,
+    step_time: Annotated[str | None, typer.Option(help="… what a step takes: 0.1s")] = None,
+    params: Annotated[str | None, typer.Option(help="… parameters: 1B")] = None,
+    every: Annotated[str | None, typer.Option(help="… steps between two synchronisations; 100.")] = None,
+    method: Annotated[str | None, typer.Option(help="… data-parallel, diloco, streaming or overlap.")] = None,
+    bits: Annotated[str | None, typer.Option(help="… of a parameter on its way; 16.")] = None,
+) -> None:
+    """What a slow network will cost, before paying for it.
+
+    Of a CONFIG: seconds, bytes, utilisation and memory, and which setting these links want. --target alone: which
+    rate is needed. Without CONFIG: Gbit/s by the model of the Streaming DiLoCo paper, from --layers and so on.
+    """
+    from diloco.cli.plan import Bare, Links, plan_command
+
+    bare = Bare(layers, step_time, params, every, method, bits)
+    links = Links(islands, link, max_up, max_down, accelerator, profile or [])
+    plan_command(config, set_ or [], bare, links, target=target, as_json=json)
 
 
 @app.command(epilog="Example: diloco doctor --dir /scratch/runs")
@@ -318,21 +373,31 @@ def overlap(
     show(measure(islands=islands, every=every, rounds=rounds), as_json=json)
 
 
+@bench.command(name="plan", epilog="Example: diloco bench plan --json")
+def bench_plan(json: Json = False) -> None:
+    """The planner against the published table (a second)."""
+    from diloco.bench.plan import measure
+    from diloco.bench.report import show
+
+    show(measure(), as_json=json)
+
+
 @bench.command(epilog="Example: diloco bench quality --variant int8,sparse --seeds 1 --plot quality.png")
 def quality(
     json: Json = False,
     preset: Annotated[str, typer.Option(help="The model: tiny, 35m, 90m, …")] = "tiny",
     islands: Annotated[int, typer.Option(min=2)] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step of all islands together.")] = 16,
-    sequence: Annotated[int, typer.Option(min=1)] = 64,
+    sequence: Annotated[int, typer.Option(min=1)] = 32,
     every: Annotated[int, typer.Option(min=1, help="Inner steps between two rounds.")] = 30,
-    steps: Annotated[int, typer.Option(min=1)] = 300,
+    steps: Annotated[int, typer.Option(min=1)] = 900,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     variant: Annotated[str, typer.Option(help="With commas; int8, int4, streaming fp4, eager int8, sparse, …")] = "",
     plot: Annotated[Path | None, typer.Option(help="A PNG of the losses.")] = None,
     bytes_too: Annotated[bool, typer.Option("--bytes/--no-bytes", help="Count what is sent, too.")] = True,
     baselines: Annotated[bool, typer.Option(help="Data parallel, and one island alone.")] = True,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 2e-3,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 1e-3,
+    momentum: Annotated[str, typer.Option(help="Outer momentum.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="To train on, as bytes; none: Python's standard library.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; islands share one GPU.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile")] = False,
@@ -344,9 +409,9 @@ def quality(
     names = tuple(name.strip() for name in variant.split(",")) if variant else DEFAULT
     data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
     setting = Setting(
-        {"preset": preset}, data, {"device": device, "compile": compile}, {"lr": lr, "warmup": max(1, steps // 10)},
-        islands=islands, batch=batch, every=every, steps=steps, seeds=seeds, variants=names, baselines=baselines,
-        log_every=1 if device == "cpu" else 50,
+        {"preset": preset}, data, {"device": device, "compile": compile}, {"lr": lr, "warmup": max(1, steps // 20)},
+        {"momentum": momentum}, islands=islands, batch=batch, every=every, steps=steps, seeds=seeds, variants=names,
+        baselines=baselines, log_every=1 if device == "cpu" else 50,
     )  # fmt: skip
     show(measure(setting, plot=plot, bytes_too=bytes_too), as_json=json)
 

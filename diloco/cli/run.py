@@ -2,23 +2,34 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from diloco.board import account
-from diloco.config import Config
+from diloco.config import IslandConfig
 from diloco.configfile import load_config
 from diloco.errors import ConfigError
-from diloco.fleetplan import Plan
-from diloco.peer import Connection
-from diloco.runner import run
-from diloco.trainer import Outcome
+from diloco.fleetplan import Plan, islands_in
+from diloco.processes import start_if_several
 from diloco.units import parse_link
 from diloco.watching import open_islands_view
 
+if TYPE_CHECKING:
+    from diloco.trainer import Outcome
 
-def run_command(path: Path, overrides: list[str], *, resume: bool, fresh: bool) -> None:
+
+def run_command(
+    path: Path, overrides: list[str], *, link: str | None, host: str | None, resume: bool, fresh: bool
+) -> None:
     config = load_config(path, overrides)
+    islands = islands_in(Path(config.dir)) if resume else 0
+    if islands:
+        islands_command(path, overrides, islands, link=link, host=host, resume=resume, fresh=fresh)
+        return
+    start_if_several(config.island)
+    from diloco.runner import run
+
     outcome = run(config, resume=resume, fresh=fresh)
     if outcome.leader:
         text = farewell(outcome, config.dir, command_line(path, overrides))
@@ -36,17 +47,19 @@ def islands_command(
     fresh: bool,
     restart: bool = True,
 ) -> None:
-    if resume:
-        raise ConfigError("--resume with --islands is not there yet: start with --fresh, or resume an island alone")
+    if resume and fresh:
+        raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
     config = load_config(path, overrides)
     up, delay_s = parse_rate(link)
     if islands > 1:
-        many_islands(Plan(config, path, tuple(overrides), islands, link, host, restart), fresh=fresh)
+        many_islands(Plan(config, path, tuple(overrides), islands, link, host, restart, resume), fresh=fresh)
         return
-    from diloco.island_run import found
+    start_if_several(config.island)
+    from diloco.island_run import found, go_on
+    from diloco.peer import Connection
 
-    connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config))
-    outcome = found(config, connection, fresh=fresh)
+    connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config.island))
+    outcome = go_on(config, connection) if resume else found(config, connection, fresh=fresh)
     if outcome.leader:
         Console(highlight=False).print(ending(outcome, config.dir), soft_wrap=True, markup=False)
 
@@ -77,8 +90,8 @@ def what_next(plan: Plan) -> list[str]:
     ]
 
 
-def mesh_of(config: Config) -> str:
-    return f"fsdp {config.island.fsdp} x tp {config.island.tp}"
+def mesh_of(island: IslandConfig) -> str:
+    return f"fsdp {island.fsdp} x tp {island.tp}"
 
 
 def parse_rate(link: str | None) -> tuple[float | None, float]:
@@ -88,7 +101,7 @@ def parse_rate(link: str | None) -> tuple[float | None, float]:
         raise ConfigError(f"--link {link}: {error}") from None
 
 
-def ending(outcome: Outcome, folder: str) -> str:
+def ending(outcome: "Outcome", folder: str) -> str:
     done = "done" if outcome.finished else "left"
     losses = outcome.validation_losses
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
@@ -102,13 +115,14 @@ def command_line(path: Path, overrides: list[str]) -> str:
 
 
 def _launcher() -> list[str]:
-    if (processes := os.environ.get("LOCAL_WORLD_SIZE")) is not None:
+    processes = os.environ.get("LOCAL_WORLD_SIZE")
+    if processes is not None and "DILOCO_MEETING" not in os.environ:
         return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]
     program = Path(sys.argv[0])
     return [sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)]
 
 
-def farewell(outcome: Outcome, folder: str, command: str) -> str:
+def farewell(outcome: "Outcome", folder: str, command: str) -> str:
     longer = f"{command} --resume --set inner.steps={2 * outcome.step}"
     if not outcome.finished:
         return f"stopped after step {outcome.step}; go on with:\n  {command} --resume"

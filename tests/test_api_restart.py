@@ -1,0 +1,131 @@
+"""A training loop of one's own that is started again: it goes on, or says why it does not."""
+
+import shutil
+from contextlib import suppress
+
+import pytest
+import torch
+from own_loops import DATA, PLAIN, made, run_of, train, train_all, vector
+from team import HERE
+from torch import nn
+
+import diloco
+from diloco.bench.speed import Heard
+from diloco.errors import SaveError
+from diloco.events import Events
+from diloco.trained import load_trained
+from diloco.trainer import Trainer
+
+
+class Killed(Exception):
+    """The block is left at once, and nothing is saved on the way."""
+
+
+def with_dropout(seed: int) -> nn.Module:
+    return made(seed).insert(2, nn.Dropout(0.5))
+
+
+def train_until(where: dict, stop: int, seed: int, *, killed: bool = False) -> tuple[list[float], torch.Tensor, int]:
+    """A program that is started, and ends there: its losses, the model's and the outer parameters, its first step."""
+    model, losses = with_dropout(seed), []
+    torch.manual_seed(seed)
+    with (
+        suppress(Killed),
+        diloco.connect(where, model, "AdamW", optimizer_options={"lr": 0.01}, alone=True) as run,
+    ):
+        first = run.step_count + 1
+        for batch in run.batches(DATA, 4):
+            losses.append(train(model, run.optimizer, batch).item())
+            run.step(loss=losses[-1])
+            if run.step_count == stop:
+                if killed:
+                    raise Killed
+                break
+        with run.outer_parameters():
+            outer = vector(model)
+        return losses, torch.cat([vector(model), outer]), first
+    return losses, torch.empty(0), first
+
+
+def test_an_earlier_run_is_kept_or_refused(tmp_path):
+    train_until(run_of(tmp_path), 12, seed=1)
+    with pytest.raises(SaveError, match=r"alone=True goes on .* fresh=True"), diloco.connect(run_of(tmp_path), made()):
+        pass
+    with diloco.connect(run_of(tmp_path), made(), alone=True, fresh=True) as run:
+        assert run.step_count == 0
+    assert (tmp_path / "run.1").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
+def test_a_program_that_is_started_again_equals_one_that_never_stopped(tmp_path, capsys, sync, killed):
+    """A killed one goes on from its last save, that of the last round."""
+    sections = {"inner": {"steps": 18}, "sync": {"every": 4, **sync}}
+    where = run_of(tmp_path, **sections) | {"checkpoint": {"dir": f"{tmp_path}/run", "snapshot_every": 1}}
+    whole = where | {"checkpoint": {"dir": f"{tmp_path}/whole"}}
+    losses, end, _ = train_until(whole, 18, seed=1)
+    before, _, _ = train_until(where, 11, seed=1, killed=killed)
+    after, found, first = train_until(where, 18, seed=2)  # other weights and other dice, as far as it knows
+    assert before + after[12 - first :] == losses
+    assert torch.equal(found, end)
+    assert 4 < first < 12 if killed else first == 12
+    assert f"goes on from step {first - 1} of 18" in capsys.readouterr().out
+    assert train_until(where, 18, seed=3)[0] == []  # there is nothing left to do
+
+
+CHANGES = [
+    ({"seed": 1}, with_dropout, "AdamW", "seed=0, now it is 1"),
+    ({"outer": {"optimizer": "adam"}}, with_dropout, "AdamW", "outer.optimizer=nesterov, now it is adam"),
+    ({"inner": {"steps": 3}}, with_dropout, "AdamW", "is past inner.steps=3"),
+    ({}, with_dropout, "SGD", "optimizer=AdamW, now it is SGD"),
+    ({}, lambda seed: nn.Linear(3, 1), "AdamW", "is of another model"),
+]
+
+
+@pytest.mark.parametrize(("sections", "model", "optimizer", "message"), CHANGES, ids=[case[-1] for case in CHANGES])
+def test_only_the_same_program_goes_on(tmp_path, sections, model, optimizer, message):
+    train_until(run_of(tmp_path), 6, seed=1)
+    with (
+        pytest.raises(SaveError, match=message),
+        diloco.connect(run_of(tmp_path, **sections), model(0), optimizer, alone=True),
+    ):
+        pass
+
+
+def test_saves_of_programs_and_of_the_built_in_trainer_are_told_apart(tmp_path, small):
+    trainer = Trainer(small(), HERE, Events([Heard()]))
+    trainer.save()
+    with (
+        pytest.raises(SaveError, match="of the built-in trainer: go on with"),
+        diloco.connect(small(), made(), alone=True),
+    ):
+        pass
+    shutil.rmtree(small().dir)
+    train_until(run_of(tmp_path), 6, seed=1)
+    with pytest.raises(SaveError, match=r"program of its own \(diloco.connect\): start that program"):
+        trainer.resume()
+    with pytest.raises(SaveError, match=r"program of its own .* inside `with run.outer_parameters\(\):`"):
+        load_trained(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_founder_that_is_started_again_goes_on_from_its_log(tmp_path, capsys):
+    where = run_of(tmp_path, inner={"steps": 20}, outer=PLAIN)
+    options, model = {"optimizer_options": {"lr": 0.1}}, made()
+    with suppress(Killed), diloco.connect(where, model, "SGD", **options) as run:
+        for batch in run.batches(DATA, 4):
+            train(model, run.optimizer, batch)
+            run.step()
+            if run.round and run.step_count == 10:
+                with run.outer_parameters():
+                    outer = vector(model)
+                raise Killed
+    with pytest.raises(SaveError, match=r"founded with inner\.steps=20, now it is 30"):  # noqa: SIM117
+        with diloco.connect(where | {"inner": {"steps": 30}}, made(1), "SGD", **options):
+            pass
+    again = made(1)
+    with diloco.connect(where, again, "SGD", **options) as run:
+        assert run.step_count == 8 and torch.equal(vector(again), outer)
+        train_all(run, again)
+        assert run.finished and run.step_count == 20
+    assert "goes on from step 8" in capsys.readouterr().out

@@ -1,0 +1,190 @@
+"""When islands launch, wait and go on: fragments, phases by wall time, the end of the data. Over real rounds."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from team import HERE, PATIENT, Team, deadline, introduced, one_step_done, own_folder, side_by_side, wait_until
+
+from diloco.bench.speed import Heard
+from diloco.bench.team import driver_for
+from diloco.comm.memory import MemoryNetwork
+from diloco.elastic.ranges import size
+from diloco.elastic.work import Trained
+from diloco.events import Events
+from diloco.exchange import Exchange
+from diloco.together import Together
+from diloco.trainer import Trainer
+
+
+@contextmanager
+def two_exchanges(config):
+    """Of islands that hold the same model: by name, with their drivers."""
+    network, names = MemoryNetwork(), ("A", "B")
+    trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
+    drivers = {name: driver_for(trainers[name], names, network.transport(name)) for name in names}
+    islands = {name: Together(driver, config, str) for name, driver in drivers.items()}
+    exchanges = {name: Exchange(trainers[name].island, HERE, config.sync, islands[name]) for name in names}
+    yield exchanges, drivers
+    for together in islands.values():
+        together.session.close()
+
+
+def test_an_island_that_waits_for_one_fragment_takes_part_in_the_rounds_of_others(small):
+    """A has launched fragment 1 only, and 0 is due: without its offer for that, both would wait for ever."""
+    config = small(sync={"every": 6, "fragments": 2}, elastic=PATIENT)
+    late, orders = deadline(20), {"A": [1], "B": [0, 1]}
+
+    def take_part(name: str, exchange: Exchange) -> list[bool]:
+        exchange.trained((), 100)
+        return [exchange.launch(f) and exchange.finish(f, late) for f in orders[name]]
+
+    with two_exchanges(config) as (exchanges, drivers):
+        over = side_by_side(drivers, lambda name: take_part(name, exchanges[name]))
+        assert over == {"A": [True], "B": [True, True]}
+
+
+def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
+    """What it has trained counts on top of the others' clock: it is not made to launch at once, and wait."""
+    config = small(sync={"every": 6}, inner={"steps": 60}, elastic={"silence_s": 2.0})
+    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
+        slow, fast = exchanges["A"], exchanges["B"]
+        for _ in range(2):
+            slow.trained((), 10)
+        for _ in range(6):
+            fast.trained((), 10)
+        fast.launch(0)
+        assert fast.finish(0, lambda: False) and fast.step == 6
+        wait_until(lambda: slow.take_what_moved() and slow.step != 2)
+        assert slow.step == 6 + 2
+
+
+def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
+    config = small(sync={"every": 6}, elastic=PATIENT)
+    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
+        island, node = exchanges["A"].outside, drivers["A"].node
+        for samples in (((0, 8),), ((8, 16),)):  # two phases that no round contains
+            island.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
+        island.look()
+        island.ask(40)
+        wait_until(lambda: node.want == 40 + 16)
+        island.ask(50)
+        wait_until(lambda: node.want == 50 + 16)
+
+
+def test_an_island_without_samples_waits_no_longer_than_it_has_none(small):
+    """A gives what it has. When the round of fragment 0 brings it new samples, it goes on with them: the round of 1,
+    which waits for B, is not to be waited for, or B might wait for what A would train."""
+    config = small(sync={"every": 6, "fragments": 2}, inner={"steps": 60}, elastic=PATIENT, evaluate={"every": 0})
+    team, late = Team(config), deadline(30)
+    drivers = team.drivers()
+
+    def live(name: str) -> int:
+        membership = one_step_done(team, drivers, name, late)
+        if name == "A":
+            while membership.draw(8, 8):
+                pass
+            membership.without_samples(8, late)
+        else:
+            membership.exchange.launch(0)
+            membership.exchange.finish(0, late)
+        return size(membership.pool)
+
+    assert side_by_side(drivers, live)["A"] == 2 * 6 * 8
+    assert not late()
+
+
+def test_at_the_end_of_the_data_nobody_waits_for_rounds_that_cannot_come(small, tmp_path):
+    """B has done the rounds of 1 and 2 without A, which owes them now, and 0 is due, of which nobody has anything."""
+    (tmp_path / "a.txt").write_text("x" * (97 * 32))
+    data = {"source": "text", "path": str(tmp_path / "a.txt"), "epochs": 1, "validation": 0.0}
+    elastic = {**PATIENT, "min_islands": 1}
+    config = small(data=data, sync={"every": 3, "fragments": 3}, elastic=elastic, evaluate={"every": 0})
+    team, late, done = Team(config), deadline(30), threading.Event()
+    drivers = team.drivers()
+
+    def live(name: str) -> bool:
+        membership = one_step_done(team, drivers, name, late)
+        while membership.draw(8, 8):
+            pass
+        for fragment in (0,) if name == "A" else (0, 1, 2):
+            assert membership.exchange.launch(fragment) and membership.exchange.finish(fragment, late)
+        if name == "B":
+            done.set()
+        else:
+            assert done.wait(60)
+            membership.without_samples(8, late)
+            assert membership.exchange.owes(1) and membership.exchange.owes(2)
+        return membership.finished
+
+    assert side_by_side(drivers, live)["A"]
+    assert not late()
+
+
+def test_at_the_end_of_the_data_every_fragment_has_all_of_it(small, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 300)
+    data = {"source": "text", "path": str(tmp_path / "a.txt"), "epochs": 1, "validation": 0.0}
+    elastic, sync = {**PATIENT, "grace_s": 60.0}, {"every": 4, "fragments": 3}
+    team = Team(small(data=data, sync=sync, inner={"steps": 1000}, elastic=elastic, evaluate={"every": 0}))
+    team.run()
+    for trainer in team.trainers.values():
+        assert trainer.finished and trainer.step < 1000
+        assert not any(trainer.outside.owes(fragment) for fragment in range(3))
+        assert not any(trainer.membership.exchange.owes(fragment) for fragment in range(3))
+
+
+@pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
+def test_by_time_islands_of_any_speed_come_to_each_round_and_end_together(small, sync):
+    config = small(sync={"every": "300ms", **sync}, inner={"steps": 60}, elastic=PATIENT, evaluate={"every": 0})
+    team = Team(config, pauses_s=(0.01, 0.04))  # 30 and 7 steps in a phase, at most
+    team.run()
+    assert all(proposal.islands == ("A", "B") for proposal in team.rounds)
+    clock = [proposal.step for proposal in team.rounds]
+    assert clock == sorted(set(clock)) and clock[-1] == 60 and len(clock) > 1
+    for before, proposal in zip([0, *clock], team.rounds, strict=False):  # what most of them have done, up to the end
+        steps = max(contribution.offer.steps for contribution in proposal.contributions)
+        assert proposal.step == min(60, before + steps)
+    fast, slow = (team.trainers[name].membership for name in team.names)
+    assert fast.finished and slow.finished
+    assert fast.exchange.steps >= slow.exchange.steps >= len(clock)
+
+
+def test_by_time_whoever_comes_last_does_not_wait_for_those_who_are_gone(small):
+    """A does all steps. B's result of the last round comes when it has trained on: that is not launched any more."""
+    sync = {"every": "1h", "apply": "eager"}
+    config = small(sync=sync, inner={"steps": 5}, elastic=PATIENT, evaluate={"every": 0})
+    team, late = Team(config), deadline(30)
+    drivers = team.drivers()
+
+    def live(name: str) -> bool:
+        membership = one_step_done(team, drivers, name, late)
+        if name == "B":
+            membership.exchange.launch(0)
+        for _ in range(4):
+            assert membership.draw(8, 8)
+        membership.sync_if_due(late)
+        return membership.finished
+
+    assert side_by_side(drivers, live) == {"A": True, "B": True}
+    assert not late()
+
+
+def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch):
+    """A guess that was far too small ends the first phases early; then they know better."""
+    monkeypatch.setattr("diloco.config.GUESSED_STEPS", 1)
+    config = small(sync={"every": "2s"}, inner={"steps": 30}, elastic=PATIENT, evaluate={"every": 0})
+    team = Team(config)
+    team.run()
+    steps = [max(contribution.offer.steps for contribution in proposal.contributions) for proposal in team.rounds]
+    assert steps[0] == 2 and max(steps) > 2
+    assert team.rounds[-1].step == 30
+
+
+def test_alone_by_time_a_run_ends_where_it_should(small):
+    heard = Heard()
+    trainer = Trainer(small(sync={"every": "50ms"}, inner={"steps": 25}), HERE, Events([heard]))
+    trainer.run()
+    assert trainer.finished and trainer.step == trainer.membership.exchange.steps == 25
+    rounds = [event["step"] for event in heard.events if event["event"] == "round"]
+    assert rounds == sorted(set(rounds)) and rounds[-1] == 25
