@@ -11,7 +11,6 @@ the disk has refused something, and after a move to another branch, it has none 
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,16 +18,17 @@ from pathlib import Path
 
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.library import Item
-from diloco.checkpoint.log import Entry, payload_name
+from diloco.checkpoint.log import Entry
+from diloco.checkpoint.pruning import prune
+from diloco.checkpoint.results import Results
 from diloco.checkpoint.segments import SegmentWriter, cut, segment_number, segment_paths
-from diloco.checkpoint.snapshot import DAMAGED, Frozen, clean, manifests, remove, write_snapshot
+from diloco.checkpoint.snapshot import Frozen, clean, manifests, write_snapshot
 from diloco.checkpoint.store import Store
 from diloco.comm.frame import Buffer
 
 KEEP = 2  # snapshots, and the log since the older one
 SEGMENT_BYTES = 256 << 20
 RETRY_S = 5.0  # after the disk has refused
-CACHED_ITEMS = 4  # results read back for peers
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str, str], None]  # what happened, in which words
@@ -69,8 +69,8 @@ class DiskStore(Store):
         self._segment: SegmentWriter | None = None
         self._memory = self.journal.memory
         self._retry_at = 0.0
-        self._items: OrderedDict[str, Item] = OrderedDict()
         self._changed = threading.Condition()
+        self._results = Results(self.journal, self._changed, tell)
         self._jobs: list[Job] = []
         self._frozen: Frozen | None = None
         self._busy = self._photographing = self._closing = self._dead = False
@@ -167,22 +167,7 @@ class DiskStore(Store):
             return entry is not None and self.journal.has(entry.payload)
 
     def item(self, payload: str) -> Item | None:
-        with self._changed:
-            item, place = self._items.get(payload), self.journal.payloads.get(payload)
-        if item is not None or place is None:
-            return item
-        if (raw := self.journal.payload(payload)) is None:
-            with self._changed:
-                self.journal.payloads.pop(payload, None)
-            if place.path.exists():
-                self.tell("damaged", f"{place.path.name}: the bytes of result {payload[:12]} are damaged")
-            return None
-        item = Item(payload_name(payload), raw)
-        with self._changed:
-            self._items[payload] = item
-            while len(self._items) > CACHED_ITEMS:
-                self._items.popitem(last=False)
-        return item
+        return self._results.item(payload)
 
     def written(self) -> tuple[str, int]:
         """The file being written, and how much of it."""
@@ -341,23 +326,6 @@ class DiskStore(Store):
             self._anchored = self._anchored or frozen.version in self._stretch
         self._hand_in(Job())  # what was written since is durable from now on
         try:
-            self._prune()
+            prune(self.folder, self.journal, self._changed, self._keep)
         except OSError as error:
             log.warning("%s: old snapshots and segments stay: %s", self.folder, error)
-
-    def _prune(self) -> None:
-        """The last snapshots and the log since the oldest of them stay."""
-        found = manifests(self.folder)
-        if not self._keep or len(found) < self._keep:
-            return
-        for _, path in found[: -self._keep]:
-            remove(path)
-        for path in self.folder.glob(f"snapshot-*{DAMAGED}"):
-            remove(path)
-        oldest = found[-self._keep][0].version
-        with self._changed:
-            paths = segment_paths(self.folder)
-            follows = [path in self.journal.headers and self.journal.headers[path].base == oldest for path in paths]
-            for path in paths[: follows.index(True)] if any(follows) else []:
-                path.unlink()
-                self.journal.forget(path)

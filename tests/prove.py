@@ -127,6 +127,10 @@ def kills(count: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_elastic_kills.py", environment={"DILOCO_KILLS": str(count)})
 
 
+def writer_kills(count: int) -> Callable[[], Iterator[Result]]:
+    return tests("tests/test_checkpoint_kills.py", environment={"DILOCO_WRITER_KILLS": str(count)})
+
+
 def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_comm_fuzz.py", environment={"DILOCO_FUZZ": str(inputs)})
 
@@ -151,6 +155,9 @@ CLAIMS = [
     Claim("a killed or stopped island costs the others little", bench("recover")),
     Claim("a newcomer costs the others nothing", bench("join")),
     Claim("twenty kills in a row; an epoch with crashes and joins", kills(20)),
+    Claim("a writer killed 300 times loses nothing that was durable", writer_kills(300)),
+    Claim("a run whose islands were all killed goes on from their disks", tests("tests/test_checkpoint_restart.py")),
+    Claim("any changed byte of a log or snapshot is named", tests("tests", "-k", "test_checkpoint and changed_byte")),
     Claim("a cut network trains on and merges; liars are excluded by name", tests("tests/test_elastic_driver.py")),
     Claim("every schedule is what a plain loop says", tests("tests/test_algorithms.py", "tests/test_membership.py")),
     Claim("a slow link costs an overlapped loop nothing", bench("overlap")),

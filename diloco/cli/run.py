@@ -73,18 +73,23 @@ def many_islands(plan: Plan, *, fresh: bool) -> None:
         board = run_islands(plan, view, fresh=fresh)
     finally:
         view.close()
-    text = "\n".join([*account(board), *what_next(plan)])
+    text = "\n".join([*account(board), *what_next(plan, finished=board.finished)])
     Console(highlight=False).print(text, soft_wrap=True, markup=False)
     raise SystemExit(0 if board.finished and board.agree else 1)
 
 
-def what_next(plan: Plan) -> list[str]:
+def what_next(plan: Plan, *, finished: bool) -> list[str]:
     options = shlex.join(["--islands", str(plan.islands), *plan.network()])
     command = f"{command_line(plan.path, list(plan.overrides))} {options}"
-    return [
-        "next:",
+    again = [
         f"  {command} --fresh --set inner.steps={2 * plan.config.inner.steps}",
         "      trains again, twice as long",
+    ]
+    return [
+        "next:",
+        *(again if finished else [f"  {command} --resume", "      goes on from the last round that any island has"]),
+        f"  diloco log {plan.folder}",
+        "      who contributed to which round; --verify replays all of it",
         f"  {plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log",
         "      what happened, one JSON object a line, and what the island printed; each island has both",
     ]
