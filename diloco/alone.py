@@ -71,7 +71,7 @@ class Alone:
         while any(launched.fragment == fragment for launched in self.launched):
             self._commit(self.launched.pop(0))
         self.fragments.copy(self.vectors, "parameters", self.base, fragment)
-        return Taken(self.step, owed=None)
+        return Taken(self.step)
 
     def _commit(self, launched: Launched) -> None:
         settings = outer_settings(self._config, 1, self.updates // len(self.fragments) + 1)

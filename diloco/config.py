@@ -203,6 +203,15 @@ class OuterConfig(Section):
     second: Fraction = key(0.99, "adam's decay of the second moment")
     eps: Number = key(1e-8, "adam's epsilon", gt=0)
 
+    @model_validator(mode="after")
+    def _adam_needs_a_rate(self) -> Self:
+        if self.optimizer == "adam" and self.lr == "auto":
+            raise ValueError(
+                "outer.optimizer=adam moves every parameter by about outer.lr a round, whatever was trained: give "
+                "outer.lr a number (1e-3 is a start); auto is for nesterov and sgd"
+            )
+        return self
+
 
 class SyncConfig(Section):
     """When islands meet, and what travels."""

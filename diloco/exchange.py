@@ -20,6 +20,7 @@ from diloco.alone import Alone
 from diloco.config import SyncConfig
 from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
+from diloco.elastic.session import Taken
 from diloco.elastic.work import Trained
 from diloco.fragments import names_of
 from diloco.place import Place
@@ -63,7 +64,6 @@ class Exchange:
         self.step = 0  # the run's clock
         self.in_flight: set[int] = set()
         self._cut_at = [0] * len(fragments)  # inner steps done at the last cut
-        self._contained_at = [0] * len(fragments)  # and at the last one that the outer state contains
         self._tokens = [0] * len(fragments)  # since the last cut
         self.used: Ranges = ()  # samples since the last cut of any fragment
         self._cuts: dict[int, Cut] = {}
@@ -80,6 +80,10 @@ class Exchange:
             return None
         pinned = self._place.device.type == "cuda" and self.outside.base.device.type == "cpu"
         return torch.empty_like(self.outside.base, pin_memory=pinned)
+
+    def since_cut(self, fragment: int) -> int:
+        """Inner steps done here."""
+        return self.steps - self._cut_at[fragment]
 
     def owes(self, fragment: int) -> bool:
         """Whether there is progress that the outer state does not contain."""
@@ -99,7 +103,7 @@ class Exchange:
         eager = self._sync.apply == "eager"
         cut = self._cut(fragment)
         if self.outside is not None and self.anchor is not None and cut is not None:
-            done = Trained(self._tokens[fragment], self.used, self.steps - self._cut_at[fragment])
+            done = Trained(self._tokens[fragment], self.used, self.since_cut(fragment))
             if eager:
                 cut.finish()
                 self.fragments.scatter(self.outside.preview(fragment, cut.progress), self.anchor, fragment)
@@ -158,16 +162,14 @@ class Exchange:
         contained = self._place.any(taken is not None and taken.owed is None)
         launched = fragment in self.in_flight
         self.in_flight.discard(fragment)
-        if launched and contained:
-            self._contained_at[fragment] = self._cut_at[fragment]
-        self._set_clock(taken.step if taken is not None else 0, fragment, launched=launched)
+        self._set_clock(taken, fragment, launched=launched)
         if launched and contained and self._sync.apply == "eager":
             return  # the phase that goes on started from a preview of it
         if taken is not None:
             self._move_anchor(fragment, taken.owed)
         if launched and self._sync.apply == "mix":
             self._update(fragment, partial(_mixed, alpha=self._sync.alpha), self.anchor)
-        elif self.steps == self._cut_at[fragment]:  # nothing was trained since: it is where the anchor was
+        elif not self.since_cut(fragment):  # nothing was trained since: it is where the anchor was
             self._update(fragment, _replaced, self.anchor)
         else:
             self._update(fragment, _rebased, self.anchor, self._local)
@@ -190,14 +192,14 @@ class Exchange:
     def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
 
-    def _set_clock(self, step: int, fragment: int, *, launched: bool) -> None:
+    def _set_clock(self, taken: Taken | None, fragment: int, *, launched: bool) -> None:
         """On time, nothing changes. Left behind with one fragment, an island finishes its phase: all that it has
         trained since counts on top. With several, that would carry it past launches of rounds that wait for it."""
-        step = self._place.share(step)
+        step, owed_steps = self._place.share((taken.step, taken.owed_steps) if taken is not None else None)
         if len(self.fragments) == 1:
-            self.step = step + self.steps - self._contained_at[fragment]
+            self.step = step + owed_steps + self.since_cut(fragment)
         else:
-            self.step = step + self.steps - self._cut_at[fragment] if launched else max(self.step, step)
+            self.step = step + self.since_cut(fragment) if launched else max(self.step, step)
 
     def take_what_moved(self) -> bool:
         """Others went on without this island, or it moved to another branch. What is in flight has its own time.
@@ -237,7 +239,7 @@ class Exchange:
     def facts(self) -> dict[str, Any]:
         return {
             "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": self._cut_at,
-            "contained_at": self._contained_at, "tokens": self._tokens, "used": self.used,
+            "tokens": self._tokens, "used": self.used,
         }  # fmt: skip
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
@@ -246,7 +248,7 @@ class Exchange:
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
-        self._cut_at, self._contained_at = list(facts["cut_at"]), list(facts["contained_at"])
+        self._cut_at = list(facts["cut_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
 
 

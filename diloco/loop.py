@@ -21,7 +21,7 @@ from diloco.config import Config
 from diloco.data.shuffle import permute
 from diloco.elastic.ranges import Ranges, first, minus, normal, size
 from diloco.entry import agreement, samples_ahead
-from diloco.errors import DataError, LoopError
+from diloco.errors import DataError, LoopError, SaveError
 from diloco.events import Events
 from diloco.exchange import Outside
 from diloco.genesis import OWN_LOOP
@@ -143,10 +143,19 @@ class Run:
     def leave(self) -> None:
         """Contribute what is left, say goodbye, save."""
         self._membership.leave()
-        self.save()
-        self._events.emit("end", step=self.step_count, finished=self.finished)
-        if isinstance(self._outside, Together):
-            self._events.emit("agreed", **agreement(self._outside))
+        try:
+            self.save()
+        finally:
+            self._events.emit("end", step=self.step_count, finished=self.finished)
+            if isinstance(self._outside, Together):
+                self._events.emit("agreed", **agreement(self._outside))
+
+    def _save_if_possible(self) -> None:
+        """A full disk is no reason to stop: there may be space for the next one."""
+        try:
+            self.save()
+        except SaveError as error:
+            self._events.emit("note", text=f"training goes on, but {error}")
 
     def save(self) -> Path:
         started = time.perf_counter()
@@ -190,7 +199,7 @@ class Run:
             self._events.emit("round", **story, round_s=self._membership.round_s)
         passes = self._membership.passes
         if passes != self._passes and passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
-            self.save()
+            self._save_if_possible()
         self._passes = passes
 
     def _observe(self, tokens: int, loss: Tensor | float | None) -> None:

@@ -42,7 +42,7 @@ class Membership:
         self.round_s = 0.0  # from this island's last launch to the last news
         self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
-        self.updates = self._phase_steps = self._step_ms = self._launched_steps = 0
+        self.updates = self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
         self.look()
         self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
@@ -132,7 +132,7 @@ class Membership:
     def _since(self) -> Since:
         """By the leader's clock."""
         round_s = self.place.share(time.perf_counter() - max(self._launched_at, self._updated_at))
-        return Since(round_s, self.exchange.steps - self._launched_steps if self.exchange.in_flight else None)
+        return Since(round_s, self.exchange.since_cut(0) if self.exchange.in_flight else None)
 
     def _carry_out(self, works: list[Work], should_stop: Callable[[], bool]) -> None:
         """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
@@ -157,7 +157,7 @@ class Membership:
         samples = size(self.exchange.used)
         if self.exchange.launch(fragment, step_ms=step_ms):
             self._ask_for_a_phase(samples, now - self._phase_began)
-            self._launched_at, self._step_ms, self._launched_steps = now, step_ms, self.exchange.steps
+            self._launched_at, self._step_ms = now, step_ms
             self._phase_steps, self._phase_began = 0, time.perf_counter()
 
     def _ask_for_a_phase(self, samples: int, seconds: float) -> None:

@@ -18,6 +18,7 @@ from diloco.comm.codec import codec_named
 from diloco.config import Config, OuterConfig
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.record import Record, Settings
+from diloco.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
 TINY = 2.0**-100  # moments below this become zero: denormals differ between platforms
@@ -69,7 +70,7 @@ def outer_pace(config: Config, islands: int) -> tuple[float, float]:
     """
     lr, momentum = published_pace(islands, muon=config.inner.optimizer == "muon")
     if config.outer.optimizer == "nesterov" and config.outer.momentum == "auto" and config.sync.every_s is None:
-        rounds = config.inner.steps / config.sync.phase_steps
+        rounds = len(Schedule.of(config.sync, config.inner).launches) / config.sync.fragments
         short = min(momentum, max(0.0, 1 - FORGET / rounds))
         lr, momentum = 1 - (1 - lr) * short / momentum, short
     asked = config.outer

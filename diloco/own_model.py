@@ -42,6 +42,8 @@ class OwnModel:
             raise ModelError("the model has no parameter that requires a gradient: there is nothing to train")
         for name, parameter in module.named_parameters():
             _refuse_unfit(name, parameter)
+        if len(devices := {str(parameter.device) for parameter in trainable.values()}) > 1:
+            raise ModelError(f"the model lies on {' and '.join(sorted(devices))}: diloco.connect takes one device")
         refuse_float_buffers(module)
         place = Place(0, 1, next(iter(trainable.values())).device, None)
         return cls(module, trainable, OwnShards(trainable, place))

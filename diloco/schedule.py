@@ -48,7 +48,8 @@ class Schedule:
         while start < inner.steps:
             length = sync.phase_steps
             if sync.growth:
-                length = max(length, math.floor((sync.growth / learning_rate(inner, start + 1)) ** 2))
+                reached = max(start + 1, inner.warmup)  # a warm-up's small rates are no sign of an end
+                length = max(length, math.floor((sync.growth / learning_rate(inner, reached)) ** 2))
             launches += [start + round(length * part / sync.fragments) for part in range(1, sync.fragments + 1)]
             start += length
         inside = [step for step in launches if step < inner.steps]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from diloco.elastic.ranges import Ranges, normal, size
@@ -31,11 +30,6 @@ class Fragments:
     @property
     def count(self) -> int:
         return sum(self.counts)
-
-    def gather(self, vector: Tensor, fragment: int) -> Tensor:
-        """The fragment's own vector: a copy, unless it lies in one piece."""
-        parts = [vector[lo:hi] for lo, hi in self.ranges[fragment]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def scatter(self, values: Tensor, vector: Tensor, fragment: int) -> None:
         for lo, hi, part in self.pieces(values, fragment):

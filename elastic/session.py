@@ -31,7 +31,8 @@ class Taken(NamedTuple):
     """Where a fragment is now."""
 
     step: int  # the run's clock after the update that brought it there
-    owed: Tensor | None  # the sum of this island's progress up to its last cut that it does not contain
+    owed: Tensor | None = None  # the sum of this island's progress up to its last cut that it does not contain
+    owed_steps: int = 0  # and the inner steps behind that
 
 
 class Session:
@@ -170,7 +171,9 @@ class Session:
             self.fragments.copy(vectors, "parameters", base, fragment)
             self.state, version = self.driver.applied, self.driver.versions[fragment]
         self._taken[fragment] = version.digest
-        return Taken(version.step, self.works[fragment].rebase(self._mark(self.state, fragment)))
+        work = self.works[fragment]
+        owed = work.rebase(self._mark(self.state, fragment))
+        return Taken(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
 
     def available(self, used: Ranges) -> Ranges:
         """Samples that this island may train on, besides those it has used since its last cut."""

@@ -165,6 +165,7 @@ def shared(parameter) -> nn.Parameter:
 
 REFUSED = [
     (lambda model: model.requires_grad_(False), {}, ModelError, "nothing to train"),
+    (lambda model: model.append(nn.Linear(1, 1, device="meta")), {}, ModelError, "lies on cpu and meta: .* one device"),
     (lambda model: model.bfloat16(), {}, ModelError, "0.weight is bfloat16: .* torch.autocast"),
     (lambda model: model.append(nn.BatchNorm1d(1)), {}, ModelError, "3.running_mean as a persistent float buffer"),
     (lambda model: model, {"sync": {"fragments": 3}}, ConfigError, "sync.fragments=3 needs .* nn.ModuleList"),

@@ -75,7 +75,7 @@ def test_a_program_that_is_started_again_equals_one_that_never_stopped(tmp_path,
 
 CHANGES = [
     ({"seed": 1}, with_dropout, "AdamW", "seed=0, now it is 1"),
-    ({"outer": {"optimizer": "adam"}}, with_dropout, "AdamW", "outer.optimizer=nesterov, now it is adam"),
+    ({"outer": {"optimizer": "adam", "lr": 1e-3}}, with_dropout, "AdamW", "outer.optimizer=nesterov, now it is adam"),
     ({"inner": {"steps": 3}}, with_dropout, "AdamW", "is past inner.steps=3"),
     ({}, with_dropout, "SGD", "optimizer=AdamW, now it is SGD"),
     ({}, lambda seed: nn.Linear(3, 1), "AdamW", "is of another model"),

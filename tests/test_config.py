@@ -65,6 +65,7 @@ def test_the_documented_example_loads(tmp_path):
         (["sync.every=60s", "sync.fragments=2"], "sync.every=60s with sync.fragments=2: fragments take turns by"),
         (["sync.every=60s", "sync.growth=1"], "sync.every=60s fixes their time"),
         (["sync.every=60s", "elastic.adaptive=true"], "sync.every=60s gives every island the same time already"),
+        (["outer.optimizer=adam"], "give outer.lr a number (1e-3 is a start); auto is for nesterov and sgd"),
         (["outer.momentum=1"], "outer.momentum=1: write `auto` or a number from 0 to below 1"),
         (["sync.delay=1", "sync.apply=replace"], "would throw away what is trained meanwhile: use rebase or mix"),
         (["sync.apply=eager", "sync.fragments=2"], "eager overlaps whole phases: leave sync.delay at 0"),

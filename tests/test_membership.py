@@ -60,6 +60,21 @@ def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
         assert slow.step == 6 + 2
 
 
+def test_progress_that_a_later_round_contains_counts_once(small):
+    """Its own round went by without it, so nothing is in flight when it is contained after all."""
+    config = small(sync={"every": 6}, inner={"steps": 60}, elastic={"silence_s": 2.0})
+    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
+        island = exchanges["A"]
+        for _ in range(6):
+            island.trained((), 10)
+        island.launch(0)
+        island.in_flight.clear()
+        for _ in range(2):
+            island.trained((), 10)
+        wait_until(lambda: island.take_what_moved() and drivers["A"].applied.updates == 1)
+        assert island.step == 6 + 2
+
+
 def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
     config = small(sync={"every": 6}, elastic=PATIENT)
     with two_exchanges(config) as (exchanges, drivers), introduced(drivers):

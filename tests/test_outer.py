@@ -18,7 +18,7 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Settings:
 
 
 def state_of(parameters: torch.Tensor, optimizer: str = "nesterov") -> dict[str, torch.Tensor]:
-    return outer_vectors(OuterConfig(optimizer=optimizer), parameters.clone())
+    return outer_vectors(OuterConfig(optimizer=optimizer, lr=0.1), parameters.clone())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -121,8 +121,12 @@ def test_a_short_run_remembers_less():
     assert pace(rounds=30) == (0.852, 0.333)
     assert pace(rounds=20) == pace(rounds=3) == (1.0, 0.0)  # plain averaging
     assert pace(rounds=3, momentum=0.9) == (0.6, 0.9)
+    few = Config(
+        inner=InnerConfig(steps=2000, lr=1e-3), sync=SyncConfig(every=5, growth=0.03)
+    )  # phases of 900 and more
+    assert outer_pace(few, 4) == (1.0, 0.0)
     assert pace(rounds=3, lr=0.5) == (0.5, 0.0)
-    assert pace(rounds=3, optimizer="adam")[1] == 0.9
+    assert pace(rounds=3, optimizer="adam", lr=1e-3)[1] == 0.9
 
 
 def test_alone_the_contribution_is_the_mean():

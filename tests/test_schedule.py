@@ -75,6 +75,8 @@ def test_phases_grow_as_the_learning_rate_falls():
     launches = Schedule.of(SyncConfig(every=5, growth=3.0), inner).launches
     lengths = [hi - lo for lo, hi in pairwise((0, *launches))]
     assert lengths[0] == 9 and lengths[:-1] == sorted(lengths[:-1]) and lengths[-2] == 20
+    warm = Schedule.of(SyncConfig(every=5, growth=3.0), inner.model_copy(update={"warmup": 20})).launches
+    assert warm[0] == 9
 
 
 def test_by_time_a_round_is_due_when_the_last_one_was_long_ago():
