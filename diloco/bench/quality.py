@@ -55,12 +55,12 @@ class Setting:
     model: Mapping[str, Any] = field(default_factory=lambda: {"preset": "tiny"})
     data: Mapping[str, Any] = field(default_factory=lambda: {"sequence": 32})
     island: Mapping[str, Any] = field(default_factory=lambda: {"device": "cpu"})
-    inner: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "warmup": 45})
-    outer: Mapping[str, Any] = field(default_factory=dict)
+    inner: Mapping[str, Any] = field(default_factory=lambda: {"lr": 4e-4, "warmup": 30})
+    outer: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.7, "momentum": 0.7})
     islands: int = 4
     batch: int = 16  # of all islands together
     every: int = 30
-    steps: int = 900
+    steps: int = 600
     seeds: int = 3
     validation: int = 1024  # samples
     variants: tuple[str, ...] = DEFAULT

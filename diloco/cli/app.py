@@ -390,14 +390,15 @@ def quality(
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step of all islands together.")] = 16,
     sequence: Annotated[int, typer.Option(min=1)] = 32,
     every: Annotated[int, typer.Option(min=1, help="Inner steps between two rounds.")] = 30,
-    steps: Annotated[int, typer.Option(min=1)] = 900,
+    steps: Annotated[int, typer.Option(min=1)] = 600,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     variant: Annotated[str, typer.Option(help="With commas; int8, int4, streaming fp4, eager int8, sparse, …")] = "",
     plot: Annotated[Path | None, typer.Option(help="A PNG of the losses.")] = None,
     bytes_too: Annotated[bool, typer.Option("--bytes/--no-bytes", help="Count what is sent, too.")] = True,
     baselines: Annotated[bool, typer.Option(help="Data parallel, and one island alone.")] = True,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 1e-3,
-    momentum: Annotated[str, typer.Option(help="Outer momentum.")] = "auto",
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 4e-4,
+    outer_lr: Annotated[str, typer.Option(help="A number, or auto.")] = "0.7",
+    momentum: Annotated[str, typer.Option(help="Outer momentum: a number, or auto.")] = "0.7",
     text: Annotated[Path | None, typer.Option(help="To train on, as bytes; none: Python's standard library.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; islands share one GPU.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile")] = False,
@@ -410,8 +411,8 @@ def quality(
     data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
     setting = Setting(
         {"preset": preset}, data, {"device": device, "compile": compile}, {"lr": lr, "warmup": max(1, steps // 20)},
-        {"momentum": momentum}, islands=islands, batch=batch, every=every, steps=steps, seeds=seeds, variants=names,
-        baselines=baselines, log_every=1 if device == "cpu" else 50,
+        {"lr": outer_lr, "momentum": momentum}, islands=islands, batch=batch, every=every, steps=steps, seeds=seeds,
+        variants=names, baselines=baselines, log_every=1 if device == "cpu" else 50,
     )  # fmt: skip
     show(measure(setting, plot=plot, bytes_too=bytes_too), as_json=json)
 
