@@ -175,13 +175,9 @@ class DiskStore(Store):
         return ("", 0) if segment is None else (segment.path.name, segment.size)
 
     def broken_after(self) -> str | None:
-        kept = manifests(self.folder)
-        if not kept:
-            return None
+        versions = [manifest.version for manifest, _ in manifests(self.folder)]
         with self._changed:
-            chain = self.journal.chain(kept[0][0].version)
-            last = chain[-1].digest if chain else kept[0][0].version
-            return None if last == self._head[0] else last
+            return self.journal.broken_after(versions, self._head[0])
 
     def close(self) -> None:
         """What was handed in is written; so is a snapshot that has been begun or waits."""

@@ -134,6 +134,22 @@ class Journal:
             head = entry.parent
         return found[::-1]
 
+    def broken_after(self, versions: list[str], head: str) -> str | None:
+        """The head after which something is missing between the snapshots of these versions, by age, and this head.
+
+        Where an island took another head over as a whole, a segment begins that no record leads to: that is no damage.
+        """
+        leading = self.leading_to(head)
+        first = leading[0].parent if leading else head
+        on_chain = {first, *(entry.digest for entry in leading)}
+        begun = first in versions or any(header.base == first for header in self.headers.values())
+        before = [version for version in versions if version not in on_chain]
+        starts = [version for version in versions if version in on_chain][:1] if begun else before[-1:]
+        if not starts:
+            return None
+        last = [*starts, *(entry.digest for entry in self.chain(starts[0]))][-1]
+        return None if last == head else last
+
     def forget(self, path: Path) -> None:
         """A segment that is no longer there."""
         self.headers.pop(path, None)

@@ -60,7 +60,8 @@ class OuterLog:
         index = next((i for i, entry in enumerate(entries) if entry.parent == digest), None)
         if index is None:
             return [] if entries and entries[-1].digest == digest else None
-        if not all(self._stored(entry.payload) for entry in entries[index:-KEEP_PAYLOADS]):
+        in_memory = set(self._library.names())
+        if not all(payload_name(e.payload) in in_memory or self._stored(e.payload) for e in entries[index:]):
             return None
         sizes = accumulate(len(entry.header) for entry in entries[index:])
         return [entry for entry, size in zip(entries[index:], sizes, strict=True) if size <= MAX_AFTER]

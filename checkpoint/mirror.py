@@ -8,6 +8,7 @@ segments that are closed are copied: what a remote store lacks is the log since 
 import shutil
 import threading
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
@@ -41,9 +42,11 @@ class Mirror:
         try:
             self.copy(finished=finished)
         except RemoteError as error:
-            if not self._failing:
-                self._failing = True
+            if finished:
+                self._tell("remote failing", f"{error}; the last of this island's log is not there")
+            elif not self._failing:
                 self._tell("remote failing", f"{error}; trying again")
+            self._failing = True
             return
         if self._failing:
             self._failing = False
@@ -58,8 +61,7 @@ class Mirror:
         segments = segment_paths(self._folder)
         closed = segments if finished else segments[:-1]
         for path in closed:
-            if (name := f"{self._island}/{path.name}") not in there or there[name] != path.stat().st_size:
-                self._remote.push(path, name)
+            self._push(path, f"{self._island}/{path.name}", there)
         self._prune(there, {path.name for path in here}, {path.name for path in segments})
 
     def _push_snapshot(self, snapshot: Path, there: dict[str, int]) -> None:
@@ -67,13 +69,24 @@ class Mirror:
             return
         try:
             shards = read_manifest(snapshot).shards
-            for file in [*(shard.file for shard in shards), MANIFEST]:
-                name = f"{snapshot.name}/{file}"
-                if there.get(name) != (snapshot / file).stat().st_size:
-                    self._remote.push(snapshot / file, name)
-        except (SnapshotDamaged, OSError):
+        except SnapshotDamaged:
             if snapshot.exists():
                 raise RemoteError(f"{snapshot} cannot be read: it was not copied to {self._remote.url}") from None
+            return
+        for file in [*(shard.file for shard in shards), MANIFEST]:
+            self._push(snapshot / file, f"{snapshot.name}/{file}", there)
+
+    def _push(self, path: Path, name: str, there: dict[str, int]) -> None:
+        """What has been pruned here meanwhile need not be there."""
+        try:
+            if there.get(name) != path.stat().st_size:
+                self._remote.push(path, name)
+        except RemoteError:
+            if path.exists():
+                raise
+        except OSError:
+            if path.exists():
+                raise RemoteError(f"{path} cannot be read: it was not copied to {self._remote.url}") from None
 
     def _prune(self, there: dict[str, int], kept: set[str], segments: set[str]) -> None:
         """Snapshots older than all that are here; segments that are gone here. A manifest goes first."""
@@ -99,8 +112,7 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     on from it. None: there is nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     there = remote.sizes()
-    names = sorted({name.split("/")[0] for name in there if name.endswith(f"/{MANIFEST}")}, reverse=True)
-    for name in names:
+    for _, name in sorted(_orders(folder, remote, there, tell), reverse=True):
         try:
             manifest = _pull_snapshot(folder, remote, name)
         except SnapshotDamaged as damaged:
@@ -110,6 +122,20 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
         tell("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
         return manifest
     return None
+
+
+def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> list[tuple[tuple[int, ...], str]]:
+    """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
+    found, draft = [], folder / "manifest.part"
+    for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
+        draft.mkdir(exist_ok=True)
+        try:
+            remote.pull(name, draft / MANIFEST)
+            found.append((read_manifest(draft).order, name.split("/")[0]))
+        except SnapshotDamaged:
+            tell("damaged", f"{remote.url}/{name} is not what was written")
+    shutil.rmtree(draft, ignore_errors=True)
+    return found
 
 
 def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
@@ -139,23 +165,24 @@ def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Man
         draft.mkdir()
         for name in [name for name in there if name.startswith(f"{island}/log-")]:
             remote.pull(name, draft / name.partition("/")[2])
-        best = max(best, _take_over(folder, Journal.read(draft), manifest, best))
+        best = _take_over(folder, Journal.read(draft), manifest, best)
     shutil.rmtree(draft, ignore_errors=True)
     return best
 
 
 def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
-    entries = journal.chain(manifest.version)
+    """Where it leads further than the best so far; how far that is now."""
+    entries = list(takewhile(lambda e: journal.payload(e.payload) is not None, journal.chain(manifest.version)))
     if len(entries) <= best:
-        return 0
+        return best
     genesis = next(iter(journal.headers.values())).genesis
     for path in segment_paths(folder):
         path.unlink()
     writer = SegmentWriter(folder, 1)
     writer.write(Kind.HEADER, header_frame(Header(genesis, manifest.version, manifest.round)))
     for entry in entries:
-        if (payload := journal.payload(entry.payload)) is None:
-            break
+        payload = journal.payload(entry.payload)
+        assert payload is not None, "it was looked at just now"
         writer.write(Kind.PAYLOAD, entry.payload.encode(), payload)
         writer.write(Kind.RECORD, record_frame(entry), entry.header)
     writer.close()

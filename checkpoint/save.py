@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from diloco.errors import SaveError
 
 KEEP = 2
+PART, ASIDE = ".part", ".aside"
 FACTS = (
     "step", "round", "outer_step", "exchange", "launched", "position", "skipped", "checked_at", "data", "config",
 )  # fmt: skip
@@ -33,16 +34,14 @@ FACTS = (
 def write_save(
     folder: Path, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]
 ) -> Path:
-    """All processes of the island call it, over one file system; only the leader (rank 0) needs `outer` and `facts`."""
+    """In place of an earlier save of this step. All processes of the island call it, over one file system; only the
+    leader (rank 0) needs `outer` and `facts`."""
     final = folder / f"save-{step:08}"
-    if final in saves(folder):
-        return final
-    part = folder / f"{final.name}.part"
+    part = folder / (final.name + PART)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     try:
         if leader:
-            for left_over in folder.glob("save-*.part"):
-                shutil.rmtree(left_over)
+            _clean(folder)
             part.mkdir(parents=True)
         _barrier()
         with _one_process_is_fine():
@@ -50,9 +49,8 @@ def write_save(
         if leader:
             save_file(outer, part / "outer.safetensors")
             (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-            part.rename(final)
-            for old in saves(folder)[:-KEEP]:
-                shutil.rmtree(old)
+            _publish(part, final)
+            _prune(folder, final)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise SaveError(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
@@ -61,10 +59,46 @@ def write_save(
     return final
 
 
+def _publish(part: Path, final: Path) -> None:
+    """Whoever dies in between leaves the earlier one, which counts until `final` is there."""
+    aside = final.with_name(final.name + ASIDE)
+    if final.exists():
+        final.rename(aside)
+    part.rename(final)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _clean(folder: Path) -> None:
+    """What a writer left when it died."""
+    for left_over in folder.glob(f"save-*{PART}"):
+        shutil.rmtree(left_over)
+    for aside in folder.glob(f"save-*{ASIDE}"):
+        if aside.with_suffix("").exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(aside.with_suffix(""))
+
+
+def _prune(folder: Path, newest: Path) -> None:
+    """By age, not by name: a clock of many islands may go back."""
+    others = sorted((save for save in saves(folder) if save != newest), key=_age)
+    for old in others[: 1 - KEEP]:
+        shutil.rmtree(old)
+
+
+def _age(save: Path) -> tuple[int, int]:
+    try:
+        facts = read_facts(save)
+    except SaveError:
+        return -1, -1
+    return facts["round"], facts["step"]
+
+
 def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
     """Of an outer state by itself: nothing can be resumed from it, but its model can be had."""
     final = folder / f"save-{step:08}"
-    part = folder / f"{final.name}.part"
+    part = folder / (final.name + PART)
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -77,8 +111,9 @@ def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: d
 
 
 def saves(folder: Path) -> list[Path]:
-    """Complete saves, oldest first."""
-    return sorted(path.parent for path in folder.glob("save-*/facts.json") if path.parent.suffix != ".part")
+    """Complete saves, by step."""
+    found = sorted(path.parent for path in folder.glob("save-*/facts.json") if path.parent.suffix != PART)
+    return [save for save in found if save.suffix != ASIDE or save.with_suffix("") not in found]
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

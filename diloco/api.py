@@ -40,7 +40,7 @@ from diloco.outer import outer_vectors
 from diloco.own_model import OwnModel
 from diloco.own_save import facts_to_go_on
 from diloco.peer import Connection, Peer, host_towards, own_name
-from diloco.runner import open_folder, release
+from diloco.runner import open_folder, refuse_remote, release
 from diloco.units import parse_link, parse_rate
 
 TICKET = "diloco1-"  # what tickets begin with
@@ -112,6 +112,7 @@ class _Island:
         stack.callback(self.events.close)
 
     def stay_alone(self, config: Config, fresh: bool) -> Entered:
+        refuse_remote(config)
         fragments = self._model.fragments(config.sync)
         if not fresh and (found := saves(Path(config.dir))):
             self.resumes = found[-1]

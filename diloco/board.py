@@ -10,6 +10,7 @@ from diloco.terminal import names
 TOLD = (  # of what islands say about each other, and about their disks
     "joined", "left", "lost", "excluded", "cut off", "diverged",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
+    "remote failing", "remote again",
 )  # fmt: skip
 ECHO_S = 10.0  # everybody notices a loss: within this time it is the same one
 HOLD_S = 5.0  # a round's line waits so long for its validation

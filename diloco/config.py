@@ -307,6 +307,7 @@ class CheckpointConfig(Section):
     dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
     snapshot_every: Positive = key(20, "rounds between two saves")
     keep: Count = key(2, "among others: snapshots that stay, with the log since the oldest; 0 keeps everything", ge=0)
+    remote: str | None = key(None, "among others: snapshots and the log are copied there, too (s3://…, file:///…)")
 
 
 class EvaluateConfig(Section):

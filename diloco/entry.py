@@ -11,6 +11,8 @@ import torch
 
 from diloco.checkpoint.asking import ask
 from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.mirror import Mirror
+from diloco.checkpoint.remote import Remote
 from diloco.checkpoint.store import Store
 from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of
@@ -101,16 +103,39 @@ def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragment
 
 def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
     folder = Path(config.dir) / OUTER
-
-    def tell(what: str, text: str) -> None:
-        events.emit("elastic", what=what, island=peer.connection.name, text=text)
-
+    if (remote := remote_of(peer, config)) is not None:
+        remote.check()
     try:
-        store = DiskStore(folder, tell, keep=config.checkpoint.keep)
+        store = DiskStore(folder, teller(peer, events), keep=config.checkpoint.keep)
         write_genesis(folder, peer.run_id, genesis)
     except OSError as error:
         raise SaveError(f"{folder} cannot be used ({error.strerror}): set checkpoint.dir to another folder") from None
     return store
+
+
+def teller(peer: Peer, events: Events) -> Callable[[str, str], None]:
+    """Of what happens to this island's own log."""
+    return lambda what, text: events.emit("elastic", what=what, island=peer.connection.name, text=text)
+
+
+def remote_of(peer: Peer, config: Config) -> Remote | None:
+    """A folder for each run: others may be copied to the same address."""
+    url = config.checkpoint.remote
+    return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
+
+
+@contextmanager
+def mirrored(peer: Peer, store: Store, config: Config, events: Events) -> Iterator[None]:
+    """For as long as it is open, what the store writes is copied; the rest of it when the store has been closed."""
+    remote = remote_of(peer, config)
+    folder = Path(config.dir) / OUTER
+    mirror = None if remote is None else Mirror(folder, remote, peer.id, teller(peer, events))
+    try:
+        yield
+    finally:
+        store.close()
+        if mirror is not None:
+            mirror.close()
 
 
 def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
@@ -132,16 +157,16 @@ def meeting(
         island = peer.name_of(note.peer)
         events.emit("elastic", what=note.kind, island=island, text=note.text)
 
-    driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
-    try:
-        peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
-        peer.publish()
-        driver.know(peer.look())
-        peer.watch(driver.know)
-        yield Together(driver, config, peer.name_of)
-    finally:
-        driver.close()
-        start.store.close()
+    with mirrored(peer, start.store, config, events):
+        driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
+        try:
+            peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
+            peer.publish()
+            driver.know(peer.look())
+            peer.watch(driver.know)
+            yield Together(driver, config, peer.name_of)
+        finally:
+            driver.close()
 
 
 def new_incarnation(me: str, state: RunState) -> int:

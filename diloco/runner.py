@@ -28,6 +28,7 @@ from diloco.trainer import Outcome, Trainer
 def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome:
     if resume and fresh:
         raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
+    refuse_remote(config)
     with take_place(config.island) as place:
         events = Events()
         trainer = Trainer(config, place, events)  # before anything on disk is touched: it refuses what cannot work
@@ -39,6 +40,15 @@ def run(config: Config, *, resume: bool = False, fresh: bool = False) -> Outcome
                 return trainer.run(lambda: stop.asked)
         finally:
             events.close()
+
+
+def refuse_remote(config: Config) -> None:
+    """An island alone has saves, and no log."""
+    if config.checkpoint.remote is not None:
+        raise ConfigError(
+            "checkpoint.remote copies the log of an island that others can join, and this one is alone: "
+            "add --islands 1 (connect: alone=False), or leave it out"
+        )
 
 
 def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool, view: bool = True) -> None:
@@ -81,7 +91,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
             folder.rename(kept)
     if not resume and (found := saves(folder)):
         raise SaveError(
-            f"{folder} already holds a run, saved at step {int(found[-1].name.removeprefix('save-'))}: add --resume to "
+            f"{folder} already holds a run, saved at step {int(found[-1].stem.removeprefix('save-'))}: add --resume to "
             "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
         )
     if not resume and has_log(folder):

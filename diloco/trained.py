@@ -94,19 +94,26 @@ def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str,
     passed: dict[Path, str] = {}
     while True:
         known: dict[Path, dict[str, Any]] = {}
-        for save in saves_of(folder):  # again each time: whoever prunes one has just written another
+        gone = False
+        for save in saves_of(folder):  # again each time: whoever prunes or replaces one has just written another
             try:
                 known[save] = read_facts(save)
             except SaveError as error:
-                passed[save] = str(error)
+                if save.exists():
+                    passed[save] = str(error)
+                else:
+                    gone = True
         left = [save for save in known if save not in passed]
+        if not left and gone:
+            continue
         if not left:
             raise SaveError([f"{folder} holds no save any more", *passed.values()][-1])
         newest = max(left, key=lambda save: (known[save]["round"], known[save]["step"]))
         try:
             vector = read_outer(newest)["parameters"]
         except SaveError as error:
-            passed[newest] = str(error)
+            if newest.exists():
+                passed[newest] = str(error)
             continue
         return newest, known[newest], vector, tuple(why for save, why in passed.items() if save.exists())
 

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.checkpoint.donor import Donor
 from diloco.checkpoint.store import Store
 from diloco.comm.transport import PeerAddress, Transport
-from diloco.elastic.fetching import Missed, Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
+from diloco.elastic.fetching import Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
 from diloco.elastic.keeper import Keeper, Run, Vectors, Version
 from diloco.elastic.mailbox import Mailbox
 from diloco.elastic.messages import (
@@ -36,7 +36,7 @@ from diloco.elastic.messages import (
     Send,
 )
 from diloco.elastic.node import Node
-from diloco.elastic.record import Ballot
+from diloco.elastic.record import Ballot, Record
 from diloco.elastic.reducing import Attempt, Outcome, stall_after
 from diloco.elastic.state import RunState
 from diloco.elastic.wire import encode
@@ -270,8 +270,8 @@ class Driver:
         try:
             if peer not in donors:
                 raise TransferFailed(f"{peer} has no address")
-            missed = None if anew else self._missed(peer, donors, head, at_most=4 * sum(sizes.values()))
-            if missed is not None and missed.records:
+            missed = [] if anew else list(self._missed(peer, donors, head))
+            if missed:
                 self.post(lambda now: self._extend(missed, now))
                 return
             snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
@@ -281,22 +281,26 @@ class Driver:
             self.tell(Note("behind", peer, f"could not catch up: {reason}"))
             self.post(lambda now: self.node.catch_up_failed(peer, now))
 
-    def _missed(self, peer: str, donors: Mapping[str, PeerAddress], since: str, **limits: Any) -> Missed | None:
-        return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, **limits)
+    def _missed(
+        self, peer: str, donors: Mapping[str, PeerAddress], since: str, **options: Any
+    ) -> Iterator[tuple[Record, Tensor]]:
+        """Never more than a whole state."""
+        at_most = 4 * len(self.keeper.vector_names) * self.run.fragments.count
+        return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
-    def _extend(self, missed: Missed, now: float) -> list[Effect]:
+    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
         """By records: one after the other, as far as they follow what is here by now."""
         state = self.node.state
         try:
-            for record, result in missed.records:
+            for record, result in missed:
                 if record.proposal.key == state.key:
                     state = state.after(record)
                     self.keeper.hold(record.payload, result)
                     self.keeper.append(record)
         except RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
-        if len(missed.records) > 1:  # one is nothing: a round went on without this island
-            size = sum(len(result) for _, result in missed.records)
+        if len(missed) > 1:  # one is nothing: a round went on without this island
+            size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
             self.tell(Note("caught up", self.node.me, text))
         return self.node.caught_up(state, now, whole=False)
@@ -324,15 +328,17 @@ class Driver:
             asked = since or ""
             for peer in (donors := self._donors("")):
                 try:
-                    missed = self._missed(peer, donors, asked, known=lambda record: self.store.knows(record.digest))
+                    for record, result in self._missed(peer, donors, asked, known=self._knows):
+                        self.keeper.mend(record, result)
                 except FETCH_ERRORS as error:
                     log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
-                    continue
-                if missed is not None and missed.records:
-                    self.keeper.mend(missed.records)
+                if self.store.broken_after() != asked:
                     break
         if asked:
             self.tell(Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+
+    def _knows(self, record: Record) -> bool:
+        return self.store.knows(record.digest)
 
     # the end
 
@@ -341,11 +347,12 @@ class Driver:
         self._linger(2 * self.node.options.silence_s)
         said = threading.Event()
 
-        def step(now: float) -> list[Effect]:
-            said.set()
-            return self.node.leave(now)
+        def after_that(now: float) -> list[Effect]:
+            self.store.then(said.set)
+            return []
 
-        self.post(step)
+        self.post(self.node.leave)
+        self.post(after_that)
         said.wait(timeout_s)
         self.mailbox.flush(timeout_s)
 

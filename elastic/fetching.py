@@ -6,7 +6,7 @@ protocol has agreed on.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -37,13 +37,6 @@ class Manifest:
     state: RunState
     sizes: tuple[tuple[str, int], ...]  # elements of each vector
     genesis: str
-
-
-@dataclass(frozen=True)
-class Missed:
-    """Records that follow what this island has, with their bytes."""
-
-    records: tuple[tuple[Record, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -86,22 +79,19 @@ def fetch_missed(
     since: str,
     result_bytes: Callable[[Record], int],
     *,
-    at_most: int | None = None,
+    at_most: int,
     known: Callable[[Record], bool] = lambda record: False,
-) -> Missed | None:
-    """What this peer has after `since`, up to what is known; None where it does not know that, no longer has the
-    bytes, or they are more than `at_most`."""
+) -> Iterator[tuple[Record, Tensor]]:
+    """What this peer has after `since`, up to what is known, one after the other; nothing where it does not know that,
+    no longer has the bytes, or they are more than `at_most`."""
     try:
         raw = ask(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
-        return None
+        return
     records = list(takewhile(lambda record: not known(record), decode(tuple[Record, ...], raw)))
-    if at_most is not None and sum(result_bytes(record) for record in records) > at_most:
-        return None
-    found = []
-    for record in records:
-        found.append((record, fetch_bytes(transport, others, record.payload, result_bytes(record))))
-    return Missed(tuple(found))
+    if sum(result_bytes(record) for record in records) <= at_most:
+        for record in records:
+            yield record, fetch_bytes(transport, others, record.payload, result_bytes(record))
 
 
 def fetch_state(

@@ -83,7 +83,7 @@ class Keeper:
         self.records: deque[Record] = deque(maxlen=KEEP_RECORDS)
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
-        self.log = OuterLog(self.library, store.has)
+        self.log = OuterLog(self.library, lambda payload: payload == EMPTY or store.has(payload))
         self.log.replace(store.entries())
         self.vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
@@ -113,12 +113,11 @@ class Keeper:
         self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
 
-    def mend(self, records: Iterable[tuple[Record, Tensor]]) -> None:
-        """Of long ago. Also called by other threads."""
-        for record, result in records:
-            if record.payload != EMPTY:
-                self.store.put(record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
-            self.store.mend(entry_of(record))
+    def mend(self, record: Record, result: Tensor) -> None:
+        """Of long ago; it is written when this returns. Also called by other threads."""
+        if record.payload != EMPTY:
+            self.store.put(record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
+        self.store.mend(entry_of(record))
         done = threading.Event()
         self.store.then(done.set)
         done.wait()

@@ -69,7 +69,7 @@ class Mailbox:
     def flush(self, timeout_s: float) -> None:
         """Until what was said has gone out, or the time is over."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(not line.idle for line in self._lines.values()):
+        while time.monotonic() < deadline and any(not line.idle for line in list(self._lines.values())):
             time.sleep(0.01)
 
     def close(self) -> None:

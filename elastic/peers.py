@@ -54,7 +54,8 @@ class Peers:
         return peer in self.views and now < self.views[peer].banned_until
 
     def alive(self, now: float, roster: tuple[str, ...]) -> set[str]:
-        return {peer for peer in self.views if self.is_alive(peer, now, roster)}
+        """For any thread: all else here is for the one that changes it."""
+        return {peer for peer in list(self.views) if self.is_alive(peer, now, roster)}
 
     def is_alive(self, peer: str, now: float, roster: tuple[str, ...]) -> bool:
         view = self.views.get(peer)

@@ -18,8 +18,14 @@ from test_checkpoint_snapshot import frozen, photograph, settle
 from diloco.checkpoint.journal import Journal
 from diloco.checkpoint.mirror import Mirror, restore
 from diloco.checkpoint.remote import Remote
-from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors
-from diloco.errors import RemoteError
+from diloco.checkpoint.segments import segment_paths
+from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors, snapshots
+from diloco.entry import OUTER
+from diloco.errors import ConfigError, RemoteError
+from diloco.fleetplan import has_log
+from diloco.island_run import found
+from diloco.peer import Connection
+from diloco.runner import run as run_alone
 
 SERVER = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
 
@@ -148,6 +154,45 @@ def test_damage_in_a_remote_store_is_told_of_and_an_older_snapshot_serves(tmp_pa
     assert [entry.round for entry in Journal.read(tmp_path / "new").chain(BASE)] == [1, 2, 3, 4, 5]
 
 
+def test_a_log_with_a_wrong_result_does_not_take_the_place_of_one_that_leads_further(tmp_path):
+    """Whole by its checksums, but not what its record says."""
+    records, story = chain(9), []
+    wrong = [(record, b"wrong" if record.round == 6 else payload) for record, payload in records]
+    remote = Remote(f"file://{tmp_path}/far")
+    for name, of, until in (("A", records, 7), ("B", wrong, 9)):
+        island(tmp_path / name, of, until=until)
+        Mirror(tmp_path / name, remote, name, told([]), every_s=3600).close()
+    restore(tmp_path / "new", remote, told(story))
+    assert [entry.round for entry in Journal.read(tmp_path / "new").chain(records[3][0].digest)] == [5, 6, 7]
+    assert "round 7 from" in story[0][1] and story[0][1].endswith("and 3 rounds after it")
+
+
+def test_the_snapshot_of_the_heaviest_branch_is_restored_whatever_its_round(tmp_path):
+    store, _ = opened(tmp_path / "A")
+    photograph(store, 9, BASE, (100, 9))
+    store.follow("b" * 64, 7)
+    photograph(store, 7, "b" * 64, (200, 7))
+    store.close()
+    remote = Remote(f"file://{tmp_path}/far")
+    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    manifest = restore(tmp_path / "new", remote, told([]))
+    assert manifest is not None and manifest.round == 7
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == ["snapshot-00000007-bbbbbbbb"]
+
+
+def test_what_is_pruned_while_it_is_copied_is_no_failure(tmp_path, monkeypatch):
+    story: list[tuple[str, str]] = []
+    island(tmp_path / "A", chain(5), until=5)
+    remote = Remote(f"file://{tmp_path}/far", tries=1)
+    mirror = Mirror(tmp_path / "A", remote, "A", told(story), every_s=3600)
+    paths = segment_paths(tmp_path / "A")
+    paths[0].unlink()
+    with monkeypatch.context() as before:
+        before.setattr("diloco.checkpoint.mirror.segment_paths", lambda folder: paths)
+        mirror.close()
+    assert story == [] and restore(tmp_path / "new", remote, told([])) is not None
+
+
 def test_nothing_there_is_nothing_restored(tmp_path, remote):
     assert restore(tmp_path / "new", remote, told([])) is None
     assert list((tmp_path / "new").iterdir()) == []
@@ -208,3 +253,31 @@ def evil(path: Path) -> None:
     manifest = read_manifest(path.parent)
     shards = tuple(replace(shard, file=f"../../{shard.file}") for shard in manifest.shards)
     path.write_bytes(replace(manifest, shards=shards).encode())
+
+
+def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp_path):
+    far = tmp_path / "far"
+    config = small(checkpoint={"remote": f"file://{far}", "snapshot_every": 1}, elastic={"silence_s": 1})
+    found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    (run,) = far.glob(f"{config.run}-*")
+    own = Path(config.dir) / OUTER
+    assert [path.name for path in snapshots(run)] == [path.name for path in snapshots(own)] != []
+    (log,) = {path.parent for path in run.glob("*/log-*.seg")}
+    assert {path.name: path.read_bytes() for path in log.iterdir()} == {
+        path.name: path.read_bytes() for path in segment_paths(own)
+    }
+    assert restore(tmp_path / "new", Remote(f"file://{run}"), told([])) is not None
+
+
+def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.remote.FIRST_WAIT_S", 0.0)
+    (tmp_path / "far").write_text("in the way")
+    config = small(checkpoint={"remote": f"file://{tmp_path}/far"})
+    with pytest.raises(RemoteError, match=r"far/.* cannot be written to \(.*: create the bucket"):
+        found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    assert not has_log(Path(config.dir))
+
+
+def test_an_island_alone_has_no_log_to_copy(small, tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.remote .* add --islands 1"):
+        run_alone(small(checkpoint={"remote": f"file://{tmp_path}/far"}))

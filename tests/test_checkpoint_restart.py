@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from diloco.comm.codec import CODECS
 from diloco.comm.memory import MemoryNetwork
 from diloco.comm.noise import NoiseKey
 from diloco.elastic.keeper import Keeper
-from diloco.elastic.messages import Done, Heartbeat, Held, Memory, Promise, Ready
+from diloco.elastic.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready
 from diloco.elastic.record import Ballot, Contribution, Offer, Proposal, Record, Settings
 from diloco.elastic.restoring import Restored, restore
 from diloco.elastic.wire import encode
@@ -116,7 +117,8 @@ def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path,
         introduce([*team, back])
         back.start()
         try:
-            wait_for(lambda: back.contained > 1, [*team, back])
+            wait_for(lambda: back.contained > 2, [*team, back])
+            assert [note for note in back.notes if "mended" in note.kind] == []  # what it did not need stays away
         finally:
             back.close()
         assert back.restored.state.head.round >= 3
@@ -144,6 +146,38 @@ def test_a_damaged_record_is_named_and_fetched_from_peers(tmp_path):
         wait_for(lambda: any(note.kind == "mended" for note in team[1].notes), team)
     chain = Journal.read(tmp_path / "B").chain(DIGEST)
     assert [entry.round for entry in chain[:13]] == list(range(1, 14))
+
+
+def test_a_log_is_not_mended_by_more_than_a_whole_state(tmp_path):
+    """Eight results are more than two vectors."""
+    with living(tmp_path, keep=0) as (_, team):
+        wait_for(lambda: all(island.state.updates > 12 for island in team), team)
+    journal = Journal.read(tmp_path / "B")
+    hurt = [place for _, place in zip(range(8), journal.payloads.values(), strict=False)]
+    for place in hurt:
+        damage(place.path, place.offset)
+    with living(tmp_path, life=2, keep=0) as (_, team):
+        wait_for(lambda: any(note.kind == "not mended" for note in team[1].notes), team)
+    assert len(Journal.read(tmp_path / "B").troubles) == len(hurt)
+
+
+def test_a_peer_that_has_lost_a_late_result_gives_its_whole_state(tmp_path):
+    """After a restart its last results are on its disk, not in its memory."""
+    with living(tmp_path, ("A",)) as (_, (island,)):
+        at_round([island], 8)
+    journal = Journal.read(tmp_path / "A")
+    hurt = next(entry for entry in journal.entries.values() if entry.round == 6)
+    network = MemoryNetwork()
+    kept = Kept("A", network, tmp_path, 2)
+    try:
+        assert kept.driver.log.after(DIGEST) is not None
+        damage(journal.payloads[hurt.payload].path, journal.payloads[hurt.payload].offset)
+        assert kept.driver.library.get(f"payload/{hurt.payload}") is None
+        assert kept.driver.log.after(DIGEST) is None
+        assert kept.driver.log.after(hurt.digest)[0].round == 7
+    finally:
+        kept.driver.close()
+        kept.store.close()
 
 
 def test_a_record_that_is_damaged_after_the_last_snapshot_comes_from_peers(tmp_path):
@@ -240,6 +274,38 @@ def test_nothing_is_said_before_it_is_durable_but_signs_of_life():
         while gate.waiting:
             gate.waiting.pop(0)()
         at_round(team, max(island.state.head.round for island in team) + 3)
+    finally:
+        for island in team:
+            island.close()
+
+
+def test_who_leaves_waits_until_its_goodbye_may_be_said():
+    network, gate, said, at_the_end = MemoryNetwork(), Gate(), [], []
+    state = genesis_state(("A", "B"))
+    team = [TestIsland("A", network, state), TestIsland("B", network, state, store=gate)]
+    introduce(team)
+    driver = team[1].driver
+    send, driver.mailbox.send = driver.mailbox.send, lambda to, message: (said.append(type(message)), send(to, message))
+
+    def leave() -> None:
+        driver.leave(timeout_s=30)
+        at_the_end.append(Goodbye in said)
+
+    leaving = threading.Thread(target=leave)
+    try:
+        for island in team:
+            island.start()
+        at_round(team, 2)
+        stand_still(team)
+        gate.open = False
+        leaving.start()
+        wait_for(lambda: any(isinstance(getattr(act, "args", [0])[-1], Goodbye) for act in gate.waiting), team)
+        leaving.join(0.2)  # were it not to wait, it would be over
+        gate.open = True
+        while gate.waiting:
+            gate.waiting.pop(0)()
+        leaving.join(30)
+        assert at_the_end == [True]
     finally:
         for island in team:
             island.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_segments import BASE, chain, opened, write
+from test_checkpoint_segments import BASE, chain, entry, opened, write
 from trained_run import ALONE
 
 from diloco.bench.speed import Heard
@@ -166,6 +166,53 @@ def test_after_a_move_to_another_branch_nothing_is_durable_before_its_snapshot(t
     photograph(store, 7, "b" * 64)
     settle(store)
     assert store.durable == 7 and not store.wants_snapshot
+    store.close()
+
+
+def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):
+    """Neither before the snapshot of the other branch, nor when only a later one was written, nor after a restart."""
+    store, _ = opened(tmp_path)
+    photograph(store, 0, BASE)
+    write(store, chain(2))
+    store.follow("b" * 64, 7)
+    after = [(entry(8, "b" * 64, b"eight"), b"eight")]
+    after.append((entry(9, after[0][0].digest, b"nine"), b"nine"))
+    write(store, after[:1])
+    settle(store)
+    assert store.broken_after() is None
+    photograph(store, 8, after[0][0].digest)
+    write(store, after[1:])
+    settle(store)
+    assert store.broken_after() is None
+    store.close()
+    store, _ = opened(tmp_path, after[1][0].digest, 9)
+    assert [entry.round for entry in store.entries()] == [8, 9] and store.broken_after() is None
+    store.close()
+
+
+@pytest.mark.parametrize("part", ["payload 5", "record 5 after"])
+def test_damage_after_such_a_gap_is_found_where_it_is(tmp_path, part):
+    store, _ = opened(tmp_path, keep=0)
+    photograph(store, 0, BASE)
+    before, records = chain(2, word="another branch"), chain(9)
+    write(store, before)
+    store.follow(records[2][0].digest, 3)
+    settle(store)
+    photograph(store, 3, records[2][0].digest)
+    write(store, records[3:7])
+    settle(store)
+    photograph(store, 7, records[6][0].digest)
+    write(store, records[7:])
+    store.close()
+    for path in segment_paths(tmp_path):
+        path.write_bytes(path.read_bytes().replace(part.encode(), part.upper().encode(), 1))
+    store, told = opened(tmp_path, records[8][0].digest, 9)
+    assert [what for what, _ in told] == ["damaged"]
+    assert store.broken_after() == records[3][0].digest
+    store.put(records[4][0].payload, records[4][1])
+    store.mend(records[4][0])
+    settle(store)
+    assert store.broken_after() is None
     store.close()
 
 

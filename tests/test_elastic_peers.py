@@ -56,6 +56,20 @@ def test_bans_end():
     assert not peers.banned("B", 10.0) and peers.alive(10.0, ROSTER) == {"B"}
 
 
+class Busy(Peers):
+    """Another thread gets to know somebody meanwhile."""
+
+    def is_alive(self, peer: str, now: float, roster: tuple[str, ...]) -> bool:
+        self.hear(f"{peer}'", now)
+        return super().is_alive(peer, now, roster)
+
+
+def test_who_is_alive_may_be_asked_while_others_come():
+    peers = Busy(2.0)
+    peers.know({"B", "C"}, 9.0)
+    assert peers.alive(9.1, ROSTER) == {"B", "C"}
+
+
 def test_order_is_the_same_everywhere():
     peers = Peers(2.0)
     peers.know({"C", "B", "E", "D"}, 0.0)
