@@ -5,6 +5,7 @@ real islands in processes of their own over real transports, each with its part 
 same samples over all; the figure is the validation loss of the outer parameters at the end.
 """
 
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -112,62 +113,47 @@ def _by_name(rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str, Any]]:
     one_thread()
-    found: list[tuple[str, Any]] = []
-    for seed in range(setting.seeds):
-        found += _baselines(peer, setting, seed) if setting.baselines else []
-        for name, row in found[-2:] if setting.baselines else []:
-            _tell(peer, seed, name, row)
-        for variant in setting.variants:
-            sync = VARIANTS[variant]
-            if variant == SINGLE:
-                found.append((SINGLE, _single(peer, setting, seed)))
-                _tell(peer, seed, *found[-1])
-                continue
-            warm_up(sync["codec"])
-            config = setting.config(
-                seed, batch=setting.batch // setting.islands, sync=sync, outer=_outer_for(sync["codec"], setting)
-            )
-            found.append((variant, _row(peer, setting, train_together(peer, config, Line()))))
-            _tell(peer, seed, *found[-1])
+    found = _runs_alone(peer, setting)
+    variants = [variant for variant in setting.variants if variant != SINGLE]
+    for seed, variant in itertools.product(range(setting.seeds), variants):
+        sync = VARIANTS[variant]
+        warm_up(sync["codec"])
+        outer = _outer_for(sync["codec"], setting)
+        config = setting.config(seed, batch=setting.batch // setting.islands, sync=sync, outer=outer)
+        row = _row(peer, setting, train_together(peer, config, Line()))
+        found.append((variant, row))
+        if peer.index == 0:
+            _tell(seed, variant, row)
     if bytes_too:
         found.append(("bytes", _byte_reductions(peer, setting)))
     return found
 
 
-def _tell(peer: BenchPeer, seed: int, name: str, row: dict[str, Any]) -> None:
+def _runs_alone(peer: BenchPeer, setting: Setting) -> list[tuple[str, Any]]:
+    """What needs nobody else is dealt out to the workers, long runs first."""
+    plain: dict[str, Any] = {"outer": {"optimizer": "sgd", "lr": 1.0}}  # changes nothing
+    kinds = [(PARALLEL, setting.batch, plain), (ALONE, setting.batch // setting.islands, plain)]
+    kinds = kinds if setting.baselines else []
+    if SINGLE in setting.variants:  # DiLoCo with nobody else
+        kinds.insert(1, (SINGLE, setting.batch, {"outer": setting.outer}))
+    jobs = [(seed, *kind) for kind in kinds for seed in range(setting.seeds)]
+    mine: dict[int, dict[str, Any]] = {}
+    for number in range(peer.index, len(jobs), peer.count):
+        seed, name, batch, options = jobs[number]
+        losses = train_alone(setting.config(seed, batch=batch, sync={"every": setting.every}, **options))["losses"]
+        mine[number] = {"loss": losses[max(losses)], "losses": losses}
+        _tell(seed, name, mine[number])
+    rows = {number: row for part in peer.exchange(mine, WAIT_S) for number, row in part.items()}
+    return [(name, rows[number]) for number, (_, name, *_) in enumerate(jobs)]
+
+
+def _tell(seed: int, name: str, row: dict[str, Any]) -> None:
     """A long bench says how far it is."""
-    if peer.index == 0:
-        print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
+    print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
 
 
 def _outer_for(codec: str, setting: Setting) -> Mapping[str, Any]:
     return SPARSE_OUTER if codec == "sparse" else setting.outer
-
-
-def _baselines(peer: BenchPeer, setting: Setting, seed: int) -> list[tuple[str, Any]]:
-    """At the same time, by two of the workers: each is one island alone that syncs with nobody."""
-    plain: dict[str, Any] = {"sync": {"every": setting.every}, "outer": {"optimizer": "sgd", "lr": 1.0}}
-    row = None
-    if peer.index == 0:
-        row = train_alone(setting.config(seed, batch=setting.batch, **plain))
-    elif peer.index == 1:
-        row = train_alone(setting.config(seed, batch=setting.batch // setting.islands, **plain))
-    rows = peer.exchange(row and _alone_row(row), WAIT_S)
-    return [(PARALLEL, rows[0])] + ([(ALONE, rows[1])] if rows[1:2] != [None] and len(rows) > 1 else [])
-
-
-def _single(peer: BenchPeer, setting: Setting, seed: int) -> dict[str, Any]:
-    """One island with the whole batch and an outer optimizer: DiLoCo with nobody else."""
-    row = None
-    if peer.index == 0:
-        config = setting.config(seed, batch=setting.batch, sync={"every": setting.every}, outer=setting.outer)
-        row = _alone_row(train_alone(config))
-    found: dict[str, Any] = peer.exchange(row, WAIT_S)[0]
-    return found
-
-
-def _alone_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {"loss": row["losses"][max(row["losses"])], "losses": row["losses"]}
 
 
 def _row(peer: BenchPeer, setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
