@@ -178,7 +178,9 @@ def _agreement(board: Board) -> str:
         return "digests: no island saw the end of the run, so there is nothing to compare"
     if board.agree:
         number, chain, state = next(iter(board.endings()))
-        where = names([row.name for row in ended])
-        return f"digests equal on {where}: round {number}, chain {chain[:12]}, state {state[:12]}"
+        seen = f"round {number}, chain {chain[:12]}, state {state[:12]}"
+        if len(ended) == 1:
+            return f"digests: only {ended[0].name} saw the end, so there is nothing to compare: {seen}"
+        return f"digests equal on {names([row.name for row in ended])}: {seen}"
     places = "; ".join(f"{row.name} round {row.agreed[0]} state {row.agreed[2][:12]}" for row in ended if row.agreed)
     return f"digests DIFFER: {places}"

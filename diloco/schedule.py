@@ -65,8 +65,11 @@ class Schedule:
         return self.launches[min(bisect.bisect_right(self.launches, step), len(self.launches) - 1)]
 
     def is_over(self, step: int, updates: int) -> bool:
-        """The clock has come to its end, and after that every fragment has had its turn."""
-        return step >= self.steps and updates % self.fragments == (len(self.launches) - 1) % self.fragments
+        """The clock has come to its end, and then every other fragment has had one more turn. From there on it is over,
+        however many rounds others have added before this island looks. (Alone, a run may go on with another `every`:
+        then there are fewer updates than launches.)"""
+        last_turn = len(self.launches) + self.fragments - 1
+        return step >= self.steps and (updates >= last_turn or (updates - last_turn) % self.fragments == 0)
 
     def after(self, step: int) -> list[Work]:
         if step >= self.steps:

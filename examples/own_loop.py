@@ -66,6 +66,7 @@ def main() -> None:
 
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # fresh: a second start begins anew; without it, it would go on where the first one ended
     with diloco.connect(where, model, optimizer, fresh=True, **own) as run:
         for images, kinds in run.batches(drawn(8192, seed=1), batch_size=32):
             loss = cross_entropy(model(images), kinds)

@@ -150,6 +150,7 @@ def test_who_left_before_the_end_is_not_compared(board):
     finish(board, "a", "b")
     board.rows[TWO].finished = False
     assert board.agree
+    assert account(board)[-1].startswith("digests: only island-1 saw the end, so there is nothing to compare: round 3")
 
 
 def test_a_run_without_an_end_has_no_agreement(board):

@@ -68,6 +68,8 @@ def test_the_clock_follows_the_launches_and_the_run_ends_when_every_fragment_had
         clock.append(plan.next(clock[-1]))
         updates += 1
     assert clock == [0, 3, 7, 10, 13, 17, 20, 23, 27, 30, 30, 30]
+    assert all(plan.is_over(30, updates + more) for more in range(7))  # for whoever looks late, too
+    assert not any(plan.is_over(30, updates - back) for back in (1, 2)) and plan.is_over(30, updates - 3)
 
 
 def test_phases_grow_as_the_learning_rate_falls():
