@@ -82,6 +82,7 @@ def take_place(config: IslandConfig) -> Iterator[Place]:
     try:
         mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
         yield Place(rank, world, device, mesh)
+        dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
     finally:
         dist.destroy_process_group()
 
