@@ -20,7 +20,7 @@ from diloco.alone import Alone
 from diloco.config import SyncConfig
 from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
-from diloco.elastic.session import Taken
+from diloco.elastic.session import Taken, at_once
 from diloco.elastic.work import Trained
 from diloco.fragments import names_of
 from diloco.place import Place
@@ -71,7 +71,7 @@ class Exchange:
         if outside is not None and self.anchor is not None:
             self.anchor.copy_(outside.base)
         self._shards.write(self.anchor)
-        self._written = _nothing  # returns when the device no longer reads these vectors
+        self._written = at_once  # returns when the device no longer reads these vectors
 
     def _vector(self) -> Tensor | None:
         """On the leader: of all parameters, where the outer state lies. In host memory it is pinned for a GPU, so that
@@ -265,7 +265,3 @@ def _rebased(local: Tensor, anchor: Tensor, before: Tensor) -> Tensor:
 
 def _mixed(local: Tensor, anchor: Tensor, *, alpha: float) -> Tensor:
     return local * alpha + anchor * (1 - alpha)
-
-
-def _nothing() -> None:
-    pass

@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from types import FrameType
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
-from diloco.child import REPEAT_S
+from diloco.child import REPEAT_S, handled
 from diloco.config import Config
 from diloco.configfile import render_config
 from diloco.errors import ConfigError, SaveError
@@ -174,9 +173,5 @@ def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
                 os.write(1, b"\x1b[?25h")  # the live view had hidden the cursor
             os._exit(128 + number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(on_signal):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

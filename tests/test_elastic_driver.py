@@ -222,6 +222,13 @@ LIES: dict[str, Callable[[Head, int], bytes]] = {
     "progress that is not its own mark": offering(Offer(0, 5, 9, 10, ())),
     "more samples than tokens": offering(Offer(0, 0, 1, 10, ((0, 1000),))),
     "samples twice": offering(Offer(0, 0, 1, 10, ((0, 4), (2, 6)))),
+    "more steps than tokens": offering(Offer(0, 0, 1, 10, (), steps=1000)),
+}
+REASONS = {
+    "progress that is not its own mark": "which is not its mark",
+    "more samples than tokens": "samples or steps that cannot be right",
+    "samples twice": "samples or steps that cannot be right",
+    "more steps than tokens": "samples or steps that cannot be right",
 }
 
 
@@ -233,7 +240,8 @@ def test_a_peer_that_talks_nonsense_is_excluded_by_name(lie):
 
         def excluded() -> bool:
             liar.say(LIES[lie](islands[0].state.head, islands[0].driver.node.promise.term))
-            return any(note.kind == "excluded" and note.peer == "Z" and note.text for note in islands[0].notes)
+            told = [note.text for note in islands[0].notes if note.kind == "excluded" and note.peer == "Z"]
+            return any(text and REASONS.get(lie, "") in text for text in told)
 
         wait_for(excluded, islands)
         at_round(islands, max(island.state.head.round for island in islands) + 3)
