@@ -58,7 +58,8 @@ class Story:
         elif self.without:
             self.back.append(number)
             if len(self.back) == 1:
-                notice(f"{VICTIM} is back and contributed to round {number}: it had its own disk, and fetched what it had missed")
+                story = "it had its own disk, and fetched what it had missed"
+                notice(f"{VICTIM} is back and contributed to round {number}: {story}")
 
     def _kill(self, number: int) -> None:
         pids = {entry["name"]: entry["pid"] for entry in json.loads((FOLDER / "islands.json").read_text())}
