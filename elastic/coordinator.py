@@ -160,7 +160,7 @@ class Coordinator(Member):
             return
         if term.adopted is not None and self.rules.adoption_survives_retries:
             self._begin_adopted(term, term.adopted, self.me, now)
-        elif term.adopted is None and (found := term.highest()) is not None:
+        elif term.adopted is None and (found := term.highest(self.me)) is not None:
             self._adopt(term, *found, now)
         else:
             self._propose(term, now)
@@ -238,7 +238,7 @@ class Coordinator(Member):
         # those with late progress were ready at once
         training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
-        due = leading.deadline(self._commit_at, ready_at, len(training), self.options.straggler)
+        due = leading.deadline(self._commit_at[self.due], ready_at, len(training), self.options.straggler)
         return due is not None and now >= due
 
     def _has_samples(self, peer: str, promise: Promise) -> bool:

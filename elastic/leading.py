@@ -40,9 +40,11 @@ class Term:
     def promised(self) -> dict[str, Promise]:
         return {peer: answer for peer, answer in self.answers.items() if answer is not None}
 
-    def highest(self) -> tuple[str, Held] | None:
-        """Who holds the result of the highest ballot."""
+    def highest(self, me: str) -> tuple[str, Held] | None:
+        """Who holds the result of the highest ballot. Attempts of this term do not count: only its coordinator could
+        have committed them."""
         held = [(peer, answer.held) for peer, answer in self.promised().items() if answer.held is not None]
+        held = [(peer, one) for peer, one in held if one.ballot[:2] != (self.number, me)]
         return max(held, key=lambda pair: (pair[1].ballot, pair[0])) if held else None
 
     def offers(self, fragment: int) -> dict[str, Offer]:
@@ -52,7 +54,7 @@ class Term:
 
 
 def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: float) -> float | None:
-    """`straggler` times the time from the last commit until half of the live members were ready."""
+    """`straggler` times the time from the fragment's last commit until half of the live members were ready."""
     times, half = sorted(ready_at), -(-live // 2)
     if len(times) < half or not times:
         return None

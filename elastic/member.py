@@ -224,7 +224,7 @@ class Member(Seat):
         self.state_digest, self._drops = "", 0
         if self.rules.marks_decide:
             self.pending = {f: offer for f, offer in self.pending.items() if self.state.fits(self.me, offer)}
-        self._commit_at = self._lead_at = now
+        self._commit_at[(self.state.updates - 1) % self.options.fragments] = self._lead_at = now
         self._out.append(Moved(switched))
         self._remember()
 

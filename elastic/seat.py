@@ -106,7 +106,8 @@ class Seat:
         self._catching_up: str | None = None
         self._apart: dict[frozenset[str], Apart] = {}
         self.peers.know(set(state.roster) - {me}, now)  # until they are silent for too long, they count as alive
-        self._commit_at = self._awake_at = self._heartbeat_at = self._lead_at = now
+        self._commit_at = [now] * options.fragments  # of each fragment's last update
+        self._awake_at = self._heartbeat_at = self._lead_at = now
         self._drops = 0
         self._out: list[Effect] = []
         self._to_self: list[Message] = []

@@ -24,6 +24,10 @@ SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 BATCH = 100
 STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pace_of(seed) != USUAL]
 
+# A coordinator that adopted its own earlier attempt, from itself; one that committed two rounds at a stroke; one that
+# was ready with the next fragment at once, and waited for nobody.
+ONCE_WRONG = (17875, 1004276, 1003167)
+
 # The smallest seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
     "adoption_survives_retries": 90,
@@ -59,6 +63,12 @@ def test_random_disasters_violate_nothing(first):
             pytest.fail(describe(campaign, seed))
         commits += outcome.commits
     assert commits > 50 * BATCH, "disasters in which nothing is ever committed show nothing"
+
+
+@pytest.mark.parametrize("seed", ONCE_WRONG)
+def test_what_was_once_wrong_is_right(seed):
+    if run_one(Campaign(), seed).violation:
+        pytest.fail(describe(Campaign(), seed))
 
 
 def test_streaming_disasters_violate_nothing():

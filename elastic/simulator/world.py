@@ -326,6 +326,8 @@ class World:
         disk, state = self.disks[name], life.node.state
         if record.proposal.key.parent != disk.states[-1].head.digest:
             raise Violation(f"I1: {name} appended a record of another branch")
+        if state.head.digest != record.digest:  # the same input has made it append the next one, too
+            state = disk.states[-1].after(record)
         disk.own.add(record.digest)
         disk.log.append(record)
         disk.states.append(state)
