@@ -114,9 +114,11 @@ def test_the_result_of_the_highest_ballot_is_adopted():
         return Promise(STATE.key, 9, 1, 0, held)
 
     answers = {"A": promise(Ballot(1, "Z", 7)), "B": promise(Ballot(2, "A", 0)), "C": promise(None), "D": None}
-    found = Term(9, answers=answers).highest()
+    found = Term(9, answers=answers).highest("A")
     assert found is not None and found[0] == "B"
-    assert Term(9, answers={"C": promise(None), "D": None}).highest() is None
+    assert Term(9, answers={"C": promise(None), "D": None}).highest("A") is None
+    own_attempt = answers | {"E": promise(Ballot(9, "A", 0))}
+    assert Term(9, answers=own_attempt).highest("A") == found, "that one can only have been committed by A itself"
 
 
 def test_an_island_that_has_diverged_is_outsize():
