@@ -62,6 +62,9 @@ class TokenisingProgress:
             print(f"tokenising: {format_size(done)}{share}", file=sys.stderr)
 
 
+AT_ONCE = 1 << 22  # values that the model predicts in validation: without gradients, large batches cost little memory
+
+
 class Batches:
     """Training batches by position; each is a list of micro-batches [rows, sequence + 1] on the device.
 
@@ -103,8 +106,12 @@ def slice_of(batch: Ranges, start: int, count: int) -> Ranges:
 
 
 def validation_batches(samples: Samples, island: IslandConfig, place: Place, count: int) -> Iterator[Tensor]:
-    """This process' share of `count` validation samples, rounded up to whole micro-batches."""
+    """This process' share of `count` validation samples, rounded up to whole micro-batches; several of these at once
+    where what they are judged by stays small."""
     rows = island.batch // island.accumulate // place.data_ranks
+    micro_batches = -(-count // (rows * place.data_ranks))
+    values = rows * samples.sequence * samples.source.vocab
+    rows *= max(n for n in range(1, micro_batches + 1) if micro_batches % n == 0 and (n == 1 or n * values <= AT_ONCE))
     for start in range(0, count, rows * place.data_ranks):
         own = samples.validation(start + place.data_rank * rows, rows)
         yield torch.from_numpy(own).to(place.device)

@@ -208,6 +208,19 @@ def test_what_is_launched_is_what_was_there_then_whenever_it_is_worked_out(small
     assert trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), late=True, stop_at=7) == expected
 
 
+def test_validation_takes_the_same_samples_at_once_or_in_small_batches(small, monkeypatch):
+    config = small()
+    samples, batch = open_samples(config), config.island.batch
+
+    def batches(count: int) -> list[torch.Tensor]:
+        return list(validation_batches(samples, config.island, ALONE, count))
+
+    (whole,) = batches(3 * batch - 1)
+    monkeypatch.setattr("diloco.batches.AT_ONCE", 0)
+    assert [len(rows) for rows in batches(3 * batch - 1)] == [batch] * 3
+    assert torch.equal(torch.cat(batches(3 * batch - 1)), whole)
+
+
 def test_evaluation_is_the_mean_loss_and_leaves_training_alone(small):
     config = small()
     island = make_island(config)
