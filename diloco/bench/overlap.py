@@ -1,7 +1,8 @@
 """What a slow link costs an inner loop that waits for its rounds, and one that goes on.
 
 The link is made such that a blocking round takes as long as a phase of training: half of the time is lost. Utilisation
-is H times the median step without synchronisation over the wall time of H steps.
+is H times the median step without a round in flight over the wall time of H steps. Such steps are taken before, between
+and after the runs they are compared with: a machine is not always equally fast.
 """
 
 import itertools
@@ -10,7 +11,7 @@ from typing import Any
 
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
-from diloco.bench.team import Line, median_step_s, one_thread, train_together
+from diloco.bench.team import Line, one_thread, train_together
 from diloco.comm.codec import CODECS, warm_up
 from diloco.config import Config
 from diloco.configfile import parse_config
@@ -35,25 +36,33 @@ def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     one_thread()
     warm_up()
     free = train_together(peer, _config(every, FIRST_PHASES + 2), Line())
-    step_s = max(peer.exchange(median_step_s(free["moments"])))
+    step_s = max(peer.exchange(statistics.median(_inside(free["moments"], every))))
     size = CODECS[CODEC].size(free["parameters"])
     bits_per_s = 8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s)
+    config = {apply: _config(every, FIRST_PHASES + rounds, apply=apply) for apply in ("rebase", "eager")}
+    blocking = train_together(peer, config["rebase"], Line(bits_per_s))
+    overlapped = train_together(peer, config["eager"], Line(bits_per_s))
+    again = train_together(peer, _config(every, FIRST_PHASES + 2), Line())
+    alone = [span for seen in (free, blocking, again) for span in _inside(seen["moments"], every)]
+    step_s = max(peer.exchange(statistics.median(alone)))
     found: dict[str, Any] = {"step_s": step_s, "link_mbit_per_s": bits_per_s / 1e6}
-    for name, apply in (("blocking", "rebase"), ("overlapped", "eager")):
-        config = _config(every, FIRST_PHASES + rounds, apply=apply)
-        seen = train_together(peer, config, Line(bits_per_s))
+    for name, seen in (("blocking", blocking), ("overlapped", overlapped)):
         found[name] = _row(seen["moments"], every, step_s, seen, peer)
     return found
+
+
+def _inside(moments: list[float], every: int) -> list[float]:
+    """What each step took that no round ended; not of the first phase."""
+    spans = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return [span for number, span in enumerate(spans, start=1) if number % every and number > every]
 
 
 def _row(moments: list[float], every: int, step_s: float, seen: dict[str, Any], peer: BenchPeer) -> dict[str, Any]:
     """Phases from the second on, but for the last, whose round nothing overlaps."""
     begins = moments[every - 1 :: every]
     walls = [later - earlier for earlier, later in itertools.pairwise(begins)][FIRST_PHASES:]
-    inside = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    usual = [span for number, span in enumerate(inside, start=1) if number % every and number > every]
     utilisation = min(peer.exchange(every * step_s / statistics.mean(walls)))
-    ratio = max(peer.exchange(statistics.median(usual) / step_s))
+    ratio = max(peer.exchange(statistics.median(_inside(moments, every)) / step_s))
     return {
         "utilisation": utilisation, "step_ratio": ratio, "wall_s_of_phases": walls, "rounds": seen["rounds"],
         "full_rounds": seen["full_rounds"],
