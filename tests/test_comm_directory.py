@@ -1,6 +1,7 @@
 """Real DHT nodes on loopback: peers find each other, forgeries are refused, no daemon outlives its process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -248,13 +249,14 @@ ENDINGS = {"normal": None, "exception": None, "term": signal.SIGTERM, "kill": si
 @pytest.mark.slow
 def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
     """All at once: most of the time is spent importing hivemind."""
-    sockets = set(Path("/tmp").glob("hivemind-*"))
     commands = {how: [sys.executable, "-c", PROCESS, str(tmp_path / how), how] for how in ENDINGS}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     processes = {how: subprocess.Popen(command, text=True, **pipes) for how, command in commands.items()}
     pids = {how: [int(pid) for pid in process.stdout.readline().split()] for how, process in processes.items()}
     daemons = {how: [guard, daemon_of(guard)] for how, (guard, _) in pids.items()}
     assert all(lives(pid) for pair in daemons.values() for pid in pair)
+    sockets = [path for _, daemon in daemons.values() for path in sockets_of(daemon)]
+    assert len(sockets) == 2 * len(ENDINGS) and all(map(Path.exists, sockets[::2]))
     for how, process in processes.items():
         process.send_signal(ending) if (ending := ENDINGS[how]) else process.stdin.write("go\n")
         process.stdin.close()
@@ -264,7 +266,7 @@ def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)
         processes[how].stdout.close()
     assert left == set()
-    assert set(Path("/tmp").glob("hivemind-*")) <= sockets
+    assert not any(map(Path.exists, sockets))
 
 
 GUARDED = """
@@ -305,6 +307,13 @@ def has_child(pid: int) -> bool:
 
 def daemon_of(guard_pid: int) -> int:
     return int(subprocess.run(["pgrep", "-P", str(guard_pid)], check=True, capture_output=True, text=True).stdout)
+
+
+def sockets_of(daemon: int) -> list[Path]:
+    """That it and its client make."""
+    told = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(daemon)], capture_output=True, text=True).stdout
+    paths = re.findall(r"/unix(/tmp/hivemind-\S+)", told)
+    return [Path(name) for path in paths for name in (path, path.replace("p2pd-", "p2pclient-"))]
 
 
 def lives(pid: int) -> bool:
