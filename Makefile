@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit quick demo prove clean
+.PHONY: help install test lint types unit browser quick demo prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -22,13 +22,18 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install  ## every test, in two processes (PYTEST_JOBS=8 on a larger machine)
+unit: install browser  ## every test, in two processes (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile
+
+browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+		echo "NO CHROMIUM: the tests will NOT open the report of a simulation in a browser" >&2
 
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow'
 
-demo: install  ## four islands on this machine train one model; one is killed and comes back (two minutes)
+demo: install  ## four islands train one model, one is killed and comes back; then a slow link (three minutes)
 	$(BIN)/python examples/demo.py
 
 prove: install  ## run every claim of the project that needs no GPU, and print one table

@@ -35,6 +35,7 @@ class Line:
 
     def __init__(self, bits_per_s: float | None, *, burst_s: float = 0.0) -> None:
         self.bytes_per_s = math.inf if bits_per_s is None else bits_per_s / 8
+        self.passed_bytes = 0  # so far
         self._bucket = Bucket(self.bytes_per_s, burst_s)
         self._lock = threading.Lock()
 
@@ -46,7 +47,14 @@ class Line:
     def reserve(self, size: int, now: float) -> float:
         with self._lock:
             self._bucket, finish = self._bucket.reserve(size, now)
+            self.passed_bytes += size
         return finish
+
+    def change(self, bits_per_s: float) -> None:
+        """The rate from now on. What was let through before keeps its time."""
+        with self._lock:
+            self.bytes_per_s = bits_per_s / 8
+            self._bucket = replace(self._bucket, bytes_per_s=self.bytes_per_s)
 
     def reserve_arriving(self, size: int, last_at: float) -> float:
         """For bytes of which the last arrives at `last_at`: the first ones have been passing through before it.

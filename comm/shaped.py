@@ -67,8 +67,9 @@ def sent_at(piece: Piece, now: float) -> float:
 
 
 class ShapedCarrier:
-    def __init__(self, inner: Carrier, link: Link, path: Path, random: Random) -> None:
+    def __init__(self, inner: Carrier, link: Link, path: Path, random: Random, *, by_stamp: bool = True) -> None:
         self.inner = inner
+        self._by_stamp = by_stamp
         self.peer = inner.peer
         self.link = link
         self.path = path
@@ -190,7 +191,9 @@ class ShapedCarrier:
         size = self.bytes_for(piece)
         with self._changed:
             self._changed.wait_for(lambda: self._held < self._window or self._closed.is_set())
-            self._last_at = max(self._last_at, self.path.arrival(sent_at(piece, time.monotonic()), self._random))
+            now = time.monotonic()
+            sent = sent_at(piece, now) if self._by_stamp else now
+            self._last_at = max(self._last_at, self.path.arrival(sent, self._random))
             self._arrivals.append(Arrival(self._last_at, headers[0], piece, size))
             self._held += size
             self._changed.notify_all()
@@ -224,8 +227,10 @@ class ShapedCarrier:
 
 
 class ShapedTransport:
-    def __init__(self, transport: Transport, link: Link, paths: Paths | None = None) -> None:
+    def __init__(self, transport: Transport, link: Link, paths: Paths | None = None, *, by_stamp: bool = True) -> None:
+        """Without `by_stamp` delays count from the arrival: the kernel holds the rates, and has taken its time."""
         self.transport = transport
+        self._by_stamp = by_stamp
         self.identity = transport.identity
         self.link = link
         self.paths = paths or Paths()
@@ -252,7 +257,7 @@ class ShapedTransport:
             self._opened += 1
             random = Random(f"{self.paths.seed} {self.identity} {stream.peer} {self._opened}")
             path = self.paths.between(self.identity, stream.peer)
-            carrier = ShapedCarrier(stream.carrier, self.link, path, random)
+            carrier = ShapedCarrier(stream.carrier, self.link, path, random, by_stamp=self._by_stamp)
             self._carriers.add(carrier)
         if self.paths.is_cut(self.identity, stream.peer):  # while it was being opened
             carrier.lose("the link is cut")

@@ -1,4 +1,5 @@
-"""Four islands on this machine train one model over a slow link; one of them is killed, and comes back.
+"""Four islands on this machine train one model over a slow link; one of them is killed, and comes back. Then two over a
+slower one, with a report of what it cost.
 
     make demo     or     python examples/demo.py
 
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +28,12 @@ COMMAND = [
     sys.executable, "-m", "diloco", "run", str(ROOT / "examples" / "islands.yaml"), "--islands", str(ISLANDS),
     "--fresh", "--link", "50mbit,20ms", "--set", "run=demo", "--set", f"inner.steps={STEPS}",
     "--set", f"elastic.min_islands={ISLANDS - 1}",  # so that nobody trains ahead while the others start
+]  # fmt: skip
+SLOW_FOLDER = Path("runs/demo-slow-link")
+SLOW_LINK = [
+    sys.executable, "-m", "diloco", "simulate", str(ROOT / "examples" / "islands.yaml"), "--islands", "2",
+    "--link", "5mbit,80ms", "--set", f"run={SLOW_FOLDER.name}", "--set", "inner.steps=64",
+    "--set", "elastic.min_islands=2",
 ]  # fmt: skip
 
 
@@ -78,9 +85,9 @@ def notice(text: str) -> None:
 
 
 @contextmanager
-def started() -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Ctrl-C is passed on once; whatever happens here, the launcher ends, and its islands with it."""
-    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:
         yield process
     except KeyboardInterrupt:
@@ -90,15 +97,34 @@ def started() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def main() -> int:
-    begun, story = time.monotonic(), Story()
-    print(f"$ diloco {' '.join(COMMAND[3:])}\n", flush=True)
-    with started() as process:
+def follow(command: list[str], look: Callable[[], None] = lambda: None) -> int:
+    print(f"$ diloco {' '.join(command[3:])}\n", flush=True)
+    with started(command) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(shortened(line), end="", flush=True)
-            story.look()
-        code = process.wait()
+            look()
+        return process.wait()
+    return 1  # interrupted
+
+
+def main() -> int:
+    return four_islands() or slow_link()
+
+
+def slow_link() -> int:
+    notice("two islands over 5 Mbit/s and 80 ms: what does such a link cost?")
+    code = follow(SLOW_LINK)
+    if code == 0:
+        notice(
+            f"{SLOW_FOLDER}/report.html, for a browser: losses, what each island did and when, what its link carried"
+        )
+    return code
+
+
+def four_islands() -> int:
+    begun, story = time.monotonic(), Story()
+    code = follow(COMMAND, story.look)
     seconds = time.monotonic() - begun
     if code == 0 and story.complete:
         missed, after = len(story.without), len(story.back)
@@ -111,7 +137,7 @@ def main() -> int:
 
 
 def shortened(line: str) -> str:
-    return f"{line[:60]}… ({FOLDER}/ticket)\n" if line.startswith("ticket: ") else line
+    return f"{line[:60]}…\n" if line.startswith("ticket: ") else line
 
 
 if __name__ == "__main__":

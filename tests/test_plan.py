@@ -15,6 +15,7 @@ from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.bench import real
 from diloco.bench.plan import TARGETS, against_table
 from diloco.bench.speed import measure
 from diloco.checkpoint.log import KEEP_PAYLOADS
@@ -446,3 +447,27 @@ def test_planning_is_pure():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+# against real islands: what `diloco bench plan` makes of what it sees
+
+
+def test_what_real_islands_did_is_taken_without_waits_and_from_the_last_launch():
+    every, delay = real.EVERY, real.DELAY
+    moments, now = [], 0.0
+    for step in range(1, 3 * every + 1):
+        moments.append(now)
+        now += 0.5 if step % every in (0, delay) else 0.1  # after the others nothing is waited for
+    assert real.usual_step_s(moments) == pytest.approx(0.1)
+    assert real.usual_phase_s([*moments, now]) == pytest.approx(0.1 * (every - 2) + 1.0)
+    early, late = [(0.0, 9.0), (10.0, 13.0), (20.0, 23.5)], [(8.0, 9.5), (11.0, 13.0), (21.0, 23.0)]
+    assert real.usual_round_s([early, late]) == pytest.approx(2.25)
+
+
+def test_the_settings_against_real_islands_are_those_that_were_asked_for():
+    lines = {setting.line for setting in real.SETTINGS}
+    kinds = {(setting.codec, setting.overlapped) for setting in real.SETTINGS}
+    assert len(real.SETTINGS) == 6 and len(lines) == 2
+    assert kinds == {("int8", False), ("int8", True), ("int4", False), ("int4", True)}
+    waits = [real.plan(setting, 0.15) for setting in real.SETTINGS if not setting.overlapped]
+    assert all(planned.utilisation < 0.95 and planned.round_s > 0.2 for planned in waits)

@@ -1,4 +1,5 @@
-"""The planner against the published table of bandwidth and utilisation (Streaming DiLoCo, 2501.18512)."""
+"""The planner against the published table of bandwidth and utilisation (Streaming DiLoCo, 2501.18512), and against real
+islands (real.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,13 @@ TABLE = {
 }  # fmt: skip
 
 
-def measure() -> Report:
+def measure(*, real: bool) -> Report:
     checks, figures = against_table()
+    if real:
+        from diloco.bench.real import against_real
+
+        more_checks, more_figures = against_real()
+        checks, figures = [*checks, *more_checks], {**figures, **more_figures}
     return Report(checks, figures)
 
 

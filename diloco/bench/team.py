@@ -8,7 +8,9 @@ import hashlib
 import itertools
 import shutil
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from tempfile import mkdtemp
@@ -32,7 +34,7 @@ from diloco.elastic.node import Node
 from diloco.elastic.record import Head, Record
 from diloco.elastic.state import RunState
 from diloco.entry import options_for
-from diloco.events import Events
+from diloco.events import Event, Events
 from diloco.outer import apply_record
 from diloco.place import Place, pick_device
 from diloco.together import Together
@@ -49,17 +51,49 @@ class Line:
     delay_s: float = 0.0
 
 
+class Timed(Together):
+    """Also knows when each of its rounds was launched and applied, by a clock that all processes here share."""
+
+    def __init__(self, driver: Driver, config: Config) -> None:
+        super().__init__(driver, config, str)
+        self.rounds_at: list[tuple[float, float]] = []
+        self._launched: deque[float] = deque()
+        self._over = False
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def start(self, fragment: int, *progress: Any, **options: Any) -> None:
+        self._launched.append(time.monotonic())
+        super().start(fragment, *progress, **options)
+
+    def leave(self) -> None:
+        super().leave()
+        self._over = True
+        with self.driver.changed:
+            self.driver.changed.notify_all()
+
+    def _watch(self) -> None:
+        updates = self.updates
+        while not self._over:
+            with self.driver.changed:
+                self.driver.changed.wait()
+                now, applied = time.monotonic(), self.driver.applied.updates
+            for _ in range(min(applied - updates, len(self._launched))):
+                self.rounds_at.append((self._launched.popleft(), now))
+            updates = applied
+
+
 def driver_for(
     trainer: Trainer,
     roster: tuple[str, ...],
     transport: Transport,
     *,
     apply: Callable[[Mapping[str, Tensor], Record, Tensor, Fragments], None] = apply_record,
+    owner: str = "",
 ) -> Driver:
     """The network side of an island that founds a run together with the rest of the roster."""
     digest = hashlib.sha256(GENESIS).hexdigest()
     epochs, count = trainer.config.data.epochs, trainer.samples.train_count
-    state = RunState(Head(0, 0, digest), roster, Ledger(count, epochs and epochs * count))
+    state = RunState(Head(0, 0, digest), roster, Ledger(count, epochs and epochs * count), owner=owner)
     node = Node(transport.identity, state, options_for(trainer.config), now=time.monotonic(), incarnation=1)
     run = Run(GENESIS, digest, trainer.fragments, apply)
     network = Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)
@@ -76,7 +110,21 @@ def train_alone(config: Config) -> dict[str, Any]:
     return {"bytes_sent": 0, **_seen(trainer, heard)}
 
 
-def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
+class Pauses:
+    """After each step that is told: as if it had taken so much longer, whatever else the machine does."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def tell(self, event: Event) -> None:
+        if event["event"] == "step":
+            time.sleep(self._seconds)
+
+    def close(self) -> None:
+        pass
+
+
+def train_together(peer: BenchPeer, config: Config, line: Line, *, pause_s: float = 0.0) -> dict[str, Any]:
     """Called by all workers of a bench at once: each is one island. What this one saw."""
     config = in_folder(config)
     names = tuple(f"island-{index}" for index in range(peer.count))
@@ -88,18 +136,20 @@ def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any
         shape = Link(line.bits_per_s, line.bits_per_s)
         transport = ShapedTransport(plain, shape, Paths(Path(delay_s=line.delay_s)))
     heard = Heard()
-    trainer = Trainer(config, Place(0, 1, pick_device(config.island.device), None), Events([heard]))
+    events = Events([heard, Pauses(pause_s)])
+    trainer = Trainer(config, Place(0, 1, pick_device(config.island.device), None), events)
     driver = driver_for(trainer, names, transport)
     try:
         driver.know(addresses)
-        trainer.join(Together(driver, config, str))
+        together = Timed(driver, config)
+        trainer.join(together)
         peer.barrier()
         trainer.run()
         rounds = [record for record in driver.records if record.proposal.contributions]
         full = sum(len(record.proposal.contributions) == peer.count for record in rounds)
         found = {
             "bytes_sent": driver.bytes_sent, "rounds": len(rounds), "full_rounds": full,
-            "digest": driver.replica.digest(), **_seen(trainer, heard),
+            "digest": driver.replica.digest(), "rounds_at": together.rounds_at, **_seen(trainer, heard),
         }  # fmt: skip
         peer.barrier()  # nobody leaves while others still read
         return found

@@ -1,17 +1,30 @@
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diloco.elastic.simulator.campaign import Campaign, Outcome, describe, rule_names, run
+from rich.console import Console
+
 from diloco.errors import ConfigError
 
+if TYPE_CHECKING:
+    from diloco.config import Config
+    from diloco.simulation.fleet import World
+    from diloco.simulation.story import Story
 
-def simulate_command(
-    *, protocol: bool, seeds: int, first: int, islands: int | None, without: str | None, jobs: int
-) -> None:
-    if not protocol:
-        raise ConfigError("simulate CONFIG is not there yet: add --protocol")
+MAX_ISLANDS = 64
+DEFAULT_ISLANDS = 4
+
+
+def protocol_command(*, seeds: int, first: int, islands: int | None, without: str | None, jobs: int) -> None:
+    from diloco.elastic.simulator.campaign import Campaign, Outcome, describe, rule_names, run
+
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")
+    if islands is not None and not 2 <= islands <= 26:
+        raise ConfigError(f"--islands {islands}: with --protocol 2 to 26, or none for 2 to 9 by chance")
     campaign = Campaign(without or "", islands)
     start, outcomes = time.perf_counter(), list[Outcome]()
     for outcome in run(campaign, range(first, first + seeds), jobs=jobs):
@@ -22,5 +35,136 @@ def simulate_command(
     commits = sum(outcome.commits for outcome in outcomes)
     seconds = time.perf_counter() - start
     print(f"{seeds} seeds from {first}: {commits} commits, {violations} violations, {seconds:.1f} s")
-    if violations:
-        sys.exit(1)
+    sys.exit(1 if violations else 0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """How the islands are connected and what befalls them, as a person writes it."""
+
+    islands: int | None = None
+    link: str | None = None
+    topology: Path | None = None
+    kill: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
+    join: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+
+
+def simulate_command(
+    configs: list[Path], overrides: list[str], given: Given, *, report: Path | None, restart: bool, backend: str
+) -> None:
+    """Exit code 0 if all runs finished and their islands agree."""
+    if not configs:
+        raise ConfigError("simulate needs a CONFIG, such as examples/islands.yaml; or --protocol")
+    refuse_backend(backend)
+    world = world_of(given)
+    from diloco.configfile import load_config
+    from diloco.simulation.drawing import need_matplotlib
+
+    need_matplotlib()
+    loaded = [(path, load_config(path, overrides)) for path in configs]
+    refuse_one_folder([(path, config.dir) for path, config in loaded])
+    netns = backend == "netns"
+    stories = [run_one(path, config, overrides, world, restart=restart, netns=netns) for path, config in loaded]
+    page = report or Path(loaded[0][1].dir) / "report.html"
+    show(stories, page)
+    sys.exit(0 if all(story.finished and story.agree for story in stories) else 1)
+
+
+def world_of(given: Given) -> "World":
+    from diloco.simulation.faults import joining, parse_faults
+    from diloco.simulation.fleet import World
+    from diloco.simulation.topology import Topology
+    from diloco.simulation.topologyfile import read_topology
+    from diloco.units import parse_link
+
+    if given.topology is not None:
+        for option, value in (("--link", given.link), ("--islands", given.islands)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: --topology {given.topology} says that already: leave one out")
+        topology = read_topology(given.topology)
+    else:
+        if given.link is None:
+            raise ConfigError("how are the islands connected? Add --link 20mbit,80ms, or --topology FILE")
+        if given.link.lstrip().startswith("-"):
+            raise ConfigError(f"--link {given.link}: a rate cannot be negative; write --link 20mbit,80ms")
+        count = (DEFAULT_ISLANDS if given.islands is None else given.islands) + joining(given.join)
+        if count > MAX_ISLANDS:
+            raise ConfigError(f"{count} islands: up to {MAX_ISLANDS} can run on one machine")
+        try:
+            topology = Topology.uniform(count, *parse_link(given.link))
+        except ValueError as error:
+            raise ConfigError(f"--link {given.link}: {error}; write --link 20mbit,80ms") from None
+    kinds = ("kill", "stop", "cut", "join", "slow")
+    return World(topology, parse_faults({kind: getattr(given, kind) for kind in kinds}, topology))
+
+
+def refuse_backend(backend: str) -> None:
+    from diloco.simulation.netns import refuse_if_not_permitted
+
+    if backend not in ("shaped", "netns"):
+        raise ConfigError(f"--backend {backend}: there are shaped and netns")
+    if backend == "netns":
+        refuse_if_not_permitted()
+
+
+def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
+    seen: dict[str, Path] = {}
+    for path, folder in folders:
+        if folder in seen:
+            raise ConfigError(f"{path} and {seen[folder]} would both train in {folder}: give one another `run` name")
+        seen[folder] = path
+
+
+def run_one(
+    path: Path, config: "Config", overrides: list[str], world: "World", *, restart: bool, netns: bool
+) -> "Story":
+    from diloco.board import account
+    from diloco.simulation.fleet import SimulatedPlan, simulate
+    from diloco.simulation.story import story_of
+    from diloco.watching import open_islands_view
+
+    view = open_islands_view()
+    try:
+        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
+        fleet = simulate(plan, view, world, netns=netns)
+    finally:
+        view.close()
+    _print(account(fleet.board))
+    return story_of(config, world, fleet)
+
+
+def show(stories: "list[Story]", page: Path) -> None:
+    from diloco.simulation.page import write_page
+    from diloco.simulation.story import write_json
+
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_page(stories, page)
+    write_json(stories, page.with_suffix(".json"))
+    for story in stories:
+        _print(summary(story))
+    _print([f"report: {page} (open it in a browser), {page.with_suffix('.json')}"])
+
+
+def summary(story: "Story") -> Iterator[str]:
+    from diloco.planning.plan import percent
+    from diloco.units import format_duration, format_size
+
+    yield f"{story.name}: {story.setting}; {story.rounds} rounds in {format_duration(story.seconds)}"
+    for island in story.islands:
+        lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}
+        parts = [f"{format_duration(seconds)} {state}" for state, seconds in lost.items()]
+        parts.append(f"sent {format_size(island.sent)}")
+        yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
+    for fault in story.faults:
+        if not fault.happened:
+            yield f"  {fault.said} did not happen: the run, or the island, had ended"
+    if (computed := story.computed) is not None:
+        share, time_s = percent(computed.data_parallel_utilisation), format_duration(computed.data_parallel_seconds)
+        yield f"  data parallel over the same links (computed): trains {share} of the time, {time_s} for as many steps"
+
+
+def _print(lines: "list[str] | Iterator[str]") -> None:
+    Console(highlight=False).print("\n".join(lines), soft_wrap=True, markup=False)

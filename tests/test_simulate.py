@@ -1,0 +1,472 @@
+"""Simulations: topologies and faults as people write them, what islands make of them, and what is told of it."""
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import SMALL, run_cli
+
+from diloco.cli.simulate import Given, refuse_backend, refuse_one_folder, summary, world_of
+from diloco.comm.link import Line
+from diloco.comm.link import Path as Way
+from diloco.comm.memory import MemoryNetwork
+from diloco.errors import ConfigError, PeerLost
+from diloco.simulation.faults import parse_faults
+from diloco.simulation.netns import Namespaces, enter, refuse_if_not_permitted
+from diloco.simulation.network import VARIABLE, SimulatedNetwork, network_at, slowed, slowness_of
+from diloco.simulation.page import page, write_page
+from diloco.simulation.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
+from diloco.simulation.timeline import Flow, Span, flat, flows, sending, timeline
+from diloco.simulation.topology import Rates, Topology
+from diloco.simulation.topologyfile import read_topology
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+IDS = {f"island-{number}": f"id-{number}" for number in range(1, 9)}
+
+
+# topologies
+
+GOOD = """\
+regions:
+  eu: {up: 50mbit, down: 100mbit, delay: 5ms}
+  us: {up: 20mbit, delay: 10ms, changes: [{at: 60s, up: 5mbit}, {at: 2min, up: 20mbit, down: 30mbit}]}
+islands: [eu, {region: eu, up: 10mbit}, us]
+paths:
+  - {between: [1, 3], delay: 1ms}
+  - {between: [eu, us], delay: 45ms, jitter: 5ms, loss: 0.5%, stall: 300ms}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "topology.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_topology_has_rates_by_island_and_paths_by_pair(tmp_path):
+    topology = read_topology(written(tmp_path, GOOD))
+    assert [site.rates for site in topology.sites] == [Rates(50e6, 100e6), Rates(10e6, 100e6), Rates(20e6, 20e6)]
+    assert topology.paths == {
+        frozenset((1, 2)): Way(0.005),
+        frozenset((1, 3)): Way(0.001),  # the pair itself counts more than its regions, wherever it is written
+        frozenset((2, 3)): Way(0.045, 0.005, 0.005, 0.3),
+    }
+    assert topology.in_region("eu") == (1, 2)
+
+
+def test_rates_change_over_time(tmp_path):
+    site = read_topology(written(tmp_path, GOOD)).site(3)
+    assert [site.rates_at(at_s) for at_s in (0, 60, 119, 120, 1e6)] == [
+        Rates(20e6, 20e6), Rates(5e6, 5e6), Rates(5e6, 5e6), Rates(20e6, 30e6), Rates(20e6, 30e6),
+    ]  # fmt: skip
+
+
+def test_the_example_is_a_topology():
+    topology = read_topology(EXAMPLES / "topology.yaml")
+    assert topology.islands == 4 and topology.reachable(1) == {1, 2, 3, 4}
+
+
+BAD_TOPOLOGIES = {
+    "negative rate": (("up: 50mbit, down", "up: -50mbit, down"), 2, "up: -50mbit: a rate cannot be negative"),
+    "no rate": (("down: 100mbit", "down: 0mbit"), 2, "down: 0mbit: a link without any rate"),
+    "no unit": (("{region: eu, up: 10mbit}", "{region: eu, up: 10}"), 4, "the unit is missing"),
+    "unknown region": (("islands: [eu,", "islands: [asia,"), 4, "there is no region 'asia': eu, us"),
+    "unknown key": (("jitter", "jiter"), 7, "there is no such key here as jiter"),
+    "unknown island": (("[1, 3]", "[1, 4]"), 6, "no region or island '4': regions eu, us, islands 1 to 3"),
+    "one end": (("[1, 3]", "[1]"), 6, "a path has two ends"),
+    "no path": (("  - {between: [eu, us]", "  - {between: [eu, eu]"), 4, "nothing says how eu and us are connected"),
+    "cannot connect": (
+        ("delay: 1ms}\n  - {between: [eu, us], delay: 45ms, ", "cut: true}\n  - {between: [eu, us], cut: true, "),
+        6,
+        "this cannot connect: no way leads from island-1 to island-3",
+    ),
+    "order of changes": (("at: 2min", "at: 20s"), 3, "changes come in the order of time, and 60s comes before"),
+    "change of nothing": (("{at: 60s, up: 5mbit}", "{at: 60s}"), 3, "a change needs a new rate"),
+    "loss": (("loss: 0.5%", "loss: 5"), 7, "loss: 5: write a share"),
+    "written twice": (("down: 100mbit", "up: 100mbit"), 2, "up is written twice"),
+    "no islands": (("islands: [eu, {region: eu, up: 10mbit}, us]", "islands: []"), 4, "0 islands: 1 to 64"),
+    "no YAML": (("islands: [eu,", "islands: [eu, ["), 5, "not valid YAML"),
+    "a list of nothing": (("islands: [eu, {region: eu, up: 10mbit}, us]", "islands: eu"), 4, "write a list here"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOPOLOGIES)
+def test_a_bad_topology_is_refused_with_line_and_reason(tmp_path, case):
+    (old, new), line, reason = BAD_TOPOLOGIES[case]
+    assert GOOD.count(old) == 1
+    path = written(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(reason)) as refused:
+        read_topology(path)
+    assert str(refused.value).startswith(f"{path}, line {line}: ")
+
+
+def test_one_cut_path_does_not_take_a_topology_apart(tmp_path):
+    topology = read_topology(written(tmp_path, GOOD.replace("[1, 3], delay: 1ms", "[1, 3], cut: true")))
+    assert topology.unconnected == [frozenset((1, 3))]
+    assert network_at(topology, (), IDS, 0.0)["cut"] == [["island-1", "island-3"]]
+
+
+# faults
+
+
+def regions() -> Topology:
+    return read_topology(EXAMPLES / "topology.yaml")  # eu: 1, 2; us: 3, 4
+
+
+def faults(topology: Topology | None = None, **given: str | list[str]):
+    lists = {kind: [texts] if isinstance(texts, str) else texts for kind, texts in given.items()}
+    return parse_faults(lists, topology or regions())
+
+
+def test_faults_are_read_and_come_in_order():
+    found = faults(kill="1@60s", stop="2@30s..45s", cut="eu|us@1.5min..120s", slow="3x2.5")
+    assert [(f.kind, f.islands, f.others, f.at_s, f.until_s, f.factor) for f in found] == [
+        ("slow", (3,), (), 0.0, math.inf, 2.5), ("stop", (2,), (), 30.0, 45.0, 1.0),
+        ("kill", (1,), (), 60.0, math.inf, 1.0), ("cut", (1, 2), (3, 4), 90.0, 120.0, 1.0),
+    ]  # fmt: skip
+
+
+def test_islands_that_join_have_the_last_numbers():
+    found = faults(Topology.uniform(5, 1e6, 0.0), join=["2@10s", "1@20s"], kill="5@30s")
+    assert [(fault.kind, fault.islands) for fault in found] == [("join", (3, 4)), ("join", (5,)), ("kill", (5,))]
+
+
+def test_a_cut_can_be_between_single_islands():
+    (fault,) = faults(cut="1,island-2|us@0s..5s")
+    assert fault.pairs == {frozenset(pair) for pair in ((1, 3), (1, 4), (2, 3), (2, 4))}
+
+
+BAD_FAULTS = {
+    "unknown island": ({"kill": "9@60s"}, "--kill 9@60s: there is no island '9', only islands 1 to 4"),
+    "unknown side": ({"cut": "eu|asia@1s..2s"}, "no island 'asia', only regions eu, us and islands 1 to 4"),
+    "island nought": ({"slow": "0x2"}, "--slow 0x2: there is no island '0'"),
+    "no time": ({"kill": "1"}, "--kill 1: it does not say when; write --kill 1@60s"),
+    "negative time": ({"kill": "1@-5s"}, "--kill 1@-5s: '-5s': write a duration"),
+    "no end": ({"stop": "1@5s"}, "--stop 1@5s: it needs a beginning and an end"),
+    "an end": ({"kill": "1@5s..6s"}, "--kill 1@5s..6s: this happens at one moment"),
+    "backwards": ({"stop": "1@5s..4s"}, "--stop 1@5s..4s: it ends before it begins"),
+    "one side": ({"cut": "eu@5s..6s"}, "a cut has two sides"),
+    "both sides": ({"cut": "eu|2,3@5s..6s"}, "island-2 is on both sides"),
+    "overlapping cuts": (
+        {"cut": ["eu|us@10s..20s", "1|4@19s..30s"]},
+        "--cut 1|4@19s..30s: island-1 and island-4 are cut off from each other then already by --cut eu|us@10s..20s",
+    ),
+    "overlapping stops": ({"stop": ["1@1s..5s", "1@4s..6s"]}, "that island is stopped then by --stop 1@1s..5s"),
+    "killed while stopped": ({"stop": "1@1s..5s", "kill": "1@3s"}, "--kill 1@3s: that island is stopped then"),
+    "killed before it joins": ({"join": "1@9s", "kill": "4@9s"}, "that island is not there before --join 1@9s"),
+    "all join": ({"join": "4@9s"}, "at least one has to be there from the beginning"),
+    "nobody joins": ({"join": "0@9s"}, "--join 0@9s: '0' is no number of islands"),
+    "faster": ({"slow": "1x0.5"}, "'0.5' is no number from 1 to 1000"),
+    "twice slow": ({"slow": ["1x2", "1x3"]}, "--slow 1x3: --slow 1x2 says something else"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FAULTS)
+def test_a_bad_fault_is_refused_with_its_option_and_reason(case):
+    given, reason = BAD_FAULTS[case]
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        faults(**given)
+
+
+def test_cuts_that_only_touch_are_fine():
+    assert len(faults(cut=["eu|us@10s..20s", "eu|us@20s..30s", "1|2@15s..25s"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (Given(), "Add --link 20mbit,80ms, or --topology FILE"),
+        (Given(link="-20mbit,80ms"), "--link -20mbit,80ms: a rate cannot be negative"),
+        (Given(link="20,80ms"), "--link 20,80ms: the unit is missing"),
+        (Given(link="20mbit", islands=60, join=("5@1s",)), "65 islands: up to 64"),
+        (Given(link="20mbit", topology=EXAMPLES / "topology.yaml"), "--link 20mbit: --topology"),
+        (Given(topology=Path("nowhere.yaml")), "nowhere.yaml: no such file"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(given, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        world_of(given)
+
+
+def test_two_configurations_need_two_folders():
+    with pytest.raises(ConfigError, match=r"b.yaml and a.yaml would both train in runs/x"):
+        refuse_one_folder([(Path("a.yaml"), "runs/x"), (Path("b.yaml"), "runs/x")])
+
+
+# the islands' side
+
+
+def test_the_network_at_a_moment():
+    topology, script = regions(), faults(cut="eu|us@10s..20s", slow="3x2.5")
+    before, during, after = (network_at(topology, script, IDS, at_s) for at_s in (9.9, 10.0, 20.0))
+    assert before["cut"] == after["cut"] == []
+    assert ["island-1", "island-3"] in during["cut"] and ["island-1", "island-2"] not in during["cut"]
+    assert before["islands"]["island-3"] == {"id": "id-3", "up_bits_per_s": 20e6, "down_bits_per_s": 50e6, "slow": 2.5}
+    assert network_at(topology, script, IDS, 40.0)["islands"]["island-4"]["up_bits_per_s"] == 5e6
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Two islands over memory, each behind its simulated link; call it with what the file is to hold from then on."""
+    file, topology = tmp_path / "network.json", regions()
+    monkeypatch.setenv(VARIABLE, str(file))
+
+    def write(at_s: float, **given: str) -> None:
+        draft = tmp_path / "draft"
+        draft.write_text(json.dumps(network_at(topology, faults(topology, **given), IDS, at_s)))
+        draft.rename(file)
+
+    return write
+
+
+def test_an_island_follows_its_network(world, tmp_path):
+    world(0)
+    memory = MemoryNetwork()
+    islands = {}
+    for number in (1, 4):
+        (tmp_path / f"island-{number}").mkdir()
+        network = SimulatedNetwork.of(tmp_path / f"island-{number}")
+        islands[number] = network.shape(memory.transport(f"id-{number}"))
+    one, four = islands[1], islands[4]
+    assert one.paths.between("id-1", "id-4") == Way(0.045, 0.005, 0.001, 0.2)
+    assert (four.link.up.bytes_per_s, four.link.down.bytes_per_s) == (20e6 / 8, 50e6 / 8)
+    world(40, cut="eu|us@0s..50s")
+    wait_until(lambda: one.paths.is_cut("id-1", "id-4") and four.paths.is_cut("id-1", "id-4"))
+    assert four.link.up.bytes_per_s == 5e6 / 8
+    with pytest.raises(PeerLost, match="cut"):
+        one.connect(four.transport.address(), "any", timeout_s=1)
+    world(60)
+    wait_until(lambda: not one.paths.is_cut("id-1", "id-4"))
+    wait_until((tmp_path / "island-1" / "traffic.jsonl").exists)
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_outside_a_simulation_there_is_no_such_network(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert SimulatedNetwork.of(tmp_path) is None and slowness_of(tmp_path) == 1.0
+
+
+def test_a_slow_island_sleeps_in_proportion(world, tmp_path, monkeypatch):
+    world(0, slow="3x2.5")
+    assert slowness_of(tmp_path / "island-3") == 2.5 and slowness_of(tmp_path / "island-1") == 1.0
+    clock, slept = iter([10.0, 12.0]), []
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with slowed(2.5):
+        pass
+    assert slept == [3.0]
+
+
+def test_a_line_counts_and_changes_its_rate():
+    line = Line(8e6)
+    assert line.reserve(1_000_000, now=0.0) == 1.0
+    line.change(80e6)
+    assert line.reserve(1_000_000, now=0.0) == pytest.approx(1.1)
+    assert line.passed_bytes == 2_000_000
+
+
+# network namespaces
+
+BACKEND_REASON = "NO NETWORK NAMESPACES: the kernel's shaping was NOT tried; it needs Linux, root, ip and tc"
+
+
+def permitted() -> bool:
+    try:
+        refuse_if_not_permitted()
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not permitted(), reason=BACKEND_REASON)
+def test_namespaces_reach_each_other_hold_rates_and_leave_nothing_behind():
+    with Namespaces(2).opened() as namespaces:
+        listener, answer = [], []
+
+        def inside(island: int, work) -> None:
+            """A thread of its own: the test itself stays where it is."""
+            thread = threading.Thread(target=lambda: (enter(namespaces.name(island)), work()))
+            thread.start()
+            thread.join(30)
+
+        inside(2, lambda: listener.append(socket.create_server((namespaces.host(2), 0))))
+        inside(1, lambda: answer.append(socket.create_connection(listener[0].getsockname(), timeout=20)))
+        assert answer[0].getpeername()[0] == namespaces.host(2)
+        namespaces.shape(1, Rates(5e6, 7e6))
+        buckets = subprocess.run(["tc", "-n", namespaces.name(1), "qdisc"], capture_output=True, text=True).stdout
+        assert re.search(r"tbf .* dev eth0 root .*rate 5Mbit", buckets)
+        for open_socket in (*listener, *answer):
+            open_socket.close()
+        names = [namespaces.name(island) for island in (1, 2)]
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not any(name in left for name in names)
+
+
+def test_without_permission_namespaces_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="--backend netns needs root"):
+        refuse_backend("netns")
+    with pytest.raises(ConfigError, match="--backend tc: there are shaped and netns"):
+        refuse_backend("tc")
+
+
+# what is told
+
+
+def event(kind: str, at: float, **fields: float) -> dict:
+    return {"event": kind, "time": at, **fields}
+
+
+def test_a_timeline_joins_computes_waits_dies_and_comes_back():
+    events = [event("start", 5), event("wait", 9, seconds=2), event("start", 23), event("end", 30)]
+    assert timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
+        Span(0, 5, "joining"), Span(5, 7, "computing"), Span(7, 9, "waiting"), Span(9, 12, "computing"),
+        Span(12, 15, "dead"), Span(15, 23, "joining"), Span(23, 24, "computing"), Span(24, 25, "stopped"),
+        Span(25, 30, "computing"),
+    ]  # fmt: skip
+
+
+def test_who_dies_before_it_trains_was_joining_and_who_stays_away_is_dead():
+    assert timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
+
+
+def test_spans_that_cover_each_other_are_told_once():
+    assert flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
+        Span(0, 2, "a"), Span(2, 5, "b"), Span(5, 10, "a"), Span(20, 21, "a"),
+    ]  # fmt: skip
+
+
+def test_flows_are_what_counters_gained_and_a_restart_loses_nothing():
+    counts = [(0, 0), (1, 1000), (2, 1000), (9, 10), (10, 510)]
+    samples = [{"time": at, "sent": sent, "received": 2 * sent} for at, sent in counts]
+    seen = flows(samples)
+    assert [(flow.begin_s, flow.sent, flow.received) for flow in seen] == [
+        (0, 1000, 2000), (1, 0, 0), (9, 500, 1000),
+    ]  # fmt: skip
+    assert seen[0].up_bits_per_s == 8000 and seen[0].down_bits_per_s == 16000
+    assert sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
+    assert sending(seen, up_bits_per_s=100_000) == [(0, 1)]
+
+
+def a_story(name: str = "near", *, setting: str = "sync: {every: 8, codec: int8}") -> Story:
+    flow = [Flow(t, t + 1, 10**6 * (t % 3 == 0), 5 * 10**5) for t in range(30)]
+    spans = [Span(-5, 0, "joining"), Span(0, 10, "computing"), Span(10, 12, "waiting"), Span(12, 30, "computing")]
+    seconds = {"joining": 0.0, "computing": 28.0, "waiting": 2.0, "stopped": 0.0, "dead": 0.0}
+    island = IslandStory(
+        "island-1", "eu", spans, [(0.0, 1.0)], flow, [(0.0, 20e6, 20e6), (15.0, 5e6, 5e6)], 3, seconds, 28 / 30,
+        10**7, 10**7,
+    )  # fmt: skip
+    losses = [LossPoint(8 * n, 1000 * n, 10.0 * n, 10**6 * n, 5.0 - n) for n in range(4)]
+    told = [
+        FaultStory("--kill 1@5s", "kill -9 island-1", "kill", 5.0, None, ["island-1"], True),
+        FaultStory("--cut 1|2@6s..9s", "cut <off>", "cut", 6.0, 9.0, ["island-1", "island-2"], True),
+        FaultStory("--stop 1@90s..99s", "island-1 is stopped", "stop", 90.0, 99.0, ["island-1"], False),
+    ]
+    computed = Computed(0.1, 0.03, 900.0, 0.9, 1.2)
+    return Story(name, setting, "tiny", 10**6, 30.0, 24, 3, True, True, losses, [island], told, 28 / 30, computed)
+
+
+def test_the_summary_says_what_did_not_happen_and_what_was_only_computed():
+    lines = list(summary(a_story()))
+    assert lines[0] == "near: sync: {every: 8, codec: int8}; 3 rounds in 30 s"
+    assert lines[1] == "  island-1 trained 93.3 % of the time; 2.0 s waiting, sent 9.54 MiB"
+    assert lines[2].startswith("  --stop 1@90s..99s did not happen")
+    assert lines[3].endswith("(computed): trains 3 % of the time, 15:00 min for as many steps")
+
+
+def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():
+    text = page([a_story(), a_story("far", setting="sync: {every: 30, codec: int4, delay: 10}")])
+    figures = re.findall(r'<figure id="([^"]+)"', text)
+    assert figures == ["losses", "utilisation", "timeline-1", "traffic-1", "timeline-2", "traffic-2"]
+    assert text.count("<svg") == 6 and "<script" not in text and "<link" not in text
+    outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*|url\((?!#)[^)]*|@import""", text)
+    assert outside == []
+    assert re.search(r"<text[^>]*>validation loss</text>", text)
+    assert "cut &lt;off&gt;" in text and "did not happen" in text and "data parallel (computed)" in text
+
+
+def test_the_json_has_the_same_story(tmp_path):
+    write_json([a_story()], tmp_path / "report.json")
+    (told,) = json.loads((tmp_path / "report.json").read_text())["simulations"]
+    assert told["name"] == "near" and told["islands"][0]["spans"][1] == {
+        "begin_s": 0, "end_s": 10, "state": "computing",
+    }  # fmt: skip
+    assert [fault["happened"] for fault in told["faults"]] == [True, True, False]
+
+
+# in a browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """<script>
+const seen = [...document.querySelectorAll("figure")].map(figure => {
+  const box = figure.querySelector("svg").getBoundingClientRect();
+  return [figure.id, Math.round(box.width), Math.round(box.height), figure.querySelectorAll("text").length];
+});
+const asked = performance.getEntriesByType("resource").map(entry => entry.name);
+document.documentElement.dataset.seen = JSON.stringify({figures: seen, asked});
+</script>"""
+
+
+def browse(path: Path, profile: Path) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--enable-logging=stderr"]
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
+    command = [BROWSER, *options, *offline, "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="NO CHROMIUM HERE: the report was NOT opened in a browser (apt-get install chromium)"
+)
+def test_a_browser_without_network_shows_every_plot_and_complains_about_nothing(tmp_path):
+    plain, probed = tmp_path / "report.html", tmp_path / "probed.html"
+    write_page([a_story(), a_story("far")], plain)
+    probed.write_text(plain.read_text().replace("</body>", f"{PROBE}</body>"))
+    for path in (plain, probed):
+        done = browse(path, tmp_path / "profile")
+        assert done.returncode == 0, done.stderr
+        assert "CONSOLE" not in done.stderr
+    seen = json.loads(re.search(r"data-seen=\"([^\"]*)\"", done.stdout)[1].replace("&quot;", '"'))
+    assert [name for name, *_ in seen["figures"]] == [
+        "losses", "utilisation", "timeline-1", "traffic-1", "timeline-2", "traffic-2",
+    ]  # fmt: skip
+    assert all(width > 500 and height > 80 and texts > 5 for _, width, height, texts in seen["figures"])
+    assert seen["asked"] == []
+
+
+# real islands
+
+
+@pytest.mark.slow
+def test_real_islands_are_killed_stopped_cut_and_joined_and_all_of_it_is_in_the_report(tmp_path):
+    path = tmp_path / "run.yaml"
+    sections = {"inner": {**SMALL["inner"], "steps": 150}, "elastic": {"min_islands": 2, "silence_s": 2}}
+    path.write_text(yaml.safe_dump({**SMALL, **sections, "log": {"every": 5}, "checkpoint": {"dir": "run"}}))
+    script = ["--kill", "2@2s", "--stop", "1@3s..4s", "--cut", "1|2@0s..1s", "--slow", "1x2", "--join", "1@1s"]
+    done = run_cli("simulate", str(path), "--islands", "2", "--link", "20mbit,20ms", *script, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "report: run/report.html" in done.stdout
+    (told,) = json.loads((tmp_path / "run" / "report.json").read_text())["simulations"]
+    assert told["finished"] and told["agree"] and all(fault["happened"] for fault in told["faults"])
+    islands = {island["name"]: island for island in told["islands"]}
+    states = {name: [span["state"] for span in island["spans"]] for name, island in islands.items()}
+    assert states["island-2"][0] == "joining" and "dead" in states["island-2"]
+    assert "stopped" in states["island-1"] and "waiting" in states["island-1"]
+    assert islands["island-3"]["spans"][0]["begin_s"] > 0.9
+    assert all(island["sent"] > 0 for island in islands.values())
+    assert told["losses"][-1]["loss"] < told["losses"][0]["loss"]
+    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 4
