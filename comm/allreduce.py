@@ -89,9 +89,7 @@ class Reduction:
 
     def run(self) -> Tensor:
         """Once only: another attempt needs another channel."""
-        works: list[Callable[[], None]] = [partial(self._send_all_to, peer) for peer in self.others]
-        works += [self._receive] * len(self.others)
-        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
+        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in self._works()]
         try:
             for thread in threads:
                 thread.start()
@@ -108,6 +106,16 @@ class Reduction:
             raise self._error
         return self.result
 
+    def _works(self) -> list[Callable[[], None]]:
+        """What is done besides reducing, each in a thread of its own."""
+        return [*(partial(self._send_all_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
+
+    def _await_own(self, member: int, number: int) -> None:
+        """Until this member's contribution to a chunk of that member's span is there: here it was from the start."""
+
+    def _got_result(self, chunk: Span) -> None:
+        """That much of the mean is there."""
+
     def _join(self, thread: threading.Thread) -> None:
         """Of a failed attempt, a thread that still connects is left behind: it closes what it gets by itself."""
         while thread.is_alive() and not (self._error is not None and thread in self._connecting):
@@ -115,6 +123,10 @@ class Reduction:
 
     def cancel(self, reason: str = "cancelled") -> None:
         self._fail(ReduceCancelled(f"{self.plan.channel}: {reason}"))
+
+    def expected(self, peer: str) -> int:
+        """How many chunks it will have sent."""
+        return len(self._mine) + len(self.plan.chunks(self.plan.members.index(peer)))
 
     @property
     def bytes_sent(self) -> int:
@@ -140,7 +152,9 @@ class Reduction:
     def _send_to(self, peer: str) -> None:
         stream = self._connect(peer)
         contribution, result = _bytes(self._contribution), _bytes(self.result)
-        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
+        member = self.plan.members.index(peer)
+        for number, chunk in enumerate(self.plan.chunks(member)):
+            self._await_own(member, number)
             stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
             self._sent(peer)
         for number, chunk in enumerate(self._mine):
@@ -167,11 +181,13 @@ class Reduction:
             stream.receive(_expect(RESULT, number, room))
             self._refuse_bad_result(peer, chunk, room)
             self._received(peer)
+            self._got_result(chunk)
         _expect_end(stream)
 
     def _reduce(self) -> None:
         for number, chunk in enumerate(self._mine):
             slot, room = self._slots[number % WINDOW], self.result[self.plan.result_bytes_of(chunk)]
+            self._await_own(self.me, number)
             slot[self.me, : self._size(chunk)].copy_(self._contribution[self.plan.bytes_of(chunk)])
             for peer, payload in zip(self.plan.members, slot[:, : self._size(chunk)], strict=True):
                 self._await_good(peer, number, payload, chunk)
@@ -181,6 +197,7 @@ class Reduction:
             for window in self._windows.values():
                 window.free()
             self._reduced.add_one()
+            self._got_result(chunk)
 
     def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
         if peer in self._windows:

@@ -20,7 +20,6 @@ from diloco.bench.baselines import average, check_average, contribution, gloo_se
 from diloco.bench.link import measure_goodput
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
-from diloco.comm.allreduce import Reduction
 from diloco.comm.codec import BLOCK, CODECS
 from diloco.comm.direct import DirectTransport
 from diloco.comm.link import Link, Path, Paths
@@ -29,6 +28,7 @@ from diloco.comm.pooled import PooledTransport
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
 from diloco.comm.transport import Transport
+from diloco.comm.vector_reduce import VectorReduction
 from diloco.errors import ConfigError
 from diloco.units import parse_link
 
@@ -182,17 +182,16 @@ def _shape(plain: DirectTransport, setting: Setting) -> Transport:
 def _reduce_once(
     transport: Transport, addresses: list[Any], own: Tensor, room: Room, setting: Setting, number: int
 ) -> dict[str, Any]:
-    codec, members = CODECS[setting.codec], tuple(address.identity for address in addresses)
+    members = tuple(address.identity for address in addresses)
     spans = spans_by_bandwidth(setting.count, [1.0] * setting.peers)
     weights, key = (1,) * setting.peers, NoiseKey(number, 0, "result")
     plan = ReducePlan(f"reduce/{number}", members, weights, spans, setting.codec, key, chunk_pages_for(spans))
+    by_name, own_key = dict(zip(members, addresses, strict=True)), NoiseKey(number, 0, transport.identity)
     started, started_cpu = time.monotonic(), time.process_time()
-    codec.encode(own, NoiseKey(number, 0, transport.identity), out=room.contribution)
-    reduction = Reduction(
-        plan, room.contribution, transport, dict(zip(members, addresses, strict=True)), result=room.result
+    reduction = VectorReduction(
+        plan, own, own_key, room.mean, transport, by_name, contribution=room.contribution, result=room.result
     )
     result = reduction.run()
-    codec.decode(result, setting.count, out=room.mean)
     row = {"seconds": time.monotonic() - started, "cpu_s": time.process_time() - started_cpu}
     return row | {"bytes": reduction.bytes_sent, "digest": sha256(bytes(result.numpy())).hexdigest()}
 
