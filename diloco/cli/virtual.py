@@ -1,0 +1,148 @@
+"""`diloco simulate --virtual`: thousands of islands as times and messages."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco.elastic.simulator.check import Violation
+from diloco.errors import ConfigError
+from diloco.planning.plan import percent
+from diloco.planning.predict import CODEC_NS, Line
+from diloco.units import format_duration, format_rate, format_size, parse_count, parse_duration, parse_link, parse_share
+from diloco.virtual.outcome import Outcome, simulate
+from diloco.virtual.scale import Row, rows
+from diloco.virtual.setting import Setting
+
+MAX_ISLANDS = 10_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """As a person writes it."""
+
+    islands: int | None
+    link: str | None
+    params: str
+    codec: str
+    phase: str
+    minutes: float
+    mtbf: str | None
+    back: str
+    silence: str
+    diurnal: str | None
+    two_level: bool
+    seed: int
+
+
+def virtual_command(given: Virtual, *, as_json: bool) -> None:
+    setting = setting_of(given)
+    try:
+        outcome = simulate(setting)
+    except Violation as violation:
+        print(f"violated: {violation}", file=sys.stderr)
+        sys.exit(1)
+    table = rows(setting)
+    if as_json:
+        print(json.dumps({**asdict(outcome), "computed": [_plain(row) for row in table]}))
+        return
+    console = Console(highlight=False)
+    console.print("\n".join(told(setting, outcome)), soft_wrap=True, markup=False)
+    console.print(_table(table))
+
+
+def setting_of(given: Virtual) -> Setting:
+    islands = 1000 if given.islands is None else given.islands
+    if not 2 <= islands <= MAX_ISLANDS:
+        raise ConfigError(f"--islands {islands}: in virtual time 2 to {MAX_ISLANDS}")
+    if given.codec not in CODEC_NS:
+        raise ConfigError(f"--codec {given.codec}: choose one of {', '.join(CODEC_NS)}")
+    rate, delay_s = _parsed("--link", given.link or "100mbit,40ms", parse_link)
+    return Setting(
+        islands, Line(rate, rate, delay_s), values=_positive("--params", given.params, parse_count),
+        codec=given.codec, phase_s=_positive("--phase", given.phase, parse_duration),
+        mtbf_s=None if given.mtbf is None else _positive("--mtbf", given.mtbf, parse_duration),
+        back_s=_positive("--back", given.back, parse_duration),
+        silence_s=_positive("--silence", given.silence, parse_duration),
+        diurnal=0.0 if given.diurnal is None else _parsed("--diurnal", given.diurnal, parse_share),
+        seconds=60 * given.minutes, seed=given.seed, two_level=given.two_level,
+    )  # fmt: skip
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None
+
+
+def _positive(option: str, text: str, parse: Callable[[str], T]) -> T:
+    value = _parsed(option, text, parse)
+    if not value:
+        raise ConfigError(f"{option} {text}: must be more than nothing")
+    return value
+
+
+def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
+    line, way = setting.line, "two levels" if setting.two_level else "one butterfly"
+    yield (
+        f"{outcome.islands} islands at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
+        f"{setting.values / 1e6:g}M values as {setting.codec} in {way}; {format_duration(outcome.seconds)} of virtual "
+        f"time in {format_duration(outcome.wall_s)}"
+    )
+    yield (
+        f"  {outcome.rounds} rounds, one every {format_duration(outcome.period_s)}, of which the all-reduce takes "
+        f"{format_duration(outcome.reduce_s)}; {outcome.failures} failures ended {outcome.failed_attempts} attempts"
+    )
+    yield (
+        f"  islands computed {percent(outcome.utilisation)} of the time; {percent(outcome.contributors)} of them were "
+        f"in a round; the longest wait for one was {format_duration(outcome.longest_wait_s)}"
+    )
+    yield (
+        f"  invariants hold; {percent(outcome.at_newest_head)} are at the newest head now, {outcome.branches} forks, "
+        f"{outcome.wrongly_lost} thought lost that were not"
+    )
+    if outcome.wrongly_lost:
+        yield (
+            f"  telling all islands of a round takes the coordinator {format_duration(_row_of(setting).begin_s)}: "
+            f"--silence {setting.silence_s:g}s is too short, or --link too slow"
+        )
+    yield (
+        f"  each sent {format_size(outcome.bytes_a_round)} a round over {outcome.connections} connections; the busiest "
+        f"sent {format_rate(8 * outcome.control_bytes_s)} of messages, and took in {outcome.messages_s:.0f} a second "
+        f"({percent(outcome.coordinator_busy)} of a core)"
+    )
+
+
+def _row_of(setting: Setting) -> Row:
+    return rows(setting, [setting.islands])[0]
+
+
+def _plain(row: Row) -> dict[str, object]:
+    return {
+        "islands": row.islands, "flat_connections": row.flat and row.flat.connections,
+        "flat_reduce_s": row.flat and row.flat_s, "two_level_connections": row.two_level.connections,
+        "two_level_reduce_s": row.two_level_s, "begin_s": row.begin_s, "heartbeats_s": row.heartbeats_s,
+        "front_heartbeats_s": row.front_heartbeats_s,
+    }  # fmt: skip
+
+
+def _table(found: list[Row]) -> Table:
+    """Computed, not simulated."""
+    table = Table(
+        "islands", "flat", "streams", "two levels", "streams", "begin", "heartbeats/s", "by a front",
+        title="computed: where one butterfly, one coordinator and flat heartbeats stop to scale",
+    )  # fmt: skip
+    for row in found:
+        whole = (format_duration(row.flat_s), str(row.flat.connections)) if row.flat else ("refused", "")
+        table.add_row(
+            str(row.islands), *whole, format_duration(row.two_level_s), str(row.two_level.connections),
+            format_duration(row.begin_s), f"{row.heartbeats_s:,.0f}", f"{row.front_heartbeats_s:,.0f}",
+        )  # fmt: skip
+    return table

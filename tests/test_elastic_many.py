@@ -1,0 +1,206 @@
+"""Among many islands, a front hears and speaks for the others, answers wait for a tick, and vectors go in two levels.
+
+The limits are set low here, so that a few islands are many.
+"""
+
+import lzma
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from test_elastic_driver import assert_agreed, at_round, stand_still, team
+
+from diloco.elastic import beating, reducing
+from diloco.elastic.ledger import Ledger
+from diloco.elastic.messages import Begin, Collect, Goodbye, Heartbeat, Promise, Ready, Send
+from diloco.elastic.node import Node, Options
+from diloco.elastic.record import NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Settings
+from diloco.elastic.simulator import world
+from diloco.elastic.simulator.campaign import Campaign, describe, run_one
+from diloco.elastic.state import RunState
+from diloco.elastic.wire import MAX_UNPACKED, PACK_BYTES, PACKED, decode_message, encode_message
+from diloco.errors import MessageRefused
+
+NAMES = tuple("ABCDEFGH")
+STATE = RunState(Head(0, 0, "0" * 64), NAMES, Ledger(epoch=1000))
+SILENCE_S = 2.0
+BEAT = Heartbeat(STATE.head, NO_BALLOT, False, 1)
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    monkeypatch.setattr(beating, "FRONT", 2)
+
+
+def node(me: str, flat_up_to: int = 0) -> Node:
+    def decide(state, fragment, contributions):
+        return Settings(), state.step
+
+    options = Options(decide, silence_s=SILENCE_S, flat_up_to=flat_up_to)
+    return Node(me, STATE, options, now=0.0, incarnation=1)
+
+
+def beats(effects) -> dict[str, Heartbeat]:
+    return {e.to: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Heartbeat)}
+
+
+def test_the_front_tells_everybody_whom_it_misses_and_the_rest_tell_the_front():
+    assert beats(node("E").tick(0.1)).keys() == {"A", "B"}
+    first = node("A")
+    first.tick(0.1)
+    for peer in "BCDE":
+        first.receive(peer, BEAT, 1.5)
+    told = beats(first.tick(1.6))
+    assert told.keys() == set(NAMES) - {"A"}
+    assert {beat.missed for beat in told.values()} == {(5, 6, 7)}
+
+
+def test_among_few_everybody_tells_everybody_and_nobody_speaks_for_others():
+    told = beats(node("E", flat_up_to=64).tick(0.1))
+    assert told.keys() == set(NAMES) - {"E"}
+    assert {beat.missed for beat in told.values()} == {None}
+
+
+def test_who_is_quiet_takes_the_fronts_word():
+    quiet = node("E")
+    quiet.tick(0.1)
+    for now in (1.0, 2.0, 3.0):
+        quiet.receive("A", replace(BEAT, missed=(5,)), now)
+        quiet.receive("B", replace(BEAT, missed=(5,)), now)
+    assert quiet.alive(3.1) == set(NAMES) - {"E", "F"}
+    assert quiet.coordinator(3.1) == "A"
+
+
+def test_who_has_lost_the_front_believes_nobodys_word():
+    lonely = node("C")
+    lonely.tick(0.1)
+    lonely.receive("A", replace(BEAT, missed=()), 0.5)
+    told = [beats(lonely.tick(now)).keys() for now in (1.0, 1.5, 2.0, 2.6)]
+    assert told[-1] == set(NAMES) - {"C"} != told[0], "it has not heard the front for long: it is loud"
+    lonely.receive("H", replace(BEAT, missed=()), 2.7)
+    assert lonely.peers.words == {}
+    assert "A" not in lonely.alive(2.8), "the others were vouched for, and are given time; the front is gone"
+    assert lonely.alive(2.8) == {"D", "E", "F", "G", "H"}
+    assert lonely.coordinator(2.8) == "C"
+
+
+def test_who_leads_believes_nobodys_word():
+    leader = node("C")
+    leader.tick(0.1)
+    leader.closed("A", 0.2)
+    leader.closed("B", 0.2)
+    leader.tick(0.6)
+    assert leader.term is not None
+    for peer in "AB":  # they are back, and it still leads
+        leader.receive(peer, BEAT, 0.7)
+    assert beats(leader.tick(1.1)).keys() == set(NAMES) - {"C"}
+    leader.receive("D", replace(BEAT, missed=()), 1.2)
+    assert leader.peers.words == {}
+
+
+def test_one_that_nobody_vouched_for_is_not_brought_back_by_silence():
+    alone = node("H")
+    for now in range(1, 12):
+        alone.tick(float(now))
+    assert alone.alive(12.0) == set()
+    assert alone.coordinator(12.0) == "H"
+
+
+def test_who_is_behind_is_answered_by_those_who_are_quiet():
+    quiet = node("E")
+    quiet.tick(0.1)
+    quiet.state = replace(STATE, head=Head(9, 1, "1" * 64))
+    assert beats(quiet.receive("G", BEAT, 0.2)).keys() == {"G"}
+
+
+def test_heartbeats_that_speak_for_others_travel_and_damaged_ones_do_no_harm():
+    beat = replace(BEAT, missed=(3, 5))
+    assert decode_message(encode_message(beat)) == beat
+    quiet = node("E")
+    quiet.tick(0.1)
+    quiet.receive("A", replace(BEAT, missed=(-1, 10**9)), 0.2)
+    assert quiet.coordinator(0.3) == "A"
+
+
+def test_a_coordinator_of_many_looks_at_answers_when_it_ticks():
+    first, offer = node("A"), Offer(0, 0, 1, 10, (), incarnation=1)
+    first.tick(0.1)
+    first.offer(offer, 0.15)
+    for peer in NAMES[1:]:
+        first.receive(peer, Promise(STATE.key, 1, 1, 0, None), 0.2)
+        first.receive(peer, Ready(STATE.key, 1, (offer,)), 0.2)
+    assert first.term is not None and first.term.begin is None
+    begun = [e.to for e in first.tick(0.3) if isinstance(e, Send) and isinstance(e.message, Begin)]
+    assert begun == list(NAMES[1:])
+
+
+def test_those_who_have_heard_are_seldom_told_again():
+    first = node("A")
+    first.tick(0.1)
+    for peer in NAMES[1:]:
+        first.receive(peer, Promise(STATE.key, 1, 1, 0, None), 0.2)
+    asked = []
+    for number in range(1, 17):
+        for peer in NAMES[1:]:
+            first.receive(peer, replace(BEAT, promise=Ballot(1, "A", 0)), 0.6 * number)
+        effects = first.tick(0.6 * number)
+        asked.append(sum(isinstance(e, Send) and isinstance(e.message, Collect) for e in effects))
+    assert sorted(asked) == [0] * 14 + [7] * 2
+
+
+def large() -> Begin:
+    names = tuple(f"{name:052}" for name in range(200))
+    parts = tuple(Contribution(name, Offer(0, 0, 1, 10, ()), 10) for name in names)
+    proposal = Proposal(STATE.key, 0, parts, names, (), (), Settings(), 0)
+    return Begin(STATE.key, Ballot(1, names[0], 0), proposal, names, (1,) * 200)
+
+
+def test_large_messages_are_packed():
+    raw = encode_message(large())
+    assert raw.startswith(PACKED) and len(raw) < PACK_BYTES / 2
+    assert decode_message(raw) == large()
+    assert not encode_message(Goodbye("x")).startswith(PACKED)
+
+
+@pytest.mark.parametrize("damage", ["cut", "more", "noise", "bomb"])
+def test_packed_messages_that_are_damaged_or_swell_are_refused(damage):
+    raw = encode_message(large())
+    bad = {
+        "cut": raw[:-9], "more": raw + b"x", "noise": PACKED + b"\xff" * 99,
+        "bomb": PACKED + lzma.compress(b" " * (MAX_UNPACKED + 1)),
+    }[damage]  # fmt: skip
+    with pytest.raises(MessageRefused):
+        decode_message(bad)
+
+
+@pytest.mark.parametrize("front", [1, 2])
+def test_disasters_violate_nothing_with_a_front(monkeypatch, front):
+    monkeypatch.setattr(beating, "FRONT", front)
+    monkeypatch.setattr(world, "Options", partial(Options, flat_up_to=0))
+    campaign = Campaign(islands=6)
+    for seed in range(5):
+        if run_one(campaign, seed).violation:
+            pytest.fail(describe(campaign, seed))
+
+
+def test_islands_agree_bit_by_bit_with_a_front_and_two_levels(monkeypatch):
+    """Real threads and streams; one is lost on the way."""
+    monkeypatch.setattr(Options, "__init__", partial_init(Options.__init__, flat_up_to=0))
+    monkeypatch.setattr(reducing, "FLAT_UP_TO", 3)
+    with team(NAMES[:7], silence_s=1.0) as (network, islands):
+        at_round(islands, 3)
+        gone = islands.pop(5)
+        network.peers.pop(gone.name).close()
+        at_round(islands, max(island.state.head.round for island in islands) + 3)
+        assert [island.name for island in islands if island.driver.node._loud] == ["A", "B"]
+        stand_still(islands)
+        assert_agreed(islands)
+        assert gone.name not in islands[0].state.roster
+        gone.close()
+
+
+def partial_init(init, **changes):
+    def changed(self, *args, **options):
+        init(self, *args, **(options | changes))
+
+    return changed

@@ -1,0 +1,134 @@
+"""Many islands in virtual time: the protocol's own nodes, modelled times, invariants at every commit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from test_cli import run_cli
+
+from diloco.cli.virtual import Virtual, setting_of, virtual_command
+from diloco.elastic.simulator.check import Violation
+from diloco.errors import ConfigError
+from diloco.planning.predict import Host, Line
+from diloco.virtual.costs import flat, two_level
+from diloco.virtual.outcome import simulate
+from diloco.virtual.reductions import Reductions
+from diloco.virtual.scale import COUNTS, rows
+from diloco.virtual.setting import Setting, name_of
+from diloco.virtual.world import Life, World
+
+FEW = Setting(4, Line(100e6, 100e6, 0.04), values=25_000_000, phase_s=60.0, spread=0.0, jitter=0.0, seconds=600.0)
+CHURN = Setting(90, FEW.line, values=25_000_000, phase_s=40.0, mtbf_s=30.0, back_s=60.0, seconds=240.0, seed=3)
+
+
+def test_a_period_is_steps_encoding_agreement_reduction_and_applying():
+    host = Host()
+    outcome = simulate(replace(FEW, host=host))
+    encode_ns, decode_ns = host.codec_ns["int8"]
+    own_s = 1e-9 * FEW.values * (host.cut_ns + encode_ns + decode_ns + host.apply_ns + host.digest_ns)
+    expected_s = FEW.phase_s + own_s + flat(4, FEW.values, "int8").seconds(FEW.line, 1.0) + 4 * FEW.line.delay_s
+    assert outcome.period_s == pytest.approx(expected_s, abs=0.15)
+    assert outcome.utilisation == pytest.approx(60 / expected_s, abs=0.02)
+    assert (outcome.contributors, outcome.at_newest_head, outcome.failed_attempts) == (1.0, 1.0, 0)
+    assert outcome.bytes_a_round == flat(4, FEW.values, "int8").sent
+
+
+def test_a_slower_link_costs_what_it_should():
+    slow = simulate(replace(FEW, line=Line(10e6, 10e6, 0.04)))
+    fast = simulate(FEW)
+    assert slow.reduce_s == pytest.approx(10 * fast.reduce_s, rel=0.05)
+    night = simulate(replace(FEW, diurnal=0.5))
+    assert night.reduce_s > 1.3 * fast.reduce_s
+
+
+def test_many_that_come_and_go_keep_every_invariant_and_the_same_seed_tells_the_same():
+    first, again = simulate(CHURN), simulate(CHURN)
+    assert first.failures > 5 and first.rounds > 2
+    assert replace(first, wall_s=0.0) == replace(again, wall_s=0.0)
+    assert first.at_newest_head > 0.9 and first.branches == 0
+
+
+def test_heartbeats_that_are_no_news_change_nothing(monkeypatch):
+    """Taken in without asking the node, or by the node: the run is the same to the last figure."""
+    setting = replace(CHURN, seconds=150.0)
+    quick = simulate(setting)
+    monkeypatch.setattr(Life, "is_no_news", lambda life, sender, beat, now: False)
+    assert replace(simulate(setting), wall_s=0.0) == replace(quick, wall_s=0.0)
+
+
+def test_a_lost_coordinator_is_followed_by_the_next():
+    world = World(replace(CHURN, mtbf_s=None))
+    world.timeline.at(20.0, lambda: world.fail(name_of(0), noticed=False))
+    world.timeline.at(21.0, lambda: world.fail(name_of(1), noticed=True))
+    world.run()
+    assert world.tally.leader == name_of(2)
+    assert len(world.tally.commits) > 3 and set(world.tally.contributors[1:]) == {88}
+
+
+def test_a_run_that_stands_still_is_a_violation(monkeypatch):
+    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction: None)
+    with pytest.raises(Violation, match="I4"):
+        simulate(FEW)
+
+
+def test_two_levels_have_few_streams_and_nearly_the_same_bytes():
+    whole, parts = flat(1000, 150_000_000, "int8"), two_level(1000, 150_000_000, "int8")
+    assert whole.connections == 2 * 999 and parts.connections < 130
+    assert parts.sent < 1.1 * whole.sent
+    assert sum(level.frames for level in parts.levels) < whole.levels[0].frames / 10
+    line = Line(100e6, 100e6, 0.04)
+    assert parts.seconds(line, 1.0) < 1.1 * whole.seconds(line, 1.0)
+    assert two_level(10_000, 150_000_000, "int8").seconds(line, 1.0) < flat(10_000, 150_000_000, "int8").seconds(
+        line, 1.0
+    )
+
+
+def test_two_levels_in_a_run():
+    outcome = simulate(replace(CHURN, mtbf_s=None, two_level=True))
+    assert outcome.rounds > 3 and outcome.connections < 2 * CHURN.islands
+
+
+def test_what_is_computed_says_where_flat_ends():
+    computed = {row.islands: row for row in rows(FEW)}
+    assert computed[1000].flat is not None and computed[3000].flat is None
+    assert computed[1000].heartbeats_s == 1_000_000 and computed[1000].front_heartbeats_s == 8000
+
+
+def test_hosts_that_need_longer_wait_longer():
+    assert simulate(replace(FEW, host=Host())).period_s > simulate(FEW).period_s
+
+
+def given(**changes: object) -> Virtual:
+    usual = Virtual(8, "50mbit,20ms", "10M", "int8", "30s", 5.0, "1min", "1min", "5s", "30%", two_level=False, seed=0)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_the_command_tells_people_and_machines(capsys):
+    virtual_command(given(), as_json=False)
+    told = capsys.readouterr().out
+    assert "invariants hold" in told and "where one butterfly" in told
+    virtual_command(given(two_level=True), as_json=True)
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["islands"] == 8 and len(plain["computed"]) == len(COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"islands": 20_000}, "2 to 10000"),
+        ({"link": "0mbit"}, "carries nothing"),
+        ({"link": "-5mbit"}, "--link -5mbit"),
+        ({"mtbf": "0s"}, "more than nothing"),
+        ({"diurnal": "50"}, "--diurnal 50"),
+        ({"codec": "int5"}, "choose one of"),
+        ({"phase": "soon"}, "--phase soon"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong, reason):
+    with pytest.raises(ConfigError, match=reason):
+        setting_of(given(**wrong))
+
+
+def test_the_command_line_leads_there():
+    done = run_cli("simulate", "--virtual", "--islands", "1")
+    assert done.returncode != 0 and "2 to 10000" in done.stderr and "Traceback" not in done.stderr
