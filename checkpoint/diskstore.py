@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.checkpoint.background import make_way
+from diloco.checkpoint.begun import Begun
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.library import Item
 from diloco.checkpoint.log import Entry
@@ -55,6 +57,7 @@ class DiskStore(Store):
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         self.folder, self.tell = folder, tell
+        self.begun = Begun(folder / "download")
         self.journal = Journal.read(folder)
         for trouble in self.journal.troubles:
             if trouble.torn is not None:
@@ -125,10 +128,16 @@ class DiskStore(Store):
             self._changed.notify_all()
 
     @property
+    def photographing(self) -> bool:
+        """A snapshot is being written, or waits."""
+        with self._changed:
+            return self._frozen is not None or self._photographing
+
+    @property
     def wants_snapshot(self) -> bool:
         """The log has no anchor."""
         with self._changed:
-            coming = self._frozen is not None or self._photographing
+            coming = self.photographing
             possible = self._segment is not None and time.monotonic() > self._retry_at
             return possible and not self._anchored and not coming
 
@@ -296,6 +305,7 @@ class DiskStore(Store):
     # snapshots
 
     def _photograph_all(self) -> None:
+        make_way()
         while True:
             with self._changed:
                 self._photographing = False

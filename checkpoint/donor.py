@@ -8,6 +8,7 @@ is not here, so whoever sends wrong bytes all the same is broken or lies.
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from diloco.checkpoint.library import DIGEST_BYTES, MAX_NAME_BYTES, Item, Library
@@ -28,6 +29,8 @@ MAX_WHOLE_BYTES = 16 << 20  # larger items go by chunks
 MAX_STREAMS, MAX_STREAMS_OF_ONE = 64, 4
 GREETING_S = 1.0  # in the thread that accepts
 IDLE_S = 120.0  # a stream on which nothing is asked for, or nobody reads an answer, makes way
+WAIT_FACTOR = 2.0  # in a hurry: so many times what it took to send a chunk
+MAX_WAIT_S = 10.0  # a fetcher must not think that its donor is gone
 SLICE_S = 0.1  # how soon a change that wakes nobody is seen
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ log = logging.getLogger(__name__)
 class Donor:
     """Serves a library on a transport until `close()`; after that the transport has no donor any more.
 
-    `failure` is why nobody is accepted any more, if that is so.
+    `failure` is why nobody is accepted any more, if that is so. While the owner is `in_a_hurry` (a round needs its
+    uplink), each stream sends for a third of the time only. With much less, a newcomer would fall behind for ever.
     """
 
     def __init__(
@@ -45,11 +49,13 @@ class Donor:
         library: Library,
         *,
         may_read: Callable[[str], bool] = lambda peer: True,
+        in_a_hurry: Callable[[], bool] = lambda: False,
         max_streams: int = MAX_STREAMS,
         max_streams_of_one: int = MAX_STREAMS_OF_ONE,
     ) -> None:
         self.failure: BaseException | None = None
         self._transport, self._library, self._may_read = transport, library, may_read
+        self._in_a_hurry = in_a_hurry
         self._max_streams, self._max_of_one = max_streams, max_streams_of_one
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
@@ -127,7 +133,15 @@ class Donor:
         reader = Reader(request.head)
         item = self._library.get(reader.text(MAX_NAME_BYTES))
         kind, head, payload = _answer_to(request.kind, reader, item)
+        started = time.monotonic()
         stream.send(kind, head, payload, timeout_s=IDLE_S)
+        if request.kind == CHUNK:
+            self._make_way(WAIT_FACTOR * (time.monotonic() - started))
+
+    def _make_way(self, seconds: float) -> None:
+        until = time.monotonic() + min(seconds, MAX_WAIT_S)
+        while self._in_a_hurry() and not self._closed and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE_S))
 
 
 def _answer_to(kind: int, reader: Reader, item: Item | None) -> tuple[int, bytes, bytes | memoryview]:

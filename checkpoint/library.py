@@ -125,9 +125,13 @@ class Library:
             self._items[name] = item
         return item
 
-    def get(self, name: str) -> Item | None:
+    def held(self, name: str) -> Item | None:
+        """If it need not be made."""
         with self._lock:
-            item = self._items.get(name)
+            return self._items.get(name)
+
+    def get(self, name: str) -> Item | None:
+        item = self.held(name)
         if item is None and self._on_missing is not None:
             made = self._on_missing(name)
             return made if made is None or isinstance(made, Item) else Item(name, made)

@@ -2,7 +2,8 @@
 
 Snapshots are the same bytes on every island, so they lie side by side and whoever is first brings one; a manifest comes
 after its shards, so what has one is whole. Each island's log lies in a folder of its own (`URL/ISLAND/log-….seg`). Only
-segments that are closed are copied: what a remote store lacks is the log since the last one.
+segments that are closed are copied: what a remote store lacks is the log since the last one. What the run is
+(`genesis.json`) lies beside them; keys never leave their machine.
 """
 
 import shutil
@@ -14,11 +15,12 @@ from pathlib import Path
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.remote import Remote
 from diloco.checkpoint.segments import SegmentWriter, segment_paths
-from diloco.checkpoint.snapshot import Manifest, read_manifest, snapshots
+from diloco.checkpoint.snapshot import Manifest, read_manifest, read_vectors, snapshots
 from diloco.errors import RemoteError, SnapshotDamaged
 
 EVERY_S = 10.0
 MANIFEST = "manifest.json"
+GENESIS = "genesis.json"
 
 Tell = Callable[[str, str], None]
 
@@ -56,6 +58,8 @@ class Mirror:
         """What the store lacks; then what it need not keep any more. `finished`: nobody writes here any more."""
         there = self._remote.sizes()
         here = snapshots(self._folder)
+        if (self._folder / GENESIS).exists():
+            self._push(self._folder / GENESIS, GENESIS, there)
         for snapshot in here:
             self._push_snapshot(snapshot, there)
         segments = segment_paths(self._folder)
@@ -109,9 +113,11 @@ class Mirror:
 
 def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     """The newest state that the store holds, into a folder that has none: a snapshot, and the log that leads furthest
-    on from it. None: there is nothing."""
+    on from it. None: there is nothing that is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     there = remote.sizes()
+    if GENESIS in there:
+        remote.pull(GENESIS, folder / GENESIS)
     for _, name in sorted(_orders(folder, remote, there, tell), reverse=True):
         try:
             manifest = _pull_snapshot(folder, remote, name)
@@ -139,7 +145,6 @@ def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> 
 
 
 def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
-    """Its shards are checked by whoever loads it."""
     part = folder / f"{name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -150,6 +155,7 @@ def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
             if Path(shard.file).name != shard.file:
                 raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
             remote.pull(f"{name}/{shard.file}", part / shard.file)
+        read_vectors(part, manifest)
         part.rename(folder / name)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -88,7 +88,14 @@ def host_copy(vector: Tensor) -> Tensor:
 
 
 def vectors_digest(vectors: Mapping[str, Tensor]) -> str:
+    return bytes_digest({
+        name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for name, vector in vectors.items()
+    })  # fmt: skip
+
+
+def bytes_digest(vectors: Mapping[str, memoryview]) -> str:
     digest = hashlib.sha256()
     for name in sorted(vectors):
-        digest.update(memoryview(vectors[name].cpu().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        digest.update(vectors[name])
     return digest.hexdigest()

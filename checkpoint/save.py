@@ -7,12 +7,13 @@ them), `outer.safetensors` (the outer state) and `facts.json`, written last.
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from diloco.checkpoint.segments import sync_path
 from diloco.errors import SaveError
 
 KEEP = 2
@@ -32,31 +34,60 @@ FACTS = (
 
 
 def write_save(
-    folder: Path, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]
+    folder: Path,
+    step: int,
+    *,
+    inner: dict[str, Any],
+    outer: dict[str, Tensor],
+    facts: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """In place of an earlier save of this step. All processes of the island call it, over one file system; only the
-    leader (rank 0) needs `outer` and `facts`."""
+    leader (rank 0) needs `outer` and `facts`. A SaveError comes to all of them. `group`: what they talk by, if not by
+    the one they train by."""
     final = folder / f"save-{step:08}"
     part = folder / (final.name + PART)
-    leader = not dist.is_initialized() or dist.get_rank() == 0
+
+    def prepare() -> None:
+        _clean(folder)
+        part.mkdir(parents=True)
+
+    def finish() -> None:
+        save_file(outer, part / "outer.safetensors")
+        (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
+        for path in (part / "outer.safetensors", part / "facts.json", part):
+            sync_path(path)
+        _publish(part, final)
+        sync_path(folder)  # only then may older ones go
+        _prune(folder, final)
+
     try:
-        if leader:
-            _clean(folder)
-            part.mkdir(parents=True)
-        _barrier()
+        _by_leader(prepare, group)
         with _one_process_is_fine():
-            save(inner, checkpoint_id=part / "inner", no_dist=not dist.is_initialized())
-        if leader:
-            save_file(outer, part / "outer.safetensors")
-            (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-            _publish(part, final)
-            _prune(folder, final)
+            save(inner, checkpoint_id=part / "inner", process_group=group, no_dist=not dist.is_initialized())
+        _by_leader(finish, group)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise SaveError(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
         ) from None
-    _barrier()
     return final
+
+
+def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """If it fails, it fails on every process: nobody waits for one that has given up."""
+    error: OSError | SafetensorError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            work()
+        except (OSError, SafetensorError) as failed:
+            error = failed
+    if dist.is_initialized():
+        failures = torch.tensor([int(error is not None)])
+        dist.all_reduce(failures, group=group)
+        if failures.item() and error is None:
+            error = OSError("the leader process says why")
+    if error is not None:
+        raise error
 
 
 def _publish(part: Path, final: Path) -> None:
@@ -82,17 +113,18 @@ def _clean(folder: Path) -> None:
 
 def _prune(folder: Path, newest: Path) -> None:
     """By age, not by name: a clock of many islands may go back."""
-    others = sorted((save for save in saves(folder) if save != newest), key=_age)
+    others = sorted((save for save in saves(folder) if save != newest), key=age)
     for old in others[: 1 - KEEP]:
         shutil.rmtree(old)
 
 
-def _age(save: Path) -> tuple[int, int]:
+def age(save: Path) -> tuple[int, int]:
+    """Its round, and the inner steps done by then: the run's clock may go back within a round."""
     try:
         facts = read_facts(save)
     except SaveError:
         return -1, -1
-    return facts["round"], facts["step"]
+    return facts["round"], (facts["exchange"] or {}).get("steps", facts["step"])
 
 
 def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
@@ -119,7 +151,7 @@ def saves(folder: Path) -> list[Path]:
 def read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / "facts.json").read_text())
-        return {name: facts[name] for name in FACTS}
+        return {**{name: facts[name] for name in FACTS}, "together": facts.get("together")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SaveError(
             f"{folder}/facts.json cannot be used ({error!r}): delete {folder} to fall back to an older save"
@@ -161,8 +193,3 @@ def _one_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -166,7 +166,7 @@ class SegmentWriter:
         self.size = self._synced = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            sync_folder(folder)
+            sync_path(folder)
         except OSError:
             self.abandon()
             raise
@@ -217,9 +217,9 @@ def cut(path: Path, length: int) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Names are durable only when their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """A file's bytes, or a folder's names, are on the disk when it returns."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco.checkpoint.replica import vectors_digest
-from diloco.checkpoint.segments import sync_folder
+from diloco.checkpoint.segments import sync_path
 from diloco.comm.frame import Buffer
 from diloco.comm.wire import as_bytes
 from diloco.errors import SnapshotDamaged
@@ -92,9 +92,9 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
             FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, tuple(shards)
         )  # fmt: skip
         write_file(part / "manifest.json", manifest.encode())
-        sync_folder(part)
+        sync_path(part)
         part.rename(final)
-        sync_folder(folder)
+        sync_path(folder)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -202,7 +202,7 @@ def write_file(path: Path, data: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     part.rename(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def _json(tree: Any) -> bytes:

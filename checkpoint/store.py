@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from diloco.checkpoint.begun import Begun
 from diloco.checkpoint.library import Item
 from diloco.checkpoint.log import Entry
 from diloco.checkpoint.snapshot import Frozen
@@ -12,6 +13,7 @@ class Store:
     """In memory: nothing is durable, and nothing waits."""
 
     keeps = False  # snapshots
+    begun: Begun | None = None  # a download of a whole state
 
     @property
     def wants_snapshot(self) -> bool:

@@ -5,16 +5,33 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco.bench.crew import Crew, Setting, crew
+from diloco.bench import download
+from diloco.bench.crew import Crew, crew
+from diloco.bench.crew_member import Setting
 from diloco.bench.recover import NAMES, await_commits
 from diloco.bench.report import Check, Report
+from diloco.errors import ConfigError
+from diloco.units import parse_rate
 
 NEWCOMER = "E"
 ROUNDS = 4  # undisturbed
 PACE_S = 8.0  # of a phase: short beside real ones, long beside a round
 
 
-def measure(*, values: int, joins: int) -> Report:
+def measure(*, values: int, joins: int, rate: str) -> Report:
+    company, alone = _company(values, joins), download.measure(values=values, bits_per_s=_bits(rate), joins=joins)
+    return Report([*company.checks, *alone.checks], {**company.figures, **alone.figures})
+
+
+def _bits(rate: str) -> float:
+    try:
+        return parse_rate(rate)
+    except ValueError as error:
+        raise ConfigError(f"--rate {rate}: {error}") from None
+
+
+def _company(values: int, joins: int) -> Report:
+    """What those feel who train."""
     with crew(Setting(values, pace_s=PACE_S), NAMES) as team:
         await_commits(team, 3, NAMES)
         team.prepare(NEWCOMER)  # starting a process takes seconds of this machine's own time: not what is measured

@@ -9,7 +9,8 @@ import time
 from statistics import median
 from typing import Any
 
-from diloco.bench.crew import Crew, Setting, crew
+from diloco.bench.crew import Crew, crew
+from diloco.bench.crew_member import Setting
 from diloco.bench.report import Check, Report
 
 NAMES = ("A", "B", "C", "D")  # A leads

@@ -1,0 +1,121 @@
+"""What it costs to keep everything: steps while a save and a snapshot are written, and the bytes of the log.
+
+An island trains by itself; now and then a save of all of it and a snapshot of its outer state are begun, as in a run,
+and the steps that fall into the writing are compared with those in between. The log is that of two real islands.
+"""
+
+import os
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from diloco.bench.crew import crew
+from diloco.bench.crew_member import Setting
+from diloco.bench.recover import await_commits
+from diloco.bench.report import Check, Report
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.journal import NOTHING, Journal
+from diloco.checkpoint.replica import host_copy
+from diloco.checkpoint.segments import segment_paths
+from diloco.checkpoint.snapshot import Frozen, snapshots
+from diloco.config import Config
+from diloco.configfile import parse_config
+from diloco.events import Events
+from diloco.place import take_place
+from diloco.trainer import Trainer
+
+WARM_UP = 3  # steps
+CODEC = "int4"
+NAMES = ("A", "B")
+
+
+def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
+    """`blocks`: of steps with something being written, and as many without."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # a core is left, as beside an accelerator
+    with TemporaryDirectory(prefix="diloco-bench-") as folder:
+        stepping = _steps(Path(folder) / "run", device, blocks)
+        logging = _log_bytes(Path(folder) / "log", values, rounds)
+    return Report(
+        [
+            Check("checkpoint.step_ratio", stepping["written_step_s"] / stepping["step_s"], 1.03, "lower"),
+            Check("checkpoint.byte_saving", logging["snapshots_bytes"] / logging["log_bytes"], 10.0, "higher"),
+        ],
+        {**stepping, **logging},
+    )
+
+
+def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
+    config = _config(folder, device)
+    with take_place(config.island) as place:
+        trainer = Trainer(config, place, Events())
+        store = DiskStore(folder / "outer", lambda what, text: None, keep=1)
+        store.begin("", "", 0, known=False)
+        during: list[float] = []
+        between: list[float] = []
+        copies: list[float] = []
+        for _ in range(WARM_UP):
+            _timed_step(trainer)
+        for block in range(1, blocks + 1):
+            copies.append(_begin_writing(trainer, store, block))
+            found = _steps_while_writing(trainer, store)
+            during += found
+            between += [_timed_step(trainer) for _ in found]
+        store.close()
+        trainer.batches.close()
+    return {
+        "device": place.device.type, "parameters": trainer.island.layout.size, "step_s": median(between),
+        "written_step_s": median(during), "steps": len(during), "copy_s": median(copies),
+    }  # fmt: skip
+
+
+def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
+    """What training waits for."""
+    started = time.perf_counter()
+    trainer._save_if_possible()
+    vectors = {name: host_copy(vector) for name, vector in trainer.outer.items()}
+    store.snapshot(Frozen(block, f"{block:064x}", (block,), {}, vectors))
+    return time.perf_counter() - started
+
+
+def _steps_while_writing(trainer: Trainer, store: DiskStore) -> list[float]:
+    found: list[float] = []
+    while trainer._saver.writing or store.photographing:
+        seconds = _timed_step(trainer)
+        if trainer._saver.writing or store.photographing:
+            found.append(seconds)
+    return found
+
+
+def _timed_step(trainer: Trainer) -> float:
+    started = time.perf_counter()
+    trainer.advance()
+    if trainer.place.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _config(folder: Path, device: str) -> Config:
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return parse_config({
+        "run": "checkpoint", "model": {"preset": "150m", "vocab": 32768} if cuda else {"preset": "35m"},
+        "data": {"sequence": 1024 if cuda else 32}, "island": {"batch": 32 if cuda else 1, "device": device},
+        "inner": {"steps": 100_000, "warmup": 2}, "sync": {"every": 50_000}, "evaluate": {"every": 0},
+        "log": {"every": 10}, "checkpoint": {"dir": str(folder)},
+    })  # fmt: skip
+
+
+def _log_bytes(folder: Path, values: int, rounds: int) -> dict[str, Any]:
+    """What an island has written in some rounds, and what as many snapshots would have been."""
+    with crew(Setting(values, pace_s=0.1, codec=CODEC, folder=str(folder)), NAMES) as team:
+        await_commits(team, rounds, NAMES)
+        team.stand_still()
+    journal = Journal.read(folder / NAMES[0])
+    updates = sum(entry.payload != NOTHING for entry in journal.entries.values())
+    written = sum(path.stat().st_size for path in segment_paths(folder / NAMES[0]))
+    (snapshot,) = snapshots(folder / NAMES[0])
+    of_one = sum(path.stat().st_size for path in snapshot.iterdir())
+    return {"rounds": updates, "log_bytes": written, "snapshots_bytes": updates * of_one}

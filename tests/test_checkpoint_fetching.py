@@ -1,0 +1,197 @@
+"""A whole state from peers: it goes on where it broke, from donors that are spared."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from islands import GENESIS, TestIsland, apply, genesis_state
+from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
+
+from diloco.checkpoint.begun import Begun
+from diloco.checkpoint.donor import Donor
+from diloco.checkpoint.library import CHUNK_BYTES, Item, Library
+from diloco.checkpoint.store import Store
+from diloco.checkpoint.transfer import MAX_WORKERS, Transfer
+from diloco.comm.memory import MemoryNetwork
+from diloco.comm.transport import PeerAddress
+from diloco.elastic.fetching import Manifest, Snapshot, fetch_state
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.keeper import Keeper, Run
+from diloco.elastic.record import Head
+from diloco.elastic.wire import encode
+from diloco.errors import TransferFailed
+
+COUNT = 2_000_000  # two vectors of 8 chunks
+SIZES = {"parameters": COUNT, "momentum": COUNT}
+DIGEST = hashlib.sha256(GENESIS).hexdigest()
+VECTORS = {name: torch.randn(COUNT) for name in SIZES}
+
+
+class Until(Library):
+    """A library that fails when `left`, which others count down too, is used up."""
+
+    def __init__(self, library: Library, left: list[None]) -> None:
+        super().__init__()
+        self._library, self._left = library, left
+
+    def get(self, name: str) -> Item | None:
+        if name.startswith("state/"):
+            self._left.pop()
+        return self._library.get(name)
+
+
+class Donors:
+    def __init__(self) -> None:
+        self.network, self.stack = MemoryNetwork(), ExitStack()
+        self.me = self.network.transport("me")
+        self.keepers: dict[str, Keeper] = {}
+
+    def add(self, name: str, left: list[None] | None = None) -> Callable[[], None]:
+        """One that holds the state; what ends it."""
+        run = Run(GENESIS, DIGEST, Fragments.whole(COUNT), apply)
+        keeper = self.keepers[name] = Keeper(run, genesis_state(("a",)), VECTORS, Store(), lambda *_: None)
+        transport = self.network.transport(name)
+        donor = Donor(transport, keeper.library if left is None else Until(keeper.library, left))
+        self.stack.callback(transport.close)
+        self.stack.callback(donor.close)
+
+        def end() -> None:
+            donor.close()
+            self.network.peers.pop(name).close()
+            del self.keepers[name]
+
+        return end
+
+    def fetch(self, begun: Begun | None = None) -> Snapshot:
+        addresses = {name: PeerAddress(name) for name in self.keepers}
+        return fetch_state(self.me, next(iter(addresses)), addresses, DIGEST, SIZES, begun)
+
+
+@pytest.fixture
+def donors() -> Iterator[Donors]:
+    found = Donors()
+    yield found
+    found.stack.close()
+    found.me.close()
+
+
+def is_right(snapshot: Snapshot) -> bool:
+    return all(torch.equal(snapshot.vectors[name], vector) for name, vector in VECTORS.items())
+
+
+def broken(donors: Donors, folder: Path) -> None:
+    """All donors are lost after two descriptions and ten of sixteen chunks."""
+    left = [None] * 12
+    ends = [donors.add(name, left) for name in ("a", "b")]
+    with pytest.raises(TransferFailed):
+        donors.fetch(Begun(folder))
+    for end in ends:
+        end()
+
+
+def kept_in(folder: Path) -> int:
+    """Bytes of whole chunks."""
+    found = 0
+    for name, vector in VECTORS.items():
+        path, right = folder / f"{name}.part", vector.numpy().tobytes()
+        raw = path.read_bytes() if path.exists() else b""
+        cuts = [slice(at, at + CHUNK_BYTES) for at in range(0, len(right), CHUNK_BYTES)]
+        found += sum(len(right[cut]) for cut in cuts if raw[cut] == right[cut])
+    return found
+
+
+def test_a_download_goes_on_where_it_stopped(donors, tmp_path):
+    broken(donors, tmp_path / "download")
+    kept = kept_in(tmp_path / "download")
+    assert kept > 4 * CHUNK_BYTES
+    donors.add("c")
+    donors.keepers["c"].replica.pin()
+    snapshot = donors.fetch(Begun(tmp_path / "download"))  # as after a restart
+    assert is_right(snapshot)
+    assert sum(snapshot.donors.values()) == 8 * COUNT - kept
+    assert not (tmp_path / "download").exists()
+
+
+def test_what_was_kept_of_it_is_checked(donors, tmp_path):
+    broken(donors, tmp_path / "download")
+    for path in (tmp_path / "download").glob("*.part"):
+        raw = bytearray(path.read_bytes())
+        raw[100] ^= 1
+        path.write_bytes(raw)
+    donors.add("c")
+    assert is_right(donors.fetch(Begun(tmp_path / "download")))
+
+
+@pytest.mark.parametrize("how", ["stale", "torn"])
+def test_a_download_that_nobody_can_go_on_with_begins_anew(donors, tmp_path, how):
+    broken(donors, tmp_path / "download")
+    state = replace(genesis_state(("a",)), head=Head(0, 0, "0" * 64))
+    past = encode(Manifest(state, tuple(SIZES.items()), DIGEST))
+    (tmp_path / "download" / "about").write_bytes(past if how == "stale" else past[:20])
+    donors.add("c")
+    snapshot = donors.fetch(Begun(tmp_path / "download"))
+    assert is_right(snapshot) and sum(snapshot.donors.values()) == 8 * COUNT
+
+
+def test_a_disk_that_refuses_costs_only_what_it_would_have_kept(donors, tmp_path):
+    (tmp_path / "download").write_text("in the way")
+    donors.add("a")
+    assert is_right(donors.fetch(Begun(tmp_path / "download")))
+
+
+def test_newcomers_burden_some_donors_and_not_always_the_same(donors):
+    for number in range(30):
+        donors.add(f"donor-{number}")
+
+    def burdened() -> set[str]:
+        return {
+            name
+            for name, keeper in donors.keepers.items()
+            if any(n.startswith("state/") for n in keeper.library.names())
+        }
+
+    first = donors.fetch()
+    assert is_right(first) and burdened() <= set(first.donors) and 1 < len(burdened()) <= MAX_WORKERS
+    for _ in range(8):
+        donors.fetch()
+    assert len(burdened()) > 2 * MAX_WORKERS
+
+
+def test_donors_that_have_moved_on_are_passed_over(donors):
+    for name in ("a", "b", "c"):
+        donors.add(name)
+    donors.keepers["b"].replica.version = "0" * 64
+    snapshot = donors.fetch()
+    assert is_right(snapshot) and snapshot.donors["b"] == 0
+
+
+def test_chunks_make_way_for_rounds(monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.donor.WAIT_FACTOR", 1e9)
+    monkeypatch.setattr("diloco.checkpoint.donor.MAX_WAIT_S", 1e9)
+    network, hurried = MemoryNetwork(), threading.Event()
+    hurried.set()
+    donor = Donor(network.transport("a"), holding(STATE), in_a_hurry=hurried.is_set)
+    out = bytearray(len(STATE))
+    transfer = Transfer(PARCEL, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
+    thread = threading.Thread(target=transfer.run, args=(lambda: False, lambda here, size: None))
+    thread.start()
+    until(lambda: transfer.bytes_here == SMALL_CHUNK)
+    thread.join(0.5)
+    assert transfer.bytes_here == SMALL_CHUNK
+    hurried.clear()
+    thread.join(10)
+    assert out == STATE
+    donor.close()
+
+
+def test_an_island_is_in_a_hurry_while_a_round_is_under_way():
+    driver = TestIsland("A", MemoryNetwork(), genesis_state(("A",))).driver
+    driver.close()
+    assert not driver.donor._in_a_hurry()
+    driver._attempts[None] = None  # type: ignore[index, assignment]
+    assert driver.donor._in_a_hurry()

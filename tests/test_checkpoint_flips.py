@@ -1,0 +1,107 @@
+"""Every byte of a log and its snapshots counts: whichever is another one, `diloco log --verify` names its file, and so
+does an island that starts."""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from checkpoint_writer import following
+from test_checkpoint_snapshot import written
+
+from diloco.checkpoint.diskstore import DiskStore
+from diloco.checkpoint.journal import Journal
+from diloco.checkpoint.segments import segment_paths
+from diloco.checkpoint.snapshot import read_manifest, read_vectors, snapshots
+from diloco.comm.ticket import run_id_of
+from diloco.elastic.fragments import Fragments
+from diloco.elastic.keeper import Keeper, Run
+from diloco.elastic.restoring import restore
+from diloco.elastic.simulator.world import owner
+from diloco.errors import SnapshotDamaged
+from diloco.genesis import FILE, Genesis, read_genesis, write_genesis
+from diloco.outer import Layout, apply_record
+from diloco.outer_log import verify
+
+VALUES, ROUNDS = 20, 3
+VERIFIED = int(os.environ.get("DILOCO_FLIPS_VERIFIED", "13"))  # each so-manieth byte is verified, too; 1: all
+
+
+@pytest.fixture
+def log(small, tmp_path) -> tuple[Path, Run]:
+    """With a snapshot before the first round and after the second."""
+    genesis, folder = Genesis.of(small(), Layout(("w",), ((VALUES,),)), None, "A").signed(owner()), tmp_path / "log"
+    run = Run(genesis.raw, genesis.digest, Fragments.whole(VALUES), apply_record, 2)
+    store = DiskStore(folder, lambda what, text: None, keep=0)
+    write_genesis(folder, run_id_of(owner().public_key), genesis)
+    state = genesis.state()
+    store.begin(genesis.digest, state.head.digest, 0, known=False)
+    vectors = {"parameters": torch.randn(VALUES), "momentum": torch.zeros(VALUES)}
+    keeper = Keeper(run, state, vectors, store, lambda *_: None)
+    thread = threading.Thread(target=keeper.apply_all)
+    thread.start()
+    for _ in range(ROUNDS):
+        record, payload = following(state, VALUES)
+        keeper.hold(record.payload, payload)
+        keeper.append(record)
+        state = state.after(record)
+        with keeper.changed:
+            keeper.changed.wait_for(lambda state=state: keeper.applied == state)
+        written(store)
+    keeper.stop()
+    thread.join()
+    store.close()
+    return folder, run
+
+
+def flips(file: Path, positions: Iterable[int], random: Random) -> Iterator[int]:
+    """One byte after the other is another one."""
+    raw = file.read_bytes()
+    for position in positions:
+        changed = raw[position] ^ random.randrange(1, 256)
+        file.write_bytes(raw[:position] + bytes([changed]) + raw[position + 1 :])
+        yield position
+    file.write_bytes(raw)
+
+
+def test_every_changed_byte_is_found_by_verify_and_at_load_and_its_file_named(log, monkeypatch):
+    """All of a manifest, a segment and the genesis; some of the vectors."""
+    monkeypatch.setattr("diloco.outer_log.WRITING_S", 0.0)
+    folder, _ = log
+    random, newest, (segment, *_) = Random(11), snapshots(folder)[-1], segment_paths(folder)
+    shards = sorted(folder.glob("snapshot-*/*.safetensors"))
+    assert verify(folder).problems == () and len(shards) == 4
+    for file in (newest / "manifest.json", segment, folder / FILE, *shards):
+        size = file.stat().st_size
+        for position in flips(file, random.sample(range(size), 12) if file in shards else range(size), random):
+            assert named_at_load(file, folder), (file, position)
+            if position % VERIFIED == 0:
+                assert any(file.name in problem for problem in verify(folder).problems), (file, position)
+    assert verify(folder).problems == ()
+
+
+def named_at_load(file: Path, folder: Path) -> bool:
+    """Nothing is cut off or set aside by only reading it."""
+    if file.name == FILE:
+        return read_genesis(folder) is None
+    if file.suffix == ".seg":
+        return any(file.name in str(trouble) for trouble in Journal.read(folder).troubles)
+    try:
+        read_vectors(file.parent, read_manifest(file.parent))
+    except SnapshotDamaged as damaged:
+        return file.name in str(damaged)
+    return False
+
+
+def test_an_island_that_starts_tells_which_files_are_damaged(log):
+    folder, run = log
+    newest, (segment, *_) = snapshots(folder)[-1], segment_paths(folder)
+    told: list[str] = []
+    for file in (newest / "manifest.json", segment):
+        next(flips(file, [file.stat().st_size // 2], Random(3)))
+    store = DiskStore(folder, lambda what, text: told.append(text), keep=0)
+    restore(folder, store.journal, run, store.tell)
+    assert [any(name in text for text in told) for name in ("manifest.json", segment.name)] == [True, True]
