@@ -6,6 +6,7 @@ Any island can be it: the first of the roster that is not suspected. Nothing it 
 from collections.abc import Collection, Iterable
 
 from diloco.elastic import leading
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.leading import Term
 from diloco.elastic.member import Member
 from diloco.elastic.messages import (
@@ -22,9 +23,10 @@ from diloco.elastic.messages import (
     Ready,
 )
 from diloco.elastic.ranges import is_normal, size
-from diloco.elastic.record import Key, Offer, Record, holder_name
+from diloco.elastic.record import Ballot, Key, Offer, Record, holder_name
 from diloco.elastic.seat import Apart
 
+SELDOM = 8
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
 
@@ -72,20 +74,25 @@ class Coordinator(Member):
             return
         match answer:
             case Promise() if answer.term == term.number:
-                self._on_promise(term, sender, answer)
+                self._on_promise(term, sender, answer, now)
             case Ready() if answer.term == term.number:
                 self._on_ready(term, sender, answer, now)
             case Done() if term.begin is not None and answer.ballot == term.begin.ballot:
                 self._on_done(term, sender, answer.payload)
             case Failed() if term.begin is not None and answer.ballot == term.begin.ballot:
                 term.failures.append((sender, answer))
+                if answer.amendment and term.begin.proposal.amendment is not None:
+                    self._object(term.promised(), sender, term.begin.proposal.amendment, answer.reason)
                 term.settle_at = term.settle_at or now + self.options.settle_s
                 if answer.blamed == sender:  # it cannot give what it offered
                     term.ready.pop(sender, None)
             case _:
                 self._count_misfit(sender, now)
 
-    def _on_promise(self, term: Term, sender: str, promise: Promise) -> None:
+    def _on_promise(self, term: Term, sender: str, promise: Promise, now: float) -> None:
+        if promise.amendment is not None and not self.state.accepts(promise.amendment):
+            self._ban(sender, "brings a change of settings that is not the owner's next one", now)
+            return
         before = term.answers.get(sender)
         if before is not None and before.incarnation != promise.incarnation:
             term.ready.pop(sender, None)  # that life is over
@@ -125,13 +132,20 @@ class Coordinator(Member):
             self._commit_if_done(term, now)
 
     def _resend(self, term: Term, now: float) -> None:
-        term.resend_at = now + self.options.resend_s
+        term.resend_at, term.resends = now + self.options.resend_s, term.resends + 1
         ready = term.offers(self.due)
+        members = set(term.begin.members if term.begin is not None else ()) - term.done.keys()
         for peer in self.peers.views:
-            if term.begin is not None and peer in term.begin.members and peer not in term.done:
-                self._say(peer, term.begin)
-            elif term.answers.get(peer) is None or peer not in ready:
+            if term.begin is not None and peer in members:
+                if self._is_due(term, term.begin.ballot, peer):
+                    self._say(peer, term.begin)
+            elif term.answers.get(peer) is None or (peer not in ready and self._is_due(term, self.promise, peer)):
                 self._say(peer, Collect(self.state.head, term.number))
+
+    def _is_due(self, term: Term, ballot: Ballot, peer: str) -> bool:
+        """Among many, those whose heartbeats say that they have heard it are seldom told again: it may be large."""
+        heard = self.peers.views[peer].promise >= ballot
+        return self._are_few() or not heard or term.resends % SELDOM == 0
 
     def _judge(self, term: Term, now: float) -> None:
         """Who lives but does not answer, or does not finish what cannot take long, is left behind."""
@@ -200,7 +214,9 @@ class Coordinator(Member):
         for peer in leading.outsize(offers):
             self._ban(peer, f"its contribution is more than {leading.OUTSIZE} times as large as the others'", now)
             del offers[peer]
-        if not self._is_time(term, offers, ready, now):
+        if (amendment := self._amendment(promised)) is not None:
+            offers = {}  # whoever has promised says whether it can follow, not only who contributes
+        elif not self._is_time(term, offers, ready, now):
             if not self._starving(term):
                 return
             offers = {}
@@ -208,10 +224,37 @@ class Coordinator(Member):
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
         self._tell_lost(set(self.state.roster) - alive.keys())
-        proposal = leading.propose(self.state, fragment, offers, alive, wants, self.options.decide)
+        proposal = leading.propose(self.state, fragment, offers, alive, wants, self.options.decide, amendment)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
         self._begin(term, Begin(self.state.key, self._own_ballot(term), proposal, members, rates), now)
+
+    def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
+        """The owner's next one, if anybody has it. Not when the clock is at its end: others have seen the run end."""
+        if self.options.steps is not None and self.state.step >= self.options.steps:
+            return None
+        brought = {promise.amendment for promise in promised.values() if promise.amendment is not None}
+        for amendment in sorted(brought, key=lambda amendment: amendment.signature):
+            if self._is_followed(amendment, promised):
+                return amendment
+        return None
+
+    def _is_followed(self, amendment: Amendment, promised: dict[str, Promise]) -> bool:
+        """It waits while anybody cannot, rather than to end that island; an island that comes back is asked again."""
+        lives = ((peer, promise.incarnation) for peer, promise in promised.items())
+        if any((*life, amendment.signature) in self._objections for life in lives):
+            return False
+        if reason := self.options.objection(self.state, amendment):
+            self._object(promised, self.me, amendment, reason)
+        return not reason
+
+    def _object(self, promised: dict[str, Promise], peer: str, amendment: Amendment, reason: str) -> None:
+        if peer not in promised:
+            return
+        objection = peer, promised[peer].incarnation, amendment.signature
+        if objection not in self._objections:
+            self._objections.add(objection)
+            self._note("refused", peer, f"it waits: {reason}")
 
     def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
         """Of those who cannot all reach each other, some who can, and are enough. If no such are, all try again."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.checkpoint.donor import Donor
 from diloco.checkpoint.store import Store
 from diloco.comm.transport import PeerAddress, Transport
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.fetching import Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
 from diloco.elastic.keeper import Keeper, Run, Vectors, Version
 from diloco.elastic.mailbox import Mailbox
@@ -42,6 +43,7 @@ from diloco.elastic.state import RunState
 from diloco.elastic.wire import encode
 from diloco.errors import (
     CodecError,
+    ConfigError,
     DilocoError,
     MessageRefused,
     PlanRefused,
@@ -52,7 +54,7 @@ from diloco.errors import (
 
 __all__ = ["Driver", "Network", "Run", "Version", "check"]
 
-TICK_S = 0.02
+TICK_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,12 @@ class Driver:
         if node.held is not None and (item := self.store.item(node.held.record.payload)) is not None:
             self.keeper.hold(node.held.record.payload, tensor_of(item.data))
         self.mailbox = Mailbox(network.plain, self, greeting=network.greeting, admit=network.admit)
-        self.donor = Donor(network.plain, self.library, may_read=self.mailbox.admitted.__contains__)
+        self.donor = Donor(
+            network.plain,
+            self.library,
+            may_read=self.mailbox.admitted.__contains__,
+            in_a_hurry=lambda: bool(self._attempts),
+        )
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
             for name, work in (("elastic", self._drive), ("apply", self.keeper.apply_all))
@@ -129,6 +136,10 @@ class Driver:
     def post(self, step: Input) -> None:
         self._inputs.put(step)
 
+    def amend(self, amendment: Amendment) -> None:
+        """Called from any thread."""
+        self.post(lambda now: self.node.amend(amendment, now))
+
     # what the mailbox hears
 
     def heard(self, peer: str, message: Message) -> None:
@@ -147,7 +158,8 @@ class Driver:
         try:
             work()
         except BaseException as error:
-            log.exception("the driver failed")
+            if not isinstance(error, ConfigError):  # which says all there is to say
+                log.exception("the driver failed")
             with self.changed:
                 self.failure = error
                 self.changed.notify_all()
@@ -156,6 +168,8 @@ class Driver:
         next_tick = time.monotonic()
         while True:
             try:
+                if next_tick <= time.monotonic():  # also while inputs come faster than they are taken
+                    raise queue.Empty
                 step = self._inputs.get(timeout=max(0.0, next_tick - time.monotonic()))
             except queue.Empty:
                 next_tick = time.monotonic() + TICK_S
@@ -230,9 +244,7 @@ class Driver:
 
     def _watch_attempts(self) -> None:
         for attempt in self._attempts.values():
-            plan = attempt.reduction.plan
-            chunks = max(len(plan.chunks(i)) for i in range(len(plan.members)))
-            attempt.watch(stall_after(self.node.options.silence_s, self.last_outcome, chunks))
+            attempt.watch(stall_after(self.node.options.silence_s, self.last_outcome, attempt.chunks))
 
     def _vouch(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[Effect]:
@@ -274,7 +286,8 @@ class Driver:
             if missed:
                 self.post(lambda now: self._extend(missed, now))
                 return
-            snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes)
+            snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes, self.store.begun)
+            snapshot = snapshot.of(self.node.state.owner)
             self.post(lambda now: self._switch(snapshot, now))
         except FETCH_ERRORS as error:
             reason = str(error)
@@ -342,6 +355,10 @@ class Driver:
 
     # the end
 
+    def pause(self) -> None:
+        """At once, and without a word to anybody. Also called by a signal's handler."""
+        self.post(self.node.pause)
+
     def leave(self, timeout_s: float = 2.0) -> None:
         """Wait until the others have what this island has, say goodbye, and wait until that has gone out."""
         self._linger(2 * self.node.options.silence_s)
@@ -358,7 +375,7 @@ class Driver:
 
     def _linger(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self.failure is None:
+        while time.monotonic() < deadline and self.failure is None and not self.node.leaving:  # paused: it hears nobody
             views = self.node.peers.views
             alive = self.node.alive(time.monotonic())
             if all((head := views[peer].head) is not None and head >= self.node.state.head for peer in alive):
@@ -380,5 +397,7 @@ class Driver:
 
 
 def check(driver: Driver) -> None:
+    if isinstance(driver.failure, ConfigError):  # the run's settings do not work here
+        raise driver.failure
     if driver.failure is not None:
         raise DilocoError(f"the network side of this island failed: {driver.failure!r}") from driver.failure

@@ -7,16 +7,15 @@ copies that snapshots are written from. What peers may ask for is served from he
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diloco.checkpoint.library import Item, Library
 from diloco.checkpoint.log import OuterLog, payload_name
-from diloco.checkpoint.replica import Replica, host_copy, vector_name, vectors_digest
+from diloco.checkpoint.replica import Replica, bytes_digest, host_copy, vector_name
 from diloco.checkpoint.snapshot import Frozen
 from diloco.checkpoint.store import Store
 from diloco.comm.codec import codec_named
@@ -24,10 +23,13 @@ from diloco.elastic.fetching import Manifest, Snapshot, entry_of
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import EMPTY, Record
-from diloco.elastic.state import RunState
-from diloco.elastic.wire import encode, to_plain
+from diloco.elastic.state import RunState, Version
+from diloco.elastic.wire import decode, encode, to_plain
+
+__all__ = ["Keeper", "Kept", "Run", "Vectors", "Version"]
 
 KEEP_RECORDS = 1000  # for those who tell people what happened
+LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
 DIGEST_EVERY = 10  # rounds between two digests of all vectors
 
 Vectors = Mapping[str, Tensor]
@@ -64,13 +66,6 @@ class Kept:
     fragments: tuple[Ranges, ...]
 
 
-class Version(NamedTuple):
-    """The last update of a fragment."""
-
-    digest: str
-    step: int  # the run's clock after it
-
-
 class Keeper:
     def __init__(
         self, run: Run, state: RunState, vectors: Vectors, store: Store, vouch: Callable[[RunState, str], None]
@@ -79,12 +74,14 @@ class Keeper:
         self.run, self.store, self._vouch = run, store, vouch
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
-        self.versions = [Version(state.head.digest, state.step)] * len(run.fragments)
-        self.records: deque[Record] = deque(maxlen=KEEP_RECORDS)
+        self.versions = self._versions(state)
+        known = store.entries()
+        last = (decode(Record, entry.header) for entry in known[-LAST_RECORDS:])
+        self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
         self.log = OuterLog(self.library, lambda payload: payload == EMPTY or store.has(payload))
-        self.log.replace(store.entries())
+        self.log.replace(known)
         self.vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
         self._logged = state
@@ -133,7 +130,7 @@ class Keeper:
         def work() -> None:
             with self.replica.reading():
                 self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
-                self._announce(state, range(len(self.run.fragments)))
+                self._announce(state)
             self._photograph(state)
 
         self._to_apply.put(work)
@@ -154,9 +151,7 @@ class Keeper:
         def change(vectors: Vectors) -> None:
             if record.proposal.contributions:
                 self.run.apply(vectors, record, payload, self.run.fragments)
-                self._announce(state, [record.proposal.fragment])
-            else:
-                self._announce(state, [])
+            self._announce(state)
 
         self.replica.apply(change, state.head.digest, self._meta(state))
         if self.run.wants_snapshot_of(state, record) or self.store.wants_snapshot:
@@ -166,13 +161,14 @@ class Keeper:
             self.store.vouch(state.head.digest, digest)
             self._vouch(state, digest)
 
-    def _announce(self, state: RunState, fragments: Iterable[int]) -> None:
+    def _announce(self, state: RunState) -> None:
         """Together with the vectors: whoever reads them holds their lock."""
         with self.changed:
-            self.applied = state
-            for fragment in fragments:
-                self.versions[fragment] = Version(state.head.digest, state.step)
+            self.applied, self.versions = state, self._versions(state)
             self.changed.notify_all()
+
+    def _versions(self, state: RunState) -> list[Version]:
+        return [state.version(fragment) for fragment in range(len(self.run.fragments))]
 
     def _photograph(self, state: RunState) -> None:
         """Only the copy is made here."""
@@ -193,6 +189,8 @@ class Keeper:
                 return self.replica.pin()
             case "pin":
                 return b"here" if self.replica.pin(argument) else None
+            case "state":
+                return self.library.held(name) if self.replica.pin(argument.partition("/")[0]) else None
             case "digest":
                 return self._pinned_digest(argument)
             case "payload":
@@ -204,12 +202,8 @@ class Keeper:
 
     def _pinned_digest(self, version: str) -> bytes | None:
         items = {name: self.library.get(vector_name(version, name)) for name in self.vector_names}
-        vectors = {
-            name: torch.frombuffer(bytearray(item.data), dtype=torch.float32)
-            for name, item in items.items()
-            if item is not None
-        }
-        return vectors_digest(vectors).encode() if len(vectors) == len(items) else None
+        data = {name: item.data for name, item in items.items() if item is not None}
+        return bytes_digest(data).encode() if len(data) == len(items) else None
 
     def _meta(self, state: RunState) -> bytes:
         sizes = tuple((name, self.run.fragments.count) for name in self.vector_names)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.messages import Begin, Failed, Held, Promise, Ready
 from diloco.elastic.ranges import size
 from diloco.elastic.record import Contribution, Grant, Offer, Proposal, Record, Settings, holder_name
@@ -36,6 +37,7 @@ class Term:
     failures: list[tuple[str, Failed]] = field(default_factory=list)
     settle_at: float = 0.0
     resend_at: float = 0.0
+    resends: int = 0
 
     def promised(self) -> dict[str, Promise]:
         return {peer: answer for peer, answer in self.answers.items() if answer is not None}
@@ -90,6 +92,7 @@ def propose(
     alive: dict[str, int],
     wants: dict[str, int],
     decide: Decide,
+    amendment: Amendment | None = None,
 ) -> Proposal:
     """A fresh value. `alive` has the incarnation of all who stay, `wants` the samples each would like to hold."""
     order = [peer for peer in state.roster if peer in alive] + sorted(set(offers) - set(state.roster))
@@ -107,6 +110,7 @@ def propose(
         _grants(state, contributions, releases, alive, wants),
         settings,
         step,
+        amendment,
     )
 
 
@@ -124,10 +128,10 @@ def _grants(
         ledger = ledger.consume(holder, contribution.offer.samples)
     for holder in releases:
         ledger = ledger.release(holder)
-    grants = []
+    before, grants = ledger, []
     for peer in sorted(wants):
         holder = holder_name(peer, alive[peer])
-        lack = wants[peer] - size(ledger.lease_of(holder))
+        lack = wants[peer] - size(before.lease_of(holder))
         if lack > 0:
             ledger, samples = ledger.grant(holder, lack)
             grants += [Grant(holder, samples)] if samples else []

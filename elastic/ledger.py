@@ -4,7 +4,9 @@ Positions count through the epochs: position p is sample p mod `epoch`. Everythi
 leased has been consumed. Leases of islands that are gone return to `free`, which is handed out first.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from diloco.elastic.ranges import Ranges, both, first, minus, normal, size
 
@@ -19,7 +21,11 @@ class Ledger:
     overlaps: Ranges = ()  # consumed more than once: two sides of a cut network, or an island thought dead
 
     def lease_of(self, holder: str) -> Ranges:
-        return dict(self.leases).get(holder, ())
+        return self._by_holder.get(holder, ())
+
+    @cached_property
+    def _by_holder(self) -> dict[str, Ranges]:
+        return dict(self.leases)
 
     def grant(self, holder: str, count: int) -> tuple["Ledger", Ranges]:
         """`count` more positions for this holder, fewer where the limit is near."""
@@ -27,7 +33,7 @@ class Ledger:
         fresh = self._fresh(count - size(returned))
         granted = normal(returned + fresh)
         ledger = replace(self, free=minus(self.free, returned), next=self.next + size(fresh))
-        return ledger._lease(holder, normal(self.lease_of(holder) + granted)), granted
+        return ledger._lease(holder, normal(self._held_by(holder) + granted)), granted
 
     def _fresh(self, count: int) -> Ranges:
         hi = self.next + count if self.limit is None else min(self.next + count, self.limit)
@@ -36,7 +42,7 @@ class Ledger:
     def consume(self, holder: str, ranges: Ranges) -> "Ledger":
         """Takes these out of the holder's lease, as a rule. What was leased on another branch may be anywhere: free,
         leased to somebody else, not handed out yet. What is nowhere has been consumed before."""
-        own = self.lease_of(holder)
+        own = self._held_by(holder)
         if not minus(ranges, own):
             return self._lease(holder, minus(own, ranges))
         ledger = self._reach(ranges[-1][1])
@@ -51,11 +57,25 @@ class Ledger:
         return self if end <= self.next else replace(self, next=end, free=normal((*self.free, (self.next, end))))
 
     def release(self, holder: str) -> "Ledger":
-        return replace(self, free=normal(self.free + self.lease_of(holder)))._lease(holder, ())
+        return replace(self, free=normal(self.free + self._held_by(holder)))._lease(holder, ())
 
     def _lease(self, holder: str, ranges: Ranges) -> "Ledger":
-        leases = {**dict(self.leases), holder: ranges}
-        return replace(self, leases=tuple(sorted((who, what) for who, what in leases.items() if what)))
+        place = self._place(holder)
+        new = ((holder, ranges),) if ranges else ()
+        rest = self.leases[place + self._holds(place, holder) :]
+        return replace(self, leases=self.leases[:place] + new + rest)
+
+    def _held_by(self, holder: str) -> Ranges:
+        """As `lease_of`, for a ledger that is soon replaced: a round of a thousand islands makes thousands."""
+        place = self._place(holder)
+        return self.leases[place][1] if self._holds(place, holder) else ()
+
+    def _place(self, holder: str) -> int:
+        """Where its lease is, or would be."""
+        return bisect_left(self.leases, holder, key=lambda lease: lease[0])
+
+    def _holds(self, place: int, holder: str) -> bool:
+        return place < len(self.leases) and self.leases[place][0] == holder
 
     @property
     def unconsumed(self) -> Ranges:

@@ -46,6 +46,7 @@ class Mailbox:
         self._lines: dict[str, Line] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._last: tuple[Message | None, bytes] = None, b""
         self.admitted: set[str] = set()
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
@@ -60,7 +61,15 @@ class Mailbox:
 
     def send(self, peer: str, message: Message) -> None:
         if (line := self._lines.get(peer)) is not None:
-            line.put(encode_message(message))
+            line.put(self._encoded(message))
+
+    def _encoded(self, message: Message) -> bytes:
+        """One message goes to many, and a *begin* of many islands is large."""
+        said, raw = self._last
+        if said is not message:
+            raw = encode_message(message)
+            self._last = message, raw
+        return raw
 
     @property
     def bytes_sent(self) -> int:

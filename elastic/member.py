@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+from diloco.elastic.beating import Beating
 from diloco.elastic.messages import (
     Append,
     Begin,
@@ -17,12 +18,11 @@ from diloco.elastic.messages import (
     Moved,
     Nack,
     Note,
-    Promise,
     Ready,
     Reduce,
 )
 from diloco.elastic.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Record
-from diloco.elastic.seat import Following, Seat
+from diloco.elastic.seat import Following
 from diloco.elastic.state import RunState
 from diloco.errors import RecordInvalid
 
@@ -30,7 +30,7 @@ MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends
 MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
 
 
-class Member(Seat):
+class Member(Beating):
     def _on_heartbeat(self, sender: str, beat: Heartbeat, now: float) -> None:
         view = self.peers.view(sender, now)
         if view.head is not None and beat.incarnation == view.incarnation and beat.head < view.head:
@@ -39,6 +39,7 @@ class Member(Seat):
         view.incarnation, view.state_digest = beat.incarnation, beat.state_digest
         behind = beat.head < self.state.head
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
+        self._heed(sender, beat, now)
         self._meet(sender, beat.head, now)
         if beat.head == self.state.head:
             self._highest_term = max(self._highest_term, beat.promise.term)
@@ -65,7 +66,7 @@ class Member(Seat):
         digest, count = Counter(filter(None, said.values())).most_common(1)[0] if any(said.values()) else ("", 0)
         roster = self.state.roster
         second_of_two = len(roster) == 2 and roster[1] == self.me  # of two, the first is believed
-        if digest in ("", self.state_digest) or (2 * count <= len(roster) and not second_of_two):
+        if digest in ("", self.state_digest) or (2 * count <= self._voters() and not second_of_two):
             return
         self.doubtful = True
         self._note("diverged", self.me, "its vectors differ from the others': it fetches theirs")
@@ -87,7 +88,7 @@ class Member(Seat):
             self._say(sender, Nack(self.state.key, self.promise))
             return
         self._promise(max(ballot, self.promise), now)
-        self._say(sender, Promise(self.state.key, collect.term, self.incarnation, self.want, self.held))
+        self._say(sender, self.own_promise(collect.term))
         self._say_ready()
 
     def _count_misfit(self, sender: str, now: float) -> None:
@@ -143,6 +144,9 @@ class Member(Seat):
         if not begin.adopted and not self._stands_by(begin):
             self._say(sender, Failed(begin.key, begin.ballot, self.me, "that offer was of an earlier life"))
             return
+        if reason := self._objection(begin):
+            self._say(sender, Failed(begin.key, begin.ballot, "", reason, amendment=True))
+            return
         self._promise(begin.ballot, now)
         self._stop_following()
         self.following = Following(begin, sender, reducing=False)
@@ -184,6 +188,11 @@ class Member(Seat):
         own = [contribution.offer for contribution in begin.proposal.contributions if contribution.island == self.me]
         return all(self.frozen.get(offer.fragment) == offer for offer in own)
 
+    def _objection(self, begin: Begin) -> str:
+        """What is adopted may be decided already: who cannot follow that ends with an error instead."""
+        amendment = begin.proposal.amendment
+        return "" if amendment is None or begin.adopted else self.options.objection(self.state, amendment)
+
     def _hold(self, following: Following, record: Record) -> None:
         following.record = record
         self.held = Held(following.begin.ballot, record)
@@ -214,10 +223,13 @@ class Member(Seat):
                 raise
             state = _unchecked(self.state, record)
         self._out.append(Append(record))
-        self.state = state
-        self._new_head(now, switched=False)
+        self._new_head(state, now, switched=False)
 
-    def _new_head(self, now: float, *, switched: bool) -> None:
+    def _new_head(self, state: RunState, now: float, *, switched: bool) -> None:
+        self.amendments = {a.number: a for a in self.state.amendments} | self.amendments  # a new branch may lack them
+        if state.amendments != self.state.amendments:
+            self.options = self.options.amended(self.options, state)
+        self.state = state
         self._stop_following()
         self.promise, self.held, self.term = NO_BALLOT, None, None
         self.frozen.clear()
@@ -225,6 +237,7 @@ class Member(Seat):
         if self.rules.marks_decide:
             self.pending = {f: offer for f, offer in self.pending.items() if self.state.fits(self.me, offer)}
         self._commit_at[(self.state.updates - 1) % self.options.fragments] = self._lead_at = now
+        self.peers.expected.clear()  # it goes on: who is not there by now is missed like anybody
         self._out.append(Moved(switched))
         self._remember()
 

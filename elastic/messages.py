@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.record import Ballot, Head, Key, Offer, Proposal, Record
 
 
@@ -20,6 +21,7 @@ class Heartbeat:
     leading: bool
     incarnation: int
     state_digest: str = ""  # of the vectors at this head, where it is known
+    missed: tuple[int, ...] | None = None  # by one that speaks for others, too: whom of the roster it does not hear
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Promise:
     incarnation: int
     want: int  # samples that the sender would like to hold
     held: Held | None
+    amendment: Amendment | None = None  # the next one, where the sender has it
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Failed:
     blamed: str  # "" where nobody is
     reason: str
     refused: bool = False  # what the blamed one contributed is bad
+    amendment: bool = False  # the sender cannot follow the change of settings
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ follows from records is a `RunState`.
 
 from collections.abc import Iterable
 
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.coordinator import Coordinator
 from diloco.elastic.messages import (
     Begin,
@@ -36,7 +37,7 @@ class Node(Coordinator):
             return []
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.options.heartbeat_s
-            self._say_all(self.heartbeat())
+            self._beat(now)
         effects = self._finish(now)
         self._awake_at = now
         return effects
@@ -45,7 +46,12 @@ class Node(Coordinator):
         if not self.peers.banned(sender, now) and not self.leaving:
             self.peers.hear(sender, now)
             self._handle(sender, message, now)
-        return self._flush() if isinstance(message, Heartbeat) else self._finish(now)  # no hurry: a tick will do
+        return self._flush() if self._can_wait(message) else self._finish(now)
+
+    def _can_wait(self, message: Message) -> bool:
+        """A tick will do for heartbeats and, among many, for answers: each time, a coordinator looks at all of them."""
+        answer = isinstance(message, Promise | Ready | Done | Failed)
+        return isinstance(message, Heartbeat) or (answer and not self._are_few())
 
     def know(self, peers: Iterable[str], now: float) -> list[Effect]:
         self.peers.know(set(peers) - {self.me}, now)
@@ -70,10 +76,27 @@ class Node(Coordinator):
     def ask(self, want: int, now: float) -> list[Effect]:
         """For so many samples to hold. Whom it has promised is told, as if it had been asked once more."""
         self.want = want
-        if self.promise.coordinator:
-            promise = Promise(self.state.key, self.promise.term, self.incarnation, self.want, self.held)
-            self._say(self.promise.coordinator, promise)
+        self._promise_again()
         return self._finish(now)
+
+    def amend(self, amendment: Amendment, now: float) -> list[Effect]:
+        """A change of the run's settings that its owner has made: brought to rounds until one contains it."""
+        self.bring(amendment)
+        self._promise_again()
+        return self._finish(now)
+
+    def bring(self, amendment: Amendment) -> None:
+        """With the next promise."""
+        if not amendment.is_by(self.state.owner):
+            self._note("refused", self.me, f"change {amendment.number} of settings: not signed by the run's owner")
+        elif self.state.accepts(amendment) and (reason := self.options.objection(self.state, amendment)):
+            self._note("refused", self.me, reason)
+        else:
+            self.amendments[amendment.number] = amendment
+
+    def _promise_again(self) -> None:
+        if self.promise.coordinator:
+            self._say(self.promise.coordinator, self.own_promise(self.promise.term))
 
     def reduced(self, ballot: Ballot, payload: str, now: float) -> list[Effect]:
         following = self.following
@@ -126,9 +149,8 @@ class Node(Coordinator):
                 self.peers.view(donor, now).fetches_failed = 0
             self.doubtful = self.doubtful and not whole
             switched = state.head.round != self.state.head.round + 1
-            self.state = state
-            self._new_head(now, switched=switched)
-            self._say_all(self.heartbeat())  # whoever collects can ask it now
+            self._new_head(state, now, switched=switched)
+            self._beat(now)  # whoever collects can ask it now
         return self._finish(now)
 
     def catch_up_failed(self, peer: str, now: float) -> list[Effect]:
@@ -151,6 +173,12 @@ class Node(Coordinator):
     def leave(self, now: float) -> list[Effect]:
         self._say_all(Goodbye("leaves"))
         self.leaving = True  # and nothing more is said
+        return self._finish(now)
+
+    def pause(self, now: float) -> list[Effect]:
+        """To go without a word, and come back the same: from here on nothing is led, answered or finished."""
+        self.leaving, self.term = True, None
+        self._stop_following()
         return self._finish(now)
 
     def _handle(self, sender: str, message: Message, now: float) -> None:

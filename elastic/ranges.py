@@ -1,5 +1,6 @@
 """Sets of sample positions as sorted, disjoint, half-open ranges."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -29,9 +30,10 @@ def size(ranges: Ranges) -> int:
 def minus(ranges: Ranges, others: Ranges) -> Ranges:
     left: list[Range] = []
     for lo, hi in ranges:
-        for other_lo, other_hi in others:
-            if other_hi <= lo or other_lo >= hi:
-                continue
+        for place in range(bisect_right(others, lo, key=lambda other: other[1]), len(others)):
+            other_lo, other_hi = others[place]
+            if other_lo >= hi:
+                break
             if lo < other_lo:
                 left.append((lo, other_lo))
             lo = other_hi

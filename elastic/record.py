@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record that admits islands and changes nothing else
@@ -88,13 +89,14 @@ class Proposal:
     """All that *begin* fixes. The result's bytes follow from it and from the contributions alone."""
 
     key: Key
-    fragment: int  # -1: no contributions; the record only admits islands and leases samples
+    fragment: int  # -1: no contributions; the record only admits islands, leases samples, amends settings
     contributions: tuple[Contribution, ...]
     roster: tuple[str, ...]  # of the next round, in order
     releases: tuple[str, ...]  # holders whose leases return
     grants: tuple[Grant, ...]
     settings: Settings
     step: int  # the run's clock after it
+    amendment: Amendment | None = None  # of the run's settings, from the next round on
 
     @cached_property
     def digest(self) -> str:

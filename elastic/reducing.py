@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.comm.allreduce import Reduction
+from diloco.comm.grid import TwoLevelPlan
 from diloco.comm.noise import NoiseKey
 from diloco.comm.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
 from diloco.comm.transport import PeerAddress, Transport
+from diloco.comm.two_level import TwoLevelReduction
 from diloco.elastic.messages import Begin
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
+FLAT_UP_TO = 64  # members; more would have too many streams and too small chunks
 CONNECT_S = 10.0
 UNKNOWN_RATE = 1_000_000  # bytes a second, of a member that has not measured its link yet
 FIRST_STALL_S = 30.0  # until the first round has shown how fast chunks come
@@ -50,7 +53,14 @@ class Attempt:
         plan = plan_of(begin, count)  # PlanRefused: what peers propose is checked there
         if len(contribution) != plan.codec.size(count):
             raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
-        self.reduction = Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+        self.reduction: Reduction | TwoLevelReduction
+        if isinstance(plan, TwoLevelPlan):
+            self.reduction = TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+            first = self.reduction.levels.scatter
+        else:
+            self.reduction = Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+            first = plan
+        self.chunks = max(len(first.chunks(member)) for member in range(len(first.members)))
         self._stalled = ""
         threading.Thread(target=self._run, name="reduce", daemon=True).start()
 
@@ -71,33 +81,35 @@ class Attempt:
 
     def watch(self, stall_s: float) -> None:
         """Give it up when somebody's chunks have not come for so long; the one who is behind longest is to blame."""
-        now = time.monotonic()
+        now, began = time.monotonic(), self.started
+        if isinstance(self.reduction, TwoLevelReduction):
+            began = self.reduction.level_began
+            stall_s += began - self.started  # others may need as long again for what comes before
         last = {
-            peer: max(self.started, progress.last_at)
+            peer: max(began, progress.last_at)
             for peer, progress in self.reduction.progress.items()
-            if progress.received_chunks < self._expected(peer)
+            if progress.received_chunks < self.reduction.expected(peer)
         }
         slowest = min(last, key=lambda peer: last[peer], default="")
         if slowest and not self._stalled and now - last[slowest] > stall_s:
             self._stalled = slowest
             self.reduction.cancel(f"no chunk of {slowest} for {stall_s:.1f} s")
 
-    def _expected(self, peer: str) -> int:
-        plan = self.reduction.plan
-        return len(plan.chunks(self.reduction.me)) + len(plan.chunks(plan.members.index(peer)))
 
-
-def plan_of(begin: Begin, count: int) -> ReducePlan:
-    """The same on all members: all of it follows from *begin*."""
+def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
+    """The same on all members: all of it follows from *begin*. Many reduce in two levels."""
     proposal = begin.proposal
     if len(begin.bytes_per_s) != len(begin.members):
         raise PlanRefused("a rate for each member was due")
-    spans = spans_by_bandwidth(count, [rate or UNKNOWN_RATE for rate in begin.bytes_per_s])
+    rates = tuple(float(rate or UNKNOWN_RATE) for rate in begin.bytes_per_s)
     weights = tuple(contribution.weight for contribution in proposal.contributions)
     ballot, key = begin.ballot, begin.key
     channel = f"reduce/{key.round}/{key.parent[:16]}/{ballot.term}.{ballot.attempt}/{ballot.coordinator}"
     noise = NoiseKey(key.round, proposal.fragment, "result")
     codec, result = proposal.settings.codec, proposal.settings.result
+    if len(begin.members) > FLAT_UP_TO:
+        return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result)
+    spans = spans_by_bandwidth(count, rates)
     return ReducePlan(channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result)
 
 

@@ -1,9 +1,11 @@
 """What an island knows while it takes part in rounds, and how it speaks. Nothing here decides anything."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.leading import Decide, Term
 from diloco.elastic.messages import (
     Begin,
@@ -14,6 +16,7 @@ from diloco.elastic.messages import (
     Memory,
     Message,
     Note,
+    Promise,
     Remember,
     Send,
 )
@@ -25,6 +28,14 @@ from diloco.elastic.state import RunState
 LONGEST_BACKOFF = 16  # times the shortest
 
 
+def as_founded(options: "Options", state: RunState) -> "Options":
+    return options
+
+
+def follow_all(state: RunState, amendment: Amendment) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Options:
     decide: Decide
@@ -34,6 +45,10 @@ class Options:
     partition: str = "merge"
     fragments: int = 1
     want: int = 0  # samples to hold
+    flat_up_to: int = 64  # so many islands all tell each other that they live; of more, only the first of the roster do
+    steps: int | None = None  # where the run's clock ends
+    amended: Callable[["Options", RunState], "Options"] = as_founded  # as the state's amendments want them
+    objection: Callable[[RunState, Amendment], str] = follow_all  # why this island could not follow it; "": it can
 
     @property
     def heartbeat_s(self) -> float:
@@ -87,13 +102,15 @@ class Seat:
         incarnation: int = 0,
         memory: Memory | None = None,
         rules: Rules = ALL,
+        peers: Peers | None = None,
     ) -> None:
-        self.me, self.state, self.options, self.rules = me, state, options, rules
+        self.me, self.state, self.rules = me, state, rules
+        self.options = options.amended(options, state) if state.amendments else options
         self.incarnation = incarnation
         self.want = options.want
         self.bytes_per_s = 0
         self.state_digest = ""
-        self.peers = Peers(options.silence_s)
+        self.peers = peers or Peers(options.silence_s)
         remembered = memory if memory is not None and memory.key == state.key else None
         self.promise = remembered.promise if remembered else NO_BALLOT
         self.held = remembered.held if remembered else None
@@ -101,7 +118,10 @@ class Seat:
         self.following: Following | None = None
         self.pending: dict[int, Offer] = {}  # by fragment: to be contained
         self.frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
+        self.amendments = {a.number: a for a in state.amendments}  # the owner's: another branch may lack them
+        self._objections: set[tuple[str, int, str]] = set()  # islands, in this life of theirs, to amendments
         self.leaving = self.doubtful = False
+        self._loud = True  # it tells everybody that it lives
         self._highest_term = memory.term if memory else 0
         self._catching_up: str | None = None
         self._apart: dict[frozenset[str], Apart] = {}
@@ -114,6 +134,10 @@ class Seat:
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self.state.head, self.promise, self.term is not None, self.incarnation, self.state_digest)
+
+    def own_promise(self, term: int) -> Promise:
+        amendment = self.amendments.get(len(self.state.amendments) + 1)
+        return Promise(self.state.key, term, self.incarnation, self.want, self.held, amendment)
 
     def alive(self, now: float) -> set[str]:
         return self.peers.alive(now, self.state.roster)

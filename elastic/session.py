@@ -1,11 +1,11 @@
 """The trainer's side of a driver: hand in progress, learn where the outer state went, draw leased samples."""
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from diloco.elastic.messages import Begin, Effect
 from diloco.elastic.ranges import Ranges, minus, normal, size
 from diloco.elastic.record import Contribution, Head, Offer, Record, holder_name
 from diloco.elastic.state import RunState
+from diloco.elastic.wire import from_plain, to_plain
 from diloco.elastic.work import MAX_PHASES, Trained, Work
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
@@ -41,19 +42,23 @@ class Session:
     def __init__(self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None) -> None:
         """`feedback`: what encoding loses is added to the next contribution; so much of it is left by then."""
         self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
-        self._feedback = feedback
+        self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
+        if feedback is not None:
+            self._feedback = [ErrorFeedback(self.codec, count, feedback) for count in fragments.counts]
         self.works = [self._work(fragment) for fragment in range(len(fragments))]
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
         self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
         self._wanted, self._late = driver.node.want, 0  # samples to train on, and those behind late progress
         self._offered_at = [("", 0)] * len(fragments)
+        self._offers: dict[int, Offer] = {}  # by fragment: the last one
         self._encoding = ThreadPoolExecutor(1, "encode")
+        self._encoded: list[Future[None]] = []  # the last one
 
     def _work(self, fragment: int) -> Work:
         node, count = self.driver.node, self.fragments.counts[fragment]
         role = holder_name(node.me, node.incarnation)
-        feedback = None if self._feedback is None else ErrorFeedback(self.codec, count, self._feedback)
+        feedback = self._feedback[fragment] if self._feedback else None
 
         def encode(vector: Tensor, hi: int) -> Tensor:
             key = NoiseKey(hi, fragment, role)
@@ -90,10 +95,10 @@ class Session:
 
         def encode_and_offer() -> None:
             ready()
-            offer = replace(make_offer(), step_ms=step_ms)
+            offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
             self.driver.post(lambda now: self._offer(offer, now))
 
-        self._encoding.submit(self.driver.guarded, encode_and_offer)
+        self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]
 
     def _offer(self, offer: Offer, now: float) -> list[Effect]:
         return self.driver.node.offer(offer, now)
@@ -191,6 +196,47 @@ class Session:
     def records(self) -> list[Record]:
         """The last ones, oldest first."""
         return list(self.driver.records)
+
+    # what a save holds of it, for the same incarnation to go on
+
+    def facts(self) -> dict[str, Any]:
+        self._finish_encoding()
+        return {
+            "incarnation": self.driver.node.incarnation, "wanted": self._wanted, "taken": list(self._taken),
+            "offered_at": list(self._offered_at), "works": [work.facts() for work in self.works],
+            "offers": [to_plain(offer) for offer in self._offers.values()],
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Encoded progress that is not contained, and what its encoding has lost."""
+        self._finish_encoding()
+        payloads = {
+            f"piece.{work.fragment}.{lo}.{hi}": payload
+            for work in self.works
+            for (lo, hi), payload in work.payloads().items()
+        }
+        residuals = {f"residual.{number}": feedback.residual for number, feedback in enumerate(self._feedback)}
+        return payloads | residuals
+
+    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """What was on offer is offered again, with the same bytes, unless a round has contained it meanwhile."""
+        assert facts["incarnation"] == self.driver.node.incarnation
+        self._taken, self._offered_at = list(facts["taken"]), [(version, mark) for version, mark in facts["offered_at"]]
+        for work, known in zip(self.works, facts["works"], strict=True):
+            names = [name.split(".") for name in tensors if name.startswith(f"piece.{work.fragment}.")]
+            work.restore(known, {(int(lo), int(hi)): tensors[f"piece.{f}.{lo}.{hi}"] for _, f, lo, hi in names})
+        for number, feedback in enumerate(self._feedback):
+            feedback.residual = tensors[f"residual.{number}"]
+        self.ask(facts["wanted"])
+        self.look()
+        for offer in (from_plain(Offer, plain) for plain in facts["offers"]):
+            self._offers[offer.fragment] = offer
+            if not self.over(offer.fragment) and self.state.fits(self.driver.node.me, offer):
+                self.driver.post(partial(self._offer, offer))
+
+    def _finish_encoding(self) -> None:
+        wait(self._encoded)
+        check(self.driver)
 
     def close(self) -> None:
         self._encoding.shutdown(wait=False, cancel_futures=True)

@@ -8,9 +8,9 @@ Cuts are made by the trainer's thread; the encoding that an offer needs may run 
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ class Trained(NamedTuple):
     tokens: int
     samples: Ranges
     steps: int = 0
+
+
+def trained(plain: list[Any]) -> Trained:
+    """As it was written to a save."""
+    tokens, samples, steps = plain
+    return Trained(tokens, normal((lo, hi) for lo, hi in samples), steps)
 
 
 class Encoded(NamedTuple):
@@ -132,6 +138,24 @@ class Work:
     def clean(self) -> bool:
         """Everything up to the last cut is contained."""
         return self.mark == self.hi
+
+    def facts(self) -> dict[str, Any]:
+        """With `payloads`: what a save holds of it. What is contained is left out."""
+        owed = [(piece, piece.encoded(self._encode).norm) for piece in self.owed(self.mark)]
+        pieces = [[piece.lo, piece.hi, norm, *piece.done] for piece, norm in owed]
+        return {"hi": self.hi, "mark": self.mark, "pieces": pieces}
+
+    def payloads(self) -> dict[tuple[int, int], Tensor]:
+        """Encoded progress by its cuts. An offer of one piece has the piece's bytes."""
+        pieces = {(piece.lo, piece.hi): piece.encoded(self._encode).payload for piece in self.owed(self.mark)}
+        return {**self._offered, **pieces}
+
+    def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
+        self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
+        self.pieces = [
+            Piece(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
+            for lo, hi, norm, *done in facts["pieces"]
+        ]
 
     def _sum(self, pieces: list[Piece]) -> Tensor:
         total = self._decode(pieces[0].encoded(self._encode).payload).clone()

@@ -1,8 +1,8 @@
-"""The invariants I1 to I5, worked out anew from the logs: nothing here trusts what a node believes."""
+"""The invariants I1 to I6, worked out anew from the logs: nothing here trusts what a node believes."""
 
 from dataclasses import dataclass, field
 
-from diloco.elastic.ranges import Ranges, both, minus, normal
+from diloco.elastic.ranges import Ranges, both, minus, normal, size
 from diloco.elastic.record import Key, Proposal, Record
 
 
@@ -18,6 +18,7 @@ class Chain:
     samples: Ranges
     twice: Ranges
     updates: int = 0  # records with contributions
+    amendments: int = 0
 
 
 @dataclass
@@ -60,7 +61,9 @@ class Checker:
         rivals = self.rivals.setdefault(key, {})
         new = record.digest not in rivals
         # all who took part hold what was committed
-        rivals.setdefault(record.digest, set()).update({island}, record.proposal.islands)
+        if new:
+            rivals[record.digest] = set(record.proposal.islands)
+        rivals[record.digest].add(island)
         if not (new and calm):  # an older commit shows late, or somebody was suspected wrongly: `merge` may fork then
             return
         for digest, who in rivals.items():
@@ -71,7 +74,7 @@ class Checker:
                 )
 
     def _extended(self, parent: Chain, record: Record) -> Chain:
-        progress, samples, twice = dict(parent.progress), parent.samples, parent.twice
+        progress = dict(parent.progress)
         self._check_turn(parent, record.proposal)
         for contribution in record.proposal.contributions:
             offer = contribution.offer
@@ -84,12 +87,32 @@ class Checker:
             if offer.lo > progress.get(mark, 0):
                 raise Violation(f"I3: progress {progress.get(mark, 0)}..{offer.lo} of {contribution.island} is lost")
             progress[mark] = offer.hi
-            twice = normal(twice + both(offer.samples, samples))
-            samples = normal(samples + offer.samples)
-        return Chain(progress, samples, twice, parent.updates + bool(record.proposal.contributions))
+        samples, twice = _consumed(parent, record.proposal)
+        updates = parent.updates + bool(record.proposal.contributions)
+        return Chain(progress, samples, twice, updates, self._amended(parent, record.proposal))
+
+    def _amended(self, parent: Chain, proposal: Proposal) -> int:
+        """Each amendment once, one after the other."""
+        if (amendment := proposal.amendment) is None:
+            return parent.amendments
+        if amendment.number != parent.amendments + 1:
+            raise Violation(f"I6: amendment {amendment.number} comes after {parent.amendments} others")
+        return amendment.number
 
     def _check_turn(self, parent: Chain, proposal: Proposal) -> None:
         """Fragments follow each other in the log, whatever happens between the updates."""
         turn = parent.updates % self.fragments if proposal.contributions else -1
         if {proposal.fragment, *(part.offer.fragment for part in proposal.contributions)} != {turn}:
             raise Violation(f"I2: round {proposal.key.round} is of fragment {proposal.fragment}, and {turn} is due")
+
+
+def _consumed(parent: Chain, proposal: Proposal) -> tuple[Ranges, Ranges]:
+    """The samples of the branch after it, and those that are in it twice."""
+    samples, twice = parent.samples, parent.twice
+    offered = [contribution.offer.samples for contribution in proposal.contributions]
+    every = tuple(part for ranges in offered for part in ranges)
+    apart = size(normal(every)) == size(every)  # then all at once, for there may be thousands
+    for ranges in [normal(every)] if apart else offered:
+        twice = normal(twice + both(ranges, samples))
+        samples = normal(samples + ranges)
+    return samples, twice

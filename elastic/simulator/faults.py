@@ -59,6 +59,7 @@ class Disaster:
     faults: tuple[Fault, ...]
     apart: tuple[str, ...] = ()  # two that never reach each other
     all_return: bool = False  # those who crashed, when the faults are over
+    amendments: tuple[tuple[float, tuple[str, ...]], ...] = ()  # when the owner makes one, and where it is handed in
 
 
 def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
@@ -73,7 +74,17 @@ def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disas
         faults += _fault(chance, mix, names)
     apart = tuple(chance.sample(names, 2)) if mix == "partitions" and len(names) > 2 and chance.random() < 0.3 else ()
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
-    return Disaster(setup, mix, late, ordered, apart, all_return=chance.random() < 0.5)
+    all_return = chance.random() < 0.5
+    return Disaster(setup, mix, late, ordered, apart, all_return, amendments_of(seed, names))
+
+
+def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple[str, ...]], ...]:
+    """In half of the seeds. Drawn apart, as the pace is."""
+    chance = random.Random(f"{seed}/amendments")
+    if seed < FIRST_STREAMING or chance.random() < 0.5:
+        return ()
+    times = sorted(chance.uniform(0, FAULTY_S) for _ in range(chance.randint(1, 5)))
+    return tuple((at, tuple(chance.sample(names, chance.choice((1, 1, 2))))) for at in times)
 
 
 def pace_of(seed: int) -> Pace:
@@ -144,6 +155,8 @@ def _run(world: World, plan: Disaster) -> None:
         world.timeline.at(when, partial(world.start, name))
     for fault in plan.faults:
         world.timeline.at(fault.at, partial(inflict, world, fault))
+    for when, names in plan.amendments:
+        world.timeline.at(when, partial(world.amend, names))
     world.timeline.run(FAULTY_S + 6 * SILENCE_S)
     _end_of_faults(world, all_return=plan.all_return)
     made = {name: (life.node.incarnation, life.trainer.made) for name, life in world.lives.items()}
@@ -151,6 +164,7 @@ def _run(world: World, plan: Disaster) -> None:
     world.timeline.run(world.now + quiet_s(plan.setup.pace))
     if _can_go_on(world, plan.apart):
         _check_liveness(world, round_then)
+        _check_amendments(world, plan.apart)
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
 
 
@@ -277,6 +291,15 @@ def _check_liveness(world: World, round_then: int) -> None:
     same = {head.digest for head in heads.values() if head.round == best.round}
     if len(same) > 1:
         raise Violation(f"I1: two heads at round {best.round} when all is quiet")
+
+
+def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
+    """What somebody has who is there, and reaches everybody, is contained, unless the one before it is nowhere."""
+    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    there = world.lives.keys() - set(apart)
+    held = {amendment.number for name in there for amendment in world.disks[name].amendments}
+    if (number := len(best.amendments) + 1) in held:
+        raise Violation(f"I6: amendment {number} was handed in, and is contained nowhere")
 
 
 def _check_no_loss(world: World, made: Made) -> None:

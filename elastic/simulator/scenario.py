@@ -94,6 +94,8 @@ def _obey(world: World, command: str) -> None:
         case ["crash" | "stop" | "resume" | "leave" | "start" as what, *names]:
             for name in names:
                 getattr(world, what)(name)
+        case ["amend", *names]:
+            world.amend(names)
         case ["mute", name]:
             world.mute.add(name)
         case ["late", *names]:
@@ -181,6 +183,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
         case ["one", "branch", "at", who]:
             chain = {record.digest for record in log}
             found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.digest in chain)
+        case ["amendments", who]:
+            found = ",".join(str(amendment.number) for amendment in best.amendments)
         case ["overlaps", who]:
             found = "yes" if best.ledger.overlaps else "no"
         case _:

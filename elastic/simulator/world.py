@@ -9,7 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from diloco.comm.identity import Identity
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.ledger import Ledger
 from diloco.elastic.messages import (
     Append,
@@ -70,6 +75,7 @@ class Disk:
     memory: Memory | None = None
     lives: int = 0
     own: set[str] = field(default_factory=set)  # records that it has appended itself
+    amendments: list[Amendment] = field(default_factory=list)  # that were handed in here
 
 
 @dataclass
@@ -100,6 +106,7 @@ class World:
         self.calm = True  # crashes at most: nobody was ever suspected wrongly
         self.watchers: list[Watcher] = []
         self.commits = 0
+        self.amendments = 0  # of the owner so far
         self._labels: dict[str, str] = {}  # of records: 2a, and where there is a fork, 2b
         self._clocks = cache(self._clock_of)
         self._arrival: defaultdict[Pair, float] = defaultdict(float)  # links keep the order
@@ -127,7 +134,7 @@ class World:
 
     def found(self, founders: tuple[str, ...]) -> None:
         """These begin the run, with record 0."""
-        genesis = RunState(Head(0, 0, GENESIS), founders, Ledger(epoch=10**9))
+        genesis = RunState(Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex())
         self.disks = {name: Disk(states=[genesis]) for name in founders}
         for name in founders:
             self.start(name)
@@ -152,8 +159,23 @@ class World:
         life = self.lives[name] = self._live(name, node)
         self.tell(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
         self.enter(name, lambda node, now: node.know(self.names, now))
+        for amendment in disk.amendments:
+            self._bring(name, amendment)
         self._tick(name, node)
         life.trainer.when_running(life.trainer.train)
+
+    def amend(self, names: Iterable[str]) -> None:
+        """The owner changes settings, and hands that in at these islands, as far as they are known by now."""
+        known = [name for name in names if name in self.disks]
+        self.amendments += bool(known)
+        amendment = Amendment.sign(owner(), self.amendments, "{}")
+        for name in known:
+            self.tell(f"{name} is handed amendment {amendment.number}")
+            self.disks[name].amendments.append(amendment)
+            self._bring(name, amendment)
+
+    def _bring(self, name: str, amendment: Amendment) -> None:
+        self.enter(name, lambda node, now: node.amend(amendment, now))
 
     def _live(self, name: str, node: Node) -> Life:
         def when_running(work: Callable[[], None]) -> None:
@@ -321,6 +343,8 @@ class World:
         who = ",".join(record.proposal.islands) or "nobody"
         if self.setup.pace.fragments > 1 and record.proposal.contributions:
             who += f", fragment {record.proposal.fragment}"
+        if record.proposal.amendment is not None:
+            who += f", amendment {record.proposal.amendment.number}"
         self.tell(f"{name} commits round {record.proposal.key.round} of {who} = {self._label(record)}")
         self.commits += 1
         disk, state = self.disks[name], life.node.state
@@ -403,6 +427,13 @@ class World:
         else:
             for record in theirs.log[known:]:
                 trainer.appended(record)
+
+
+@cache
+def owner() -> Identity:
+    """Of every run here."""
+    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"owner").digest())
+    return Identity(Path("owner.key"), key.public_key().public_bytes_raw(), key)
 
 
 def _decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:

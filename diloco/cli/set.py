@@ -1,0 +1,53 @@
+from pathlib import Path
+
+from diloco.amend import FOLDER, amended, amendment_files, check, in_words, read_amendment, write_amendment
+from diloco.cli.log import say
+from diloco.comm.identity import Identity
+from diloco.elastic.amendment import Amendment
+from diloco.elastic.state import RunState
+from diloco.entry import OUTER
+from diloco.errors import ConfigError, SaveError
+from diloco.genesis import FILE, OWN_LOOP, Genesis, read_genesis
+from diloco.outer_log import find_logs, newest_state
+
+
+def set_command(run: str, overrides: list[str]) -> None:
+    folder = owners_folder(run)
+    genesis = read_genesis(folder / OUTER)
+    if genesis is None:
+        raise SaveError(f"{folder / OUTER / FILE} is damaged or missing: copy it from another island of the run")
+    state = newest_state(folder / OUTER)
+    while (amendment := amend(folder, genesis, state, overrides)) is None:
+        pass  # somebody else was quicker: look again
+    say(f"change {amendment.number} of {run}: {in_words(amendment)}")
+    say(
+        f"It waits in {folder / FOLDER}: the island that trains there, or the next one that does, brings it to the "
+        "others. It holds for all of them from one round on, which diloco log shows."
+    )
+
+
+def amend(folder: Path, genesis: Genesis, state: RunState, overrides: list[str]) -> Amendment | None:
+    """After those that are in force, and those that wait. None where another one has taken its number."""
+    left = map(read_amendment, amendment_files(folder))
+    made = (*state.amendments, *(amendment for amendment in left if amendment.number > len(state.amendments)))
+    config = amended(genesis.configure({}), made)
+    changes = check(config, overrides, own_loop=genesis.data == OWN_LOOP)
+    if state.step >= config.inner.steps:
+        raise ConfigError(
+            f"the run is at its end, step {state.step}: diloco rewind RUN {state.head.round} --set … trains on"
+        )
+    if changes.get("inner.steps", state.step + 1) <= state.step:
+        raise ConfigError(f"inner.steps={changes['inner.steps']}: the run is at step {state.step} already")
+    return write_amendment(folder, Identity.load(folder / "owner.key"), len(made) + 1, changes)
+
+
+def owners_folder(run: str) -> Path:
+    """That of the island which founded the run: there its owner's key is."""
+    folders = [log.parent for log in find_logs(run)]
+    found = [folder for folder in folders if (folder / "owner.key").is_file()]
+    if not found:
+        raise SaveError(
+            f"{folders[0]} joined a run that was founded elsewhere: only its owner changes its settings, "
+            "in the folder in which it was founded"
+        )
+    return found[0]
