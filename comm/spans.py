@@ -37,6 +37,7 @@ class ReducePlan:
     key: NoiseKey  # for rounding the result
     chunk_pages: int = USUAL_CHUNK_PAGES
     result_codec_name: str = ""  # how the mean travels; empty: as contributions do
+    start: int = 0  # where the first span begins: the vector may be a part of a longer one
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -44,7 +45,7 @@ class ReducePlan:
 
     @property
     def count(self) -> int:
-        return self.spans[-1].hi
+        return self.spans[-1].hi - self.start
 
     @property
     def codec(self) -> Codec:
@@ -66,15 +67,15 @@ class ReducePlan:
 
     def bytes_of(self, chunk: Span) -> slice:
         """Where the chunk lies in an encoded contribution."""
-        return _bytes_of(chunk, self.codec)
+        return _bytes_of(chunk, self.codec, self.start)
 
     def result_bytes_of(self, chunk: Span) -> slice:
         """Where the chunk lies in the encoded mean."""
-        return _bytes_of(chunk, self.result_codec)
+        return _bytes_of(chunk, self.result_codec, self.start)
 
 
-def _bytes_of(chunk: Span, codec: Codec) -> slice:
-    first = chunk.lo // PAGE * codec.size(PAGE)
+def _bytes_of(chunk: Span, codec: Codec, start: int) -> slice:
+    first = (chunk.lo - start) // PAGE * codec.size(PAGE)
     return slice(first, first + codec.size(chunk.hi - chunk.lo))
 
 
@@ -105,7 +106,8 @@ def _shares(bytes_per_s: Sequence[float]) -> list[float]:
         if time * bytes_per_s[active[0]] >= 1:
             break
         active.pop(0)
-    return [(time * bytes_per_s[i] - 1) / (n - 2) if i in active else 0.0 for i in range(n)]
+    owners = set(active)
+    return [(time * bytes_per_s[i] - 1) / (n - 2) if i in owners else 0.0 for i in range(n)]
 
 
 def _what_is_wrong(plan: ReducePlan) -> str:
@@ -129,13 +131,15 @@ def _what_is_wrong(plan: ReducePlan) -> str:
         return f"a chunk has 1 to {MAX_CHUNK_PAGES} pages"
     if n * plan.chunk_pages * largest > MAX_CHUNKS_BYTES:
         return f"a chunk of each member takes more than {MAX_CHUNKS_BYTES} bytes"
-    return _what_is_wrong_with(plan.spans)
+    return _what_is_wrong_with(plan.spans, plan.start)
 
 
-def _what_is_wrong_with(spans: Sequence[Span]) -> str:
-    edges = [0, *(span.hi for span in spans)]
+def _what_is_wrong_with(spans: Sequence[Span], start: int) -> str:
+    if start < 0 or start % PAGE:
+        return "the first span begins where a page begins"
+    edges = [start, *(span.hi for span in spans)]
     if any(span.lo != lo or span.hi < lo for span, lo in zip(spans, edges, strict=False)):
-        return "spans follow each other from 0 on"
+        return f"spans follow each other from {start} on"
     if any(span.lo % PAGE and span.lo != edges[-1] for span in spans):
         return "a span begins where a page begins"
     return ""

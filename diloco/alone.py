@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import Config
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.ranges import Ranges, normal
 from diloco.elastic.record import Head
@@ -28,6 +29,8 @@ class Launched:
 
 class Alone:
     """What `Together` is for islands with peers (see together.py). A launched round is over when it is taken."""
+
+    amendments: tuple[Amendment, ...] = ()  # its settings are changed by whoever resumes it
 
     def __init__(self, config: Config, parameters: Tensor, fragments: Fragments) -> None:
         self._config, self._schedule = config, schedule_of(config.sync, config.inner)
@@ -92,6 +95,9 @@ class Alone:
         """Of the rounds that are over since the last time, for people."""
         told, self._told = self._told, []
         return told
+
+    def outer(self) -> dict[str, Tensor]:
+        return self.vectors
 
     def launched_vectors(self) -> dict[str, Tensor]:
         return {f"launched.{number}": launched.progress for number, launched in enumerate(self.launched)}

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,9 @@ def connect(
             print(
                 f"{run.folder}: goes on from step {run.step_count} of {run.steps} (fresh=True starts again)", flush=True
             )
-        yield run
-        run.leave()
+        with closing(run.saver):
+            yield run
+            run.leave()
 
 
 Entered = tuple[Config, Outside, str | None]

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diloco.events import Event
-from diloco.terminal import names
+from diloco.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
-    "joined", "left", "lost", "excluded", "cut off", "diverged",
+    "joined", "left", "lost", "excluded", "cut off", "diverged", "refused",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
     "remote failing", "remote again",
 )  # fmt: skip
@@ -57,6 +57,7 @@ class Board:
     losses: dict[int, float] = field(default_factory=dict)  # by step
     _held: Held | None = None
     _digests: set[str] = field(default_factory=set)
+    _amendments: int = 0
     _told: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
@@ -77,6 +78,8 @@ class Board:
                 return self._validation(event)
             case "elastic":
                 return self._elastic(event)
+            case "amended":
+                return self._amended(event)
             case "end":
                 row.finished = event["finished"]
             case "agreed":
@@ -137,6 +140,14 @@ class Board:
             self._held = None
             return [held.line(loss)]
         return [f"round {event['round']:>3}  step {step:>5}  validation loss {loss:.4f}"]
+
+    def _amended(self, event: Event) -> list[str]:
+        """By the run's owner: one line, whoever tells it."""
+        line = sentence(event)
+        if line is None or event["number"] <= self._amendments:
+            return []
+        self._amendments = event["number"]
+        return [line]
 
     def _elastic(self, event: Event) -> list[str]:
         what, island = event["what"], event["island"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
 REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent to everybody
 REASON_BYTES = 4096
 
@@ -53,6 +54,11 @@ class Child:
         if self.alive and self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
+    def pause(self) -> None:
+        """To finish its step, save, and go without a word."""
+        if self.alive and self._process is not None:
+            self._process.send_signal(PAUSE)
+
     def kill(self) -> None:
         """At once, with whatever it has started in its session."""
         if self._process is not None:
@@ -93,13 +99,16 @@ def end_with_parent() -> Callable[[], None] | None:
 
 
 @contextmanager
-def signals() -> Iterator[list[float]]:
-    """When SIGINT or SIGTERM came; one within a second of the one before is its echo."""
-    heard: list[float] = []
+def signals() -> Iterator[list[int]]:
+    """Those that asked to stop; one within a second of the one before is its echo."""
+    heard: list[int] = []
+    last = -REPEAT_S
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        if not heard or time.monotonic() - heard[-1] > REPEAT_S:
-            heard.append(time.monotonic())
+        nonlocal last
+        if time.monotonic() - last > REPEAT_S:
+            last = time.monotonic()
+            heard.append(number)
 
     with handled(on_signal):
         yield heard
@@ -107,8 +116,8 @@ def signals() -> Iterator[list[float]]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to it, for as long as this is open."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """SIGINT, SIGTERM and PAUSE go to it, for as long as this is open."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, PAUSE)}
     try:
         yield
     finally:

@@ -28,6 +28,14 @@ def overrides_tree(overrides: Iterable[str]) -> dict[str, Any]:
     return tree
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections as dotted keys: {"inner.lr": 4e-4}."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return leaves
+
+
 def parse_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate({name: section for name, section in tree.items() if section is not None})

@@ -1,7 +1,7 @@
 """How an island gets into a run: as its founder or by a ticket, and then among the others."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from diloco.amend import Inbox, amended, objection
 from diloco.checkpoint.asking import ask
+from diloco.checkpoint.begun import Begun
 from diloco.checkpoint.diskstore import DiskStore
 from diloco.checkpoint.mirror import Mirror
 from diloco.checkpoint.remote import Remote
@@ -18,6 +20,7 @@ from diloco.comm.identity import Identity
 from diloco.comm.ticket import Ticket, run_id_of
 from diloco.comm.transport import PeerAddress
 from diloco.config import Config
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.driver import Driver, Run
 from diloco.elastic.fetching import Snapshot, fetch_state
 from diloco.elastic.fragments import Fragments
@@ -28,7 +31,7 @@ from diloco.elastic.restoring import restore
 from diloco.elastic.state import RunState
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.events import Events
-from diloco.genesis import Genesis, write_genesis
+from diloco.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.membership import PHASES_AHEAD
 from diloco.outer import VECTORS, apply_record
 from diloco.peer import Connection, Peer
@@ -36,9 +39,11 @@ from diloco.together import Together, decider
 
 TICKET_S = 30 * 24 * 3600.0
 SEARCH_S = 60.0  # for a member that answers
+RETURN_S = 60.0  # for the others of the roster to come back with this island, before it goes on without them
 AGAIN_S = 0.3
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
+OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 
 
@@ -51,6 +56,7 @@ class Start:
     vectors: dict[str, torch.Tensor]
     store: Store = field(default_factory=Store)
     memory: Memory | None = None  # of promises made in an earlier life
+    returns: bool = False  # from its own disk
 
     def on(self, device: torch.device) -> "Start":
         return replace(self, vectors={name: vector.to(device) for name, vector in self.vectors.items()})
@@ -72,7 +78,7 @@ def peer_at(
 @contextmanager
 def founding_peer(folder: Path, connection: Connection) -> Iterator[tuple[Peer, Ticket]]:
     """The first peer of a run, and what lets others in."""
-    owner = Identity.load(folder / "owner.key")
+    owner = Identity.load(folder / OWNER_KEY)
     with peer_at(folder, run_id_of(owner.public_key), None, connection, lonely=True) as peer:
         ticket = peer.ticket = Ticket.issue(owner, peer.addresses, now=time.time(), lifetime_s=TICKET_S)
         yield peer, ticket
@@ -80,6 +86,7 @@ def founding_peer(folder: Path, connection: Connection) -> Iterator[tuple[Peer, 
 
 def new_start(peer: Peer, genesis: Genesis, vectors: dict[str, torch.Tensor], config: Config, events: Events) -> Start:
     """Of a run that begins here."""
+    genesis = genesis.signed(Identity.load(Path(config.dir) / OWNER_KEY))
     store, state = open_store(peer, genesis, config, events), genesis.state()
     store.begin(genesis.digest, state.head.digest, state.head.round, known=False)
     return Start(genesis, state, vectors, store)
@@ -92,13 +99,14 @@ def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragment
     if own is not None:
         state, vectors, giver = own.state, own.vectors, "its own disk"
     else:
-        snapshot = Search(peer).state(genesis, dict.fromkeys(VECTORS[config.outer.optimizer], fragments.count))
+        sizes = dict.fromkeys(VECTORS[config.outer.optimizer], fragments.count)
+        snapshot = Search(peer).state(genesis, sizes, store.begun)
         givers = sum(size > 0 for size in snapshot.donors.values())
         state, vectors, giver = snapshot.state, snapshot.vectors, f"{givers} peer{'s' * (givers != 1)}"
     store.begin(genesis.digest, state.head.digest, state.head.round, known=own is not None)
     text = f"state of round {state.head.round} from {giver}"
     events.emit("elastic", what="joined", island=peer.connection.name, text=text)
-    return Start(genesis, state, vectors, store, own.memory if own is not None else None)
+    return Start(genesis, state, vectors, store, own.memory if own is not None else None, own is not None)
 
 
 def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
@@ -107,6 +115,8 @@ def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> 
         remote.check()
     try:
         store = DiskStore(folder, teller(peer, events), keep=config.checkpoint.keep)
+        if (folder / FILE).exists() and read_genesis(folder) is None:
+            store.tell("damaged", f"{FILE} is not what was written: peers have given it again")
         write_genesis(folder, peer.run_id, genesis)
     except OSError as error:
         raise SaveError(f"{folder} cannot be used ({error.strerror}): set checkpoint.dir to another folder") from None
@@ -145,25 +155,48 @@ def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
 
 @contextmanager
 def meeting(
-    peer: Peer, start: Start, config: Config, fragments: Fragments, events: Events, *, options: Options
+    peer: Peer,
+    start: Start,
+    config: Config,
+    fragments: Fragments,
+    events: Events,
+    *,
+    options: Options,
+    incarnation: int | None = None,
 ) -> Iterator[Together]:
-    """Among the others, for as long as it is open."""
-    incarnation = new_incarnation(peer.id, start.state)
-    node = Node(peer.id, start.state, options, now=time.monotonic(), incarnation=incarnation, memory=start.memory)
+    """Among the others, for as long as it is open; as a new incarnation, unless one goes on."""
+    incarnation, now = incarnation or new_incarnation(peer.id, start.state), time.monotonic()
+    node = Node(peer.id, start.state, options, now=now, incarnation=incarnation, memory=start.memory)
+    if start.returns:
+        node.peers.expect(start.state.roster, now + RETURN_S)
     node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
     run = run_of(start.genesis, config, fragments)
+
+    inbox = Inbox(Path(config.dir))
 
     def tell(note: Note) -> None:
         island = peer.name_of(note.peer)
         events.emit("elastic", what=note.kind, island=island, text=note.text)
 
+    def hand_in(bring: Callable[[Amendment], None]) -> None:
+        for found in inbox.new():
+            if isinstance(found, SaveError):
+                tell(Note("refused", peer.id, str(found)))
+            else:
+                bring(found)
+
+    def look(addresses: Mapping[str, PeerAddress]) -> None:
+        driver.know(addresses)
+        hand_in(driver.amend)
+
+    hand_in(node.bring)  # before it leads anything
     with mirrored(peer, start.store, config, events):
         driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
         try:
             peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
             peer.publish()
             driver.know(peer.look())
-            peer.watch(driver.know)
+            peer.watch(look)
             yield Together(driver, config, peer.name_of)
         finally:
             driver.close()
@@ -178,9 +211,19 @@ def new_incarnation(me: str, state: RunState) -> int:
 
 def options_for(config: Config) -> Options:
     elastic = config.elastic
+
+    def heeding(options: Options, state: RunState) -> Options:
+        now = amended(config, state.amendments)
+        return replace(
+            options, decide=decider(now), steps=now.inner.steps, straggler=now.elastic.straggler,
+            min_islands=now.elastic.min_islands,
+        )  # fmt: skip
+
     return Options(
         decider(config), elastic.silence_s, elastic.straggler, elastic.min_islands, elastic.partition,
         fragments=config.sync.fragments, want=samples_ahead(config, config.island.batch),
+        steps=config.inner.steps, amended=heeding,
+        objection=lambda state, amendment: objection(config, (*state.amendments, amendment)),
     )  # fmt: skip
 
 
@@ -205,13 +248,17 @@ class Search:
         self._reason = "nobody is in the run's directory"
 
     def genesis(self) -> Genesis:
-        return self._ask(lambda first, others: Genesis.parse(self._item(others[first])))
+        return self._ask(lambda first, others: Genesis.given(self._item(others[first]), self.peer.run_id))
 
     def _item(self, address: PeerAddress) -> bytes:
         return ask(self.peer.plain, address, "genesis", limit=GENESIS_BYTES, timeout_s=10)
 
-    def state(self, genesis: Genesis, sizes: dict[str, int]) -> Snapshot:
-        return self._ask(lambda first, others: fetch_state(self.peer.plain, first, others, genesis.digest, sizes))
+    def state(self, genesis: Genesis, sizes: dict[str, int], begun: Begun | None) -> Snapshot:
+        return self._ask(
+            lambda first, others: fetch_state(self.peer.plain, first, others, genesis.digest, sizes, begun).of(
+                genesis.owner
+            )
+        )
 
     def _members(self, addresses: dict[str, PeerAddress]) -> dict[str, PeerAddress]:
         """Those who have a state: other newcomers have none to give."""

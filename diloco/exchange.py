@@ -140,15 +140,18 @@ class Exchange:
             over = self.outside.finish(fragment, should_stop, head) if self.outside is not None else None
             if (over := self._place.share(over)) is not None:
                 break
-            head = self._keep_up()
+            head = self._keep_up(fragment)
         if over:
             self.take(fragment)
         return bool(over)
 
-    def _keep_up(self) -> Head:
+    def _keep_up(self, awaited: int) -> Head:
         """While an island waits for one fragment, rounds of others may be due: it takes part, or everybody would wait
         for everybody."""
-        head, due, over = self._place.share(self.outside.due() if isinstance(self.outside, Together) else None)
+        seen = self.outside.due(awaited) if isinstance(self.outside, Together) else None
+        head, due, over = self._place.share(seen)
+        if due is None:
+            return NOWHERE
         if due in self.in_flight and over:
             self.take(due)
         self.take_what_moved()
@@ -229,17 +232,17 @@ class Exchange:
         finally:
             self._shards.write(kept)
 
-    def vectors(self) -> dict[str, Tensor]:
-        """What a save must hold besides the outer state: where it differs from that."""
-        assert self.outside is not None and self.anchor is not None
+    def vectors(self, parameters: Tensor) -> dict[str, Tensor]:
+        """What a save must hold besides these outer parameters: where it differs from them."""
+        assert self.anchor is not None
         for fragment in list(self._cuts):
             self._finish_cut(fragment)
-        return {} if torch.equal(self.anchor, self.outside.parameters) else {"anchor": self.anchor}
+        return {} if torch.equal(self.anchor, parameters) else {"anchor": self.anchor}
 
     def facts(self) -> dict[str, Any]:
         return {
-            "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": self._cut_at,
-            "tokens": self._tokens, "used": self.used,
+            "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": list(self._cut_at),
+            "tokens": list(self._tokens), "used": self.used,
         }  # fmt: skip
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
@@ -250,6 +253,11 @@ class Exchange:
         self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
         self._cut_at = list(facts["cut_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
+
+    def start_again(self, steps: int) -> None:
+        """From the outer parameters, after so many inner steps of earlier lives."""
+        self.steps, self._cut_at = steps, [steps] * len(self.fragments)
+        self._shards.write(self.anchor)
 
 
 # How a result enters: what the island holds, the anchor, and where that was before.

@@ -28,6 +28,7 @@ class Fleet:
         self._addresses: list[str] = []
         self._asked_at: float | None = None
         self._over_at: float | None = None
+        self._killing = False
 
     @property
     def at_work(self) -> bool:
@@ -84,11 +85,12 @@ class Fleet:
         if asked and self._asked_at is None:
             self._asked_at = now
             self._again_at.clear()
-            self.view.say("the islands finish their step, contribute and leave (once more ends them at once)")
+            self.view.say("the islands finish their step, save and stop (once more ends them at once)")
             for name in self._running:
-                self.children[name].ask()
+                self.children[name].pause()
         late = self._asked_at is not None and now - self._asked_at > self.plan.config.elastic.grace_s + LEAVE_S
         if asked > 1 or late:
+            self._killing = True
             for name in self._running:
                 self.children[name].kill()
 
@@ -114,9 +116,11 @@ class Fleet:
         asked = self._asked_at is not None or (self._over_at is not None and row.state == "starting")
         self._running.discard(name)
         row.state = "left" if child.exit_code == 0 else "gone"
-        if child.exit_code == 0 or asked:
+        if child.exit_code == 0 or self._killing:
             return
         self.view.say(f"{name} died ({child.reason()})")
+        if asked:
+            return
         if not self._addresses:
             self.view.say("the run was not founded")
         elif self.plan.restart and not self.board.finished:
@@ -141,6 +145,7 @@ class Fleet:
             if not self.board.finished and self._asked_at is None:
                 self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
         if self._over_at is not None and now - self._over_at > LEAVE_S:
+            self._killing = True
             for name in self._running:
                 self.children[name].kill()
 

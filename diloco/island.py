@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from diloco.config import InnerConfig, IslandConfig
 from diloco.errors import DeviceError
 from diloco.network import Network
-from diloco.optimizer import build_optimizer, step_if_finite
+from diloco.optimizer import build_optimizer, set_weight_decay, step_if_finite
 from diloco.outer import Layout
 from diloco.parallel import blocks_of, gradient_norm, retie, scale_gradients, shard, tied_names, whole
 from diloco.place import Place
@@ -51,7 +51,7 @@ class Island:
         self.optimizer = build_optimizer(self.module, inner, place.device)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.shards = Shards(self.parameters, place)
-        self._clip = inner.clip
+        self.tune(inner)
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
         self._fill_everything(network.initial)
 
@@ -67,6 +67,11 @@ class Island:
             loss += whole(part.detach())
         self._update(lr)
         return loss
+
+    def tune(self, inner: InnerConfig) -> None:
+        """What may change between two steps, besides the learning rate, which comes with each."""
+        self._clip = inner.clip
+        set_weight_decay(self.optimizer, inner.weight_decay)
 
     def _update(self, lr: float) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

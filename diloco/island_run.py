@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco.amend import amended
 from diloco.comm.codec import warm_up
 from diloco.comm.ticket import Ticket
 from diloco.config import Config, IslandConfig
 from diloco.configfile import own_island
+from diloco.earlier import Earlier, find_earlier
 from diloco.entry import (
     OUTER,
     Search,
@@ -23,12 +26,14 @@ from diloco.entry import (
     peer_at,
     write_ticket,
 )
-from diloco.errors import SaveError
+from diloco.errors import JoinRefused, SaveError
 from diloco.events import Events
-from diloco.genesis import Genesis, own_sections, read_genesis
+from diloco.genesis import FILE, Genesis, own_sections, read_genesis
 from diloco.peer import Connection, Peer
 from diloco.place import Place, take_place
 from diloco.runner import open_folder, stop_on_signal
+from diloco.schedule import schedule_of
+from diloco.together import Together
 from diloco.trainer import Outcome, Trainer
 
 
@@ -84,7 +89,12 @@ def _known_genesis(folder: Path, peer: Peer) -> Genesis:
     genesis = read_genesis(folder / OUTER, peer.run_id)
     if genesis is None:
         peer.publish()
-        genesis = Search(peer).genesis()
+        try:
+            genesis = Search(peer).genesis()
+        except JoinRefused as refused:
+            if (damaged := folder / OUTER / FILE).exists():
+                raise SaveError(f"{damaged} is not what was written, and nobody gives it again: {refused}") from None
+            raise
     return genesis
 
 
@@ -114,15 +124,26 @@ def _island(config: IslandConfig) -> Iterator[tuple[Place, Events, ExitStack]]:
 
 def _take_part(trainer: Trainer, stack: ExitStack, peer: Peer | None, start: Start | None) -> Outcome:
     place, events, config = trainer.place, trainer.events, trainer.config
-    together = None
+    together, earlier = None, None
+    stop = stack.enter_context(stop_on_signal(loud=place.leader))
     if peer is not None and start is not None:
         warm_up(config.sync.codec)
-        options = options_for(config)
-        start = start.on(place.outer_device(config.island))
-        together = stack.enter_context(meeting(peer, start, config, trainer.fragments, events, options=options))
-    trainer.join(together)
-    with stop_on_signal(loud=place.leader) as stop:
-        outcome = trainer.run(lambda: stop.asked)
+        if start.returns:
+            earlier = find_earlier(Path(config.dir), start.state.head, start.store.entries())
+        entered = _meeting(peer, start.on(place.outer_device(config.island)), trainer, earlier)
+        together = stack.enter_context(entered)
+        stop.on_pause = together.pause
+    trainer.join(together, place.share(earlier))
+    outcome = trainer.run(lambda: stop.asked, lambda: stop.pausing)
     if together is not None:
         events.emit("agreed", **agreement(together))
     return outcome
+
+
+def _meeting(peer: Peer, start: Start, trainer: Trainer, earlier: Earlier | None) -> AbstractContextManager[Together]:
+    config, state, options = trainer.config, start.state, options_for(trainer.config)
+    now = amended(config, state.amendments)
+    if schedule_of(now.sync, now.inner).is_over(state.step, state.updates):
+        options = replace(options, want=0)  # it has come to look: no round is needed to give it samples
+    incarnation = earlier.incarnation if earlier is not None else None
+    return meeting(peer, start, config, trainer.fragments, trainer.events, options=options, incarnation=incarnation)

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 from diloco.board import Board
+from diloco.checkpoint.save import read_facts, saves
 from diloco.child import signals
 from diloco.configfile import render_config
+from diloco.earlier import among_others
 from diloco.errors import SaveError
 from diloco.fleet import Fleet
 from diloco.fleetplan import Plan
@@ -34,6 +36,15 @@ def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:
         finally:
             fleet.end()
     return fleet.board
+
+
+def end_of(plan: Plan) -> str | None:
+    """Where a run has ended, if an island of this folder has seen it."""
+    for save in [save for name in plan.names for save in saves(plan.folder / name)]:
+        if (together := among_others(save)) is not None and together["finished"]:
+            facts = read_facts(save)
+            return f"step {facts['step']}, round {facts['round']}"
+    return None
 
 
 def open_run(plan: Plan, *, fresh: bool) -> Path | None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from diloco.alone import Alone
+from diloco.amend import in_words
 from diloco.checkpoint.save import read_outer, write_save
+from diloco.checkpoint.saver import Saver
 from diloco.config import Config
 from diloco.data.shuffle import permute
 from diloco.elastic.ranges import Ranges, first, minus, normal, size
 from diloco.entry import agreement, samples_ahead
-from diloco.errors import DataError, LoopError, SaveError
+from diloco.errors import DataError, LoopError
 from diloco.events import Events
 from diloco.exchange import Outside
 from diloco.genesis import OWN_LOOP
@@ -29,7 +32,6 @@ from diloco.membership import Membership
 from diloco.own_model import OwnModel
 from diloco.own_save import facts_to_go_on, inner_state, restore_inner
 from diloco.place import Place
-from diloco.schedule import schedule_of
 from diloco.speed import Meter
 from diloco.together import Together
 from diloco.trainer import describe_device
@@ -50,13 +52,14 @@ class Run:
         self.config, self.optimizer, self.ticket = config, optimizer, ticket
         self._model, self._events, self._outside = model, events, outside
         place = Place(0, 1, model.device, None)
-        schedule = schedule_of(config.sync, config.inner)
-        self._membership = Membership(model, place, config.sync, config.elastic, schedule, outside, self._after_round)
+        self._membership = Membership(model, place, config, outside, self._after_round)
+        self._amendments = 0  # that were told of
         self._passes = self._membership.passes  # when last looked at
         self._drawn: Ranges = ()  # samples since the last step
         self._losses: list[Tensor] = []
         self._meter = Meter(0.0, None)
         self._tell_start(place)
+        self._tell_amendments()
 
     @property
     def step_count(self) -> int:
@@ -66,7 +69,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Where that ends."""
-        return self.config.inner.steps
+        return self._membership.config.inner.steps
 
     @property
     def round(self) -> int:
@@ -150,14 +153,22 @@ class Run:
             if isinstance(self._outside, Together):
                 self._events.emit("agreed", **agreement(self._outside))
 
+    @cached_property
+    def saver(self) -> Saver:
+        return Saver(
+            self.folder,
+            lambda step, path, seconds: self._events.emit("save", step=step, path=str(path), seconds=seconds),
+            lambda error: self._events.emit("note", text=f"training goes on, but {error}"),
+        )
+
     def _save_if_possible(self) -> None:
-        """A full disk is no reason to stop: there may be space for the next one."""
-        try:
-            self.save()
-        except SaveError as error:
-            self._events.emit("note", text=f"training goes on, but {error}")
+        """In the background. A full disk is no reason to stop: there may be space for the next one."""
+        inner = inner_state(self._model.module, self.optimizer)
+        self.saver.begin(self.step_count, inner=inner, outer=self._outer_to_save(), facts=self._facts())
 
     def save(self) -> Path:
+        """On disk when it returns."""
+        self.saver.wait()
         started = time.perf_counter()
         inner = inner_state(self._model.module, self.optimizer)
         path = write_save(self.folder, self.step_count, inner=inner, outer=self._outer_to_save(), facts=self._facts())
@@ -182,7 +193,8 @@ class Run:
         if isinstance(self._outside, Together):
             with self._outside.driver.replica.reading() as vectors:
                 return {name: vector.clone() for name, vector in vectors.items()}
-        return {**self._outside.vectors, **self._membership.exchange.vectors(), **self._outside.launched_vectors()}
+        anchor = self._membership.exchange.vectors(self._outside.parameters)
+        return {**self._outside.vectors, **anchor, **self._outside.launched_vectors()}
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -197,10 +209,17 @@ class Run:
     def _after_round(self) -> None:
         for story in self._outside.stories():
             self._events.emit("round", **story, round_s=self._membership.round_s)
+        self._tell_amendments()
         passes = self._membership.passes
         if passes != self._passes and passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self._save_if_possible()
         self._passes = passes
+
+    def _tell_amendments(self) -> None:
+        """What the run's owner has changed."""
+        for amendment in self._membership.amendments[self._amendments :]:
+            self._events.emit("amended", number=amendment.number, text=in_words(amendment))
+        self._amendments = len(self._membership.amendments)
 
     def _observe(self, tokens: int, loss: Tensor | float | None) -> None:
         """Losses are collected without waiting for the device; read and told every so often."""

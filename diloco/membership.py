@@ -5,16 +5,19 @@ All processes of an island call the same methods in the same order; only the lea
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from diloco.config import ElasticConfig, SyncConfig
+from diloco.amend import InForce
+from diloco.config import Config
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.ranges import Ranges, first, minus, size
 from diloco.exchange import Exchange, Outside, Parameters
 from diloco.place import Place
-from diloco.schedule import Apply, Launch, Schedule, Since, TimedSchedule, Work, fair_share
+from diloco.schedule import Apply, Launch, Since, TimedSchedule, Work, fair_share, schedule_of
 from diloco.together import Together
 
 PHASES_AHEAD = 2  # worth of samples that an island leases
@@ -30,20 +33,22 @@ class Membership:
         self,
         parameters: Parameters,
         place: Place,
-        sync: SyncConfig,
-        elastic: ElasticConfig,
-        schedule: Schedule | TimedSchedule,
+        config: Config,
         outside: Outside | None,
         after_round: Callable[[], None],
     ) -> None:
-        self.place, self.sync, self.elastic, self.schedule, self.outside = place, sync, elastic, schedule, outside
-        self.exchange = Exchange(parameters, place, sync, outside)
+        self.place, self.sync, self.elastic, self.outside = place, config.sync, config.elastic, outside
+        self._config = InForce(config)
+        self.amendments: tuple[Amendment, ...] = ()  # that are heeded
+        self.schedule = schedule_of(config.sync, config.inner)
+        self.exchange = Exchange(parameters, place, config.sync, outside)
         self.waited_s = 0.0  # for rounds, and for what is done after them
         self.round_s = 0.0  # from this island's last launch to the last news
         self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
         self.updates = self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
+        self._left: list[Work] = []  # of what the schedule wanted after the last step, when it was asked to stop
         self.look()
         self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
 
@@ -51,6 +56,11 @@ class Membership:
     def step(self) -> int:
         """The run's clock: the outer state's, and what was trained since."""
         return self.exchange.step
+
+    @property
+    def config(self) -> Config:
+        """With what the run's owner has changed by now. (Not how islands meet: that stays.)"""
+        return self._config.now
 
     @property
     def passes(self) -> int:
@@ -61,17 +71,26 @@ class Membership:
         """What the leader knows, for all processes: the clock, the samples, whether the run is over."""
         seen = None
         if self.outside is not None:
+            self._heed(self.outside.amendments)
             over = self.schedule.is_over(self.outside.step, self.outside.updates)
             paces = self.outside.paces() if self.elastic.adaptive else []
             share = fair_share(self.sync.phase_steps, self._step_ms, paces)
             pool = self.outside.available(self.exchange.used)
             clock = self.outside.step, self.outside.round, self.outside.updates
-            seen = *clock, pool, over, over or self.outside.exhausted(), share
+            ended = over, over or self.outside.exhausted()
+            seen = clock, pool, ended, share, self.outside.amendments
         before = self.updates
-        seen = self.place.share(seen)
-        self.outer_step, self.round, self.updates, self.pool, self._over, self.finished, self._share = seen
+        clock, self.pool, ended, self._share, amendments = self.place.share(seen)
+        self.outer_step, self.round, self.updates = clock
+        self._over, self.finished = ended
+        self._heed(amendments)
         if self.updates != before:
             self._updated_at = time.perf_counter()
+
+    def _heed(self, amendments: tuple[Amendment, ...]) -> None:
+        if amendments != self.amendments:
+            self.amendments, now = amendments, self._config.at(amendments)
+            self.schedule = schedule_of(now.sync, now.inner)
 
     def draw(self, count: int, tokens: int) -> Ranges:
         """Samples for one inner step of so many tokens; none, if fewer are leased to this island."""
@@ -92,10 +111,17 @@ class Membership:
         self._carry_out(self._due(), should_stop)
         self._follow()
 
+    def finish_step(self, should_stop: Callable[[], bool] = never) -> None:
+        """What an earlier life of this island was waiting for after its last step."""
+        if self._left:
+            self._carry_out(self._left, should_stop)
+            self._follow()
+
     def without_samples(self, count: int, should_stop: Callable[[], bool] = never) -> None:
         """Fewer than `count` are leased to this island: contribute what it has, or wait until more are."""
         if self._has_something_to_give():
             self._give_everything(lambda: should_stop() or self._may_go_on(count))
+            self._left = []  # it will look again
             self.look()
         else:
             if isinstance(self.outside, Together):
@@ -112,6 +138,28 @@ class Membership:
             self._give_everything(lambda: time.monotonic() > deadline)
         if self.outside is not None:
             self.outside.leave()
+
+    def pause(self) -> None:
+        """Go without a word, to come back and go on from a save. What is in flight is not waited for."""
+        if isinstance(self.outside, Together):
+            self.outside.pause()
+
+    def facts(self) -> dict[str, Any]:
+        """What a save must hold for the same island to go on among the others."""
+        now = time.perf_counter()
+        return {
+            "synced": self.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
+            "left": [[type(work) is Launch, work.fragment] for work in self._left],
+            "phase_s": now - self._phase_began, "since_s": now - max(self._launched_at, self._updated_at),
+        }  # fmt: skip
+
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        self.synced, self._phase_steps, self._step_ms = facts["synced"], facts["phase_steps"], facts["step_ms"]
+        self._left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
+        self.look()
+        self._phase_began = now - facts["phase_s"]
+        self._launched_at = self._updated_at = now - facts["since_s"]
 
     def _follow(self) -> None:
         if self.exchange.take_what_moved():
@@ -136,14 +184,16 @@ class Membership:
 
     def _carry_out(self, works: list[Work], should_stop: Callable[[], bool]) -> None:
         """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
-        news = False
-        for work in works:
+        news, self._left = False, []
+        for number, work in enumerate(works):
             match work:
                 case Launch(fragment):
                     self._launch(fragment)
                 case Apply(fragment):
                     news |= self._finish(fragment, should_stop)
-                    if self._over or fragment in self.exchange.in_flight:  # nobody comes any more; or asked to stop
+                    if fragment in self.exchange.in_flight:  # asked to stop
+                        self._left = works[number:]
+                    if self._over or self._left:  # over: nobody comes any more
                         break
         if news:
             with self._waiting():
@@ -153,7 +203,9 @@ class Membership:
         if self.place.device.type == "cuda" and not self.sync.delay:
             torch.cuda.synchronize()  # steps still queued belong to training, not to the round that is waited for
         now = time.perf_counter()
-        step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
+        step_ms = 0  # what is committed says it only where it matters: else it is the same in every run
+        if self.elastic.adaptive:
+            step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
         samples = size(self.exchange.used)
         if self.exchange.launch(fragment, step_ms=step_ms):
             self._ask_for_a_phase(samples, now - self._phase_began)

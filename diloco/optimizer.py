@@ -95,6 +95,12 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Of matrices, as `build_optimizer` has grouped them."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = decay if group["params"][0].ndim >= 2 else 0.0
+
+
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, lr: float) -> Tensor:
     """Step unless the gradient norm is infinite or NaN. Returns 1 if it was skipped, unread where possible."""
     for group in optimizer.param_groups:

@@ -11,22 +11,24 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.amend import in_words
 from diloco.checkpoint.journal import Journal, Trouble
 from diloco.checkpoint.replica import vectors_digest
 from diloco.checkpoint.save import FACTS, write_outer_save
-from diloco.checkpoint.snapshot import read_manifest, read_vectors, snapshots
+from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors, snapshots
 from diloco.comm.identity import Identity
 from diloco.elastic.fragments import Fragments
 from diloco.elastic.keeper import Run
+from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import Head, Record
-from diloco.elastic.restoring import Point, points_of, record_of, replay
+from diloco.elastic.restoring import Point, kept_in, points_of, record_of, replay
 from diloco.elastic.state import RunState
 from diloco.entry import OUTER
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.fleetplan import has_log
-from diloco.genesis import FILE, Genesis, read_genesis
+from diloco.genesis import FILE, Genesis, Parent, read_genesis
 from diloco.outer import apply_record
-from diloco.trained import RUNS
+from diloco.trained import RUNS, saves_of
 
 WRITING_S = 0.5  # what is torn for longer is not being written
 
@@ -40,6 +42,7 @@ class Row:
     tokens: int
     bytes: int
     digest: str
+    amendment: str = ""  # what the run's owner changed by it
 
 
 def find_logs(name: str) -> list[Path]:
@@ -48,6 +51,11 @@ def find_logs(name: str) -> list[Path]:
         found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
         if found:
             return [island / OUTER for island in found]
+    if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
+        raise SaveError(
+            f"{name}: an island alone trained there, and that keeps saves but no log of its rounds; runs with others "
+            "(--islands) have one"
+        )
     raise SaveError(
         f"{name}: no log there, neither as a folder nor under {RUNS}/: runs with others (--islands) have one"
     )
@@ -70,9 +78,11 @@ def rows(log: Path) -> list[Row]:
 def _row(record: Record, journal: Journal) -> Row:
     proposal, place = record.proposal, journal.payloads.get(record.payload)
     size = place.length if place is not None else 0
+    amendment = "" if proposal.amendment is None else in_words(proposal.amendment)
     return Row(
-        proposal.key.round, proposal.fragment, proposal.step, proposal.islands, proposal.tokens, size, record.digest
-    )
+        proposal.key.round, proposal.fragment, proposal.step, proposal.islands, proposal.tokens, size, record.digest,
+        amendment,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,25 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
     raise SaveError(f"{log} does not lead to round {number}: {known}; diloco log --verify says what is damaged")
 
 
+def newest_state(log: Path) -> RunState:
+    """Where the log leads."""
+    states = [point.end for point in points_of(log, Journal.read(log))]
+    if not states:
+        raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
+    return max(states, key=lambda state: state.head)
+
+
+def fragments_in(log: Path) -> tuple[Ranges, ...]:
+    """How the vectors are divided, the same in every snapshot."""
+    return next(kept_in(manifest, path).fragments for manifest, path in manifests(log))
+
+
+def origin(log: Path) -> Parent | None:
+    """Of a run that was rewound from another one."""
+    genesis = read_genesis(log)
+    return None if genesis is None else genesis.parent
+
+
 def checkout(log: Path, number: int, out: Path) -> Path:
     """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
     if out.exists() and any(out.iterdir()):
@@ -189,4 +218,5 @@ def lines(found: list[Row], names: dict[str, str]) -> Iterator[tuple[str, ...]]:
     for row in found:
         who = ", ".join(names.get(peer, peer[-8:]) for peer in row.contributors) or "-"
         fragment = "-" if row.fragment < 0 else str(row.fragment)
+        who = f"{who}; set {row.amendment}" if row.amendment else who
         yield str(row.round), fragment, str(row.step), str(row.tokens), str(row.bytes), row.digest[:12], who

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.comm.auto import AutoTransport
@@ -25,6 +25,7 @@ from diloco.comm.ticket import Ticket, check_admission
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.driver import Network
 from diloco.errors import DirectoryError, PeerRefused
+from diloco.simulation.network import SimulatedNetwork
 
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
@@ -59,6 +60,10 @@ class Peer:
         self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
     ) -> None:
         """`lonely`: it is fine if nobody answers; those it knows of are tried again and again."""
+        simulated = SimulatedNetwork.of(folder)
+        if simulated is not None:
+            simulated.enter()
+            connection = as_simulated(connection, simulated)
         self.connection, self.run_id = connection, run_id
         self._known = Acquaintances(folder)
         self.identity = Identity.load(folder / "identity.key")
@@ -73,7 +78,7 @@ class Peer:
         inbox = Inbox()
         self._direct = DirectTransport(self.id, connection.host, inbox=inbox)
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
-        self.plain: Transport = _shape(self._auto, connection)
+        self.plain = _shape(self._auto, connection) if simulated is None else simulated.shape(self._auto)
         self.bulk = PooledTransport(self.plain)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -207,6 +212,12 @@ def _lines(path: Path) -> tuple[str, ...]:
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:
     host, port = record.bulk[0] if record.bulk else ("", 0)
     return PeerAddress(peer, host, port, record.certificate, record.control)
+
+
+def as_simulated(connection: Connection, network: SimulatedNetwork) -> Connection:
+    own, host = network.own, network.own.host or connection.host
+    up, down = own.up_bits_per_s, own.down_bits_per_s
+    return replace(connection, host=host, up_bits_per_s=up, down_bits_per_s=down, delay_s=0.0)
 
 
 def _shape(transport: Transport, connection: Connection) -> Transport:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from diloco.child import end_with_parent, last_line, signals
+from diloco.child import PAUSE, end_with_parent, last_line, signals
 from diloco.config import IslandConfig
 
 LOOK_S = 0.1
@@ -73,7 +73,7 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"process-{rank}.log"
 
 
-def _watch(processes: Processes, heard: list[float], folder: Path) -> int:
+def _watch(processes: Processes, heard: list[int], folder: Path) -> int:
     """Until all have ended well, or one has not: an island needs all its processes."""
     passed_on = 0
     while True:
@@ -86,7 +86,7 @@ def _watch(processes: Processes, heard: list[float], folder: Path) -> int:
         if len(heard) > passed_on:
             passed_on = len(heard)
             for process in processes:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(PAUSE if heard[-1] == PAUSE else signal.SIGTERM)
         time.sleep(LOOK_S)
 
 

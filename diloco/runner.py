@@ -5,14 +5,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
-from diloco.child import REPEAT_S, handled
+from diloco.child import PAUSE, REPEAT_S, handled
 from diloco.config import Config
 from diloco.configfile import render_config
 from diloco.errors import ConfigError, SaveError
@@ -146,9 +146,15 @@ def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
         yield WandB(config)
 
 
+def nothing_more() -> None:
+    """A pause needs no more than that the loop stops."""
+
+
 class Stop:
     def __init__(self) -> None:
         self.asked_at: float | None = None
+        self.pausing = False
+        self.on_pause: Callable[[], None] = nothing_more  # called at once, in the midst of a step
 
     @property
     def asked(self) -> bool:
@@ -157,7 +163,8 @@ class Stop:
 
 @contextmanager
 def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
-    """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once.
+    """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once. PAUSE asks an
+    island among others to stop without contributing what it has: it will come back.
 
     Not one within a second of the first: launchers pass on a signal that the terminal has already sent to everybody.
     """
@@ -165,7 +172,9 @@ def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
 
     def on_signal(number: int, _: FrameType | None) -> None:
         if stop.asked_at is None:
-            stop.asked_at = time.monotonic()
+            stop.asked_at, stop.pausing = time.monotonic(), number == PAUSE
+            if stop.pausing:
+                stop.on_pause()
             if loud:  # a plain write: the handler may have interrupted any other output
                 os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
         elif time.monotonic() - stop.asked_at > REPEAT_S:

@@ -64,6 +64,10 @@ class Schedule:
         """The run's clock after the update that follows `step`, however many steps are behind it."""
         return self.launches[min(bisect.bisect_right(self.launches, step), len(self.launches) - 1)]
 
+    def behind(self, step: int) -> int:
+        """Launches up to there."""
+        return bisect.bisect_right(self.launches, step)
+
     def is_over(self, step: int, updates: int) -> bool:
         """The clock has come to its end, and then every other fragment has had one more turn. From there on it is over,
         however many rounds others have added before this island looks. (Alone, a run may go on with another `every`:

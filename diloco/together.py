@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.amend import InForce
 from diloco.comm.codec import codec_named, result_codec_for
 from diloco.config import Config, SyncConfig
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.driver import Driver
 from diloco.elastic.ranges import Ranges
 from diloco.elastic.record import Contribution, Head, Record, Settings
@@ -29,7 +31,7 @@ def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]
         settings = outer_settings(config, len(contributions), state.updates // config.sync.fragments + 1)
         codec = config.sync.codec
         result = result_codec_for(codec, len(contributions))
-        step = schedule.next(state.step, usual_steps(contributions))
+        step = max(state.step, schedule.next(state.step, usual_steps(contributions)))
         return replace(settings, codec=codec, result=result), step
 
     return decide
@@ -47,7 +49,7 @@ class Together:
         feedback = decay_of(config.sync)
         self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
         self._names = names  # of islands, for people
-        self._config = config
+        self._config = InForce(config)
         with driver.replica.reading() as vectors:
             self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
         for fragment in range(len(self.fragments)):
@@ -61,6 +63,11 @@ class Together:
     @property
     def updates(self) -> int:
         return self.session.state.updates
+
+    @property
+    def amendments(self) -> tuple[Amendment, ...]:
+        """Of the run's settings, as last looked at."""
+        return self.session.state.amendments
 
     @property
     def round(self) -> int:
@@ -84,11 +91,13 @@ class Together:
     def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
         return self.session.finish(fragment, should_stop, since=since)
 
-    def due(self) -> tuple[Head, int, bool]:
-        """The head, the fragment of the next round, and whether this island's last one of that is over."""
-        state = self.driver.applied
-        fragment = state.updates % len(self.fragments)
-        return state.head, fragment, self.session.over(fragment)
+    def due(self, awaited: int) -> tuple[Head, int | None, bool]:
+        """The head, the fragment of the next round, and whether this island's last one of that is over. None: what is
+        awaited is over, and the next round comes at its own time."""
+        with self.driver.changed:
+            state = self.driver.applied
+            fragment = None if self.session.over(awaited) else state.updates % len(self.fragments)
+            return state.head, fragment, fragment is not None and self.session.over(fragment)
 
     def poll(self) -> bool:
         return self.session.poll()
@@ -114,7 +123,8 @@ class Together:
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
         """Where the fragment would be if the round had nothing but this island's share of it."""
         share, islands = self._share()
-        settings = outer_settings(self._config, islands, self.updates // len(self.fragments) + 1)
+        config = self._config.at(self.amendments)
+        settings = outer_settings(config, islands, self.updates // len(self.fragments) + 1)
         with self.driver.replica.reading() as vectors:
             return preview(vectors, self.fragments, fragment, progress * share, settings)
 
@@ -160,8 +170,20 @@ class Together:
 
     def exhausted(self) -> bool:
         """All samples of the run are consumed."""
-        return self.session.state.ledger.exhausted(self._config.island.batch)
+        return self.session.state.ledger.exhausted(self._config.now.island.batch)
+
+    def outer(self) -> dict[str, Tensor]:
+        """The vectors as they are now: copies."""
+        with self.driver.replica.reading() as vectors:
+            return {name: vector.clone() for name, vector in vectors.items()}
+
+    def launched_vectors(self) -> dict[str, Tensor]:
+        return self.session.tensors()
 
     def leave(self) -> None:
         self.driver.leave()
         self.session.close()
+
+    def pause(self) -> None:
+        """Without a word: whoever goes like this means to come back and go on."""
+        self.driver.pause()

@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from diloco.alone import Alone
+from diloco.amend import in_words
 from diloco.batches import Batches, open_samples, validation_batches
 from diloco.checkpoint.save import read_facts, read_inner, read_outer, saves, write_save
+from diloco.checkpoint.saver import Saver
 from diloco.config import Config
 from diloco.configfile import first_difference
+from diloco.earlier import Earlier
+from diloco.elastic.amendment import Amendment
 from diloco.elastic.ranges import first, size
 from diloco.errors import SaveError, TrainingDiverged
 from diloco.events import Events
@@ -24,7 +28,8 @@ from diloco.island import Island
 from diloco.membership import Membership
 from diloco.network import build_network
 from diloco.place import Place
-from diloco.schedule import learning_rate, schedule_of
+from diloco.schedule import learning_rate
+from diloco.simulation.network import slowed, slowness_of
 from diloco.speed import Meter, flops_per_token, peak_flops
 from diloco.together import Together
 
@@ -37,6 +42,7 @@ class Outcome:
     validation_losses: list[float]  # of this session, first to last
     trained: bool  # False: there was nothing left to do
     leader: bool
+    paused: bool = False  # among others: nobody was told, and it will go on as if nothing had happened
 
 
 class Trainer:
@@ -50,11 +56,13 @@ class Trainer:
         self.meter = Meter(flops_per_token(network, sequence), peak and peak * place.world)
         self.island = Island(network, place, config.island, config.inner)
         self.batches = Batches(self.samples, config.island, place)
-        self.schedule = schedule_of(config.sync, config.inner)
         self.fragments = fragments_of(
             self.island.layout, config.sync.fragments, config.sync.pattern, network.anatomy.blocks
         )
         self._ramp_steps = 0
+        self._paused = False
+        self._slowness = slowness_of(Path(config.dir))
+        self._idle_s = 0.0  # without samples, since the last step
         self.validation_losses: list[float] = []
         self._losses: list[torch.Tensor] = []
         self._checked_at = 0, 0  # inner steps done here, and those of them that were skipped, up to the last phase
@@ -65,15 +73,17 @@ class Trainer:
     def _meet(self, outside: Alone | Together | None) -> None:
         """Only the leader has an outside."""
         self.outside = outside
-        self.membership = Membership(
-            self.island, self.place, self.config.sync, self.config.elastic, self.schedule, outside, self._after_round
-        )
+        self.membership = Membership(self.island, self.place, self.config, outside, self._after_round)
+        self._amendments: tuple[Amendment, ...] = ()  # that were told of
+        self.island.tune(self.membership.config.inner)
         self._passes = self.membership.passes  # when last validated or saved
 
-    def join(self, outside: Together | None) -> None:
-        """Take part in a run with others, from where they are."""
+    def join(self, outside: Together | None, earlier: Earlier | None = None) -> None:
+        """Take part in a run with others, from where they are, with what an earlier life of this island has left."""
         self._meet(outside)
-        if self.step > 0:
+        if earlier is not None:
+            self._go_on(earlier)
+        elif self.step > 0:
             self._ramp_steps = min(self.config.inner.warmup, self.config.sync.phase_steps)
 
     @property
@@ -84,17 +94,25 @@ class Trainer:
     def finished(self) -> bool:
         return self.membership.finished
 
-    def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
-        """Train to the end, or until asked to stop; then contribute what is left, and save."""
+    def run(
+        self, should_stop: Callable[[], bool] = lambda: False, pausing: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """Train to the end, or until asked to stop; then contribute what is left (not if that is a pause), and save."""
         self._first_step = self.step
-        with closing(self.batches):
+        with closing(self.batches), closing(self._saver):
             self._tell_start()
+            self._heed_amendments()
             if self.step == 0 and self.config.evaluate.every:
                 self._validate()
             self.meter.reset()
+            self.membership.finish_step(should_stop)
             while not self.finished and not self.place.any(should_stop()):
                 self.advance(should_stop)
-            self.membership.leave()
+            self._paused = not self.finished and self.place.any(pausing())
+            if self._paused:
+                self.membership.pause()
+            else:
+                self.membership.leave()
             self.save()
         self.events.emit("end", step=self.step, finished=self.finished)
         return self._outcome()
@@ -102,19 +120,27 @@ class Trainer:
     def advance(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """One inner step and whatever the schedule wants after it; or a look at what others have done."""
         if batch := self.membership.draw(self.config.island.batch, self._tokens_per_step):
+            self._tell_wait(self._idle_s)
+            self._idle_s = 0.0
             upcoming = first(self.membership.pool, size(batch))
-            self._observe(self.island.step(self.batches.read(batch, upcoming), self._learning_rate))
+            with slowed(self._slowness):
+                self._observe(self.island.step(self.batches.read(batch, upcoming), self._learning_rate))
             waited_s = self.membership.waited_s
             self.membership.sync_if_due(should_stop)
-            self.meter.pause(self.membership.waited_s - waited_s)
+            waited_s = self.membership.waited_s - waited_s
+            self.meter.pause(waited_s)
+            self._tell_wait(waited_s)
         else:
+            began = time.perf_counter()
             self.membership.without_samples(self.config.island.batch, should_stop)
+            self._idle_s += time.perf_counter() - began
 
     def _after_round(self) -> None:
         """What is done now and then between rounds: tell, validate, save, and notice a run that is beyond help."""
         if self.outside is not None:
             for story in self.outside.stories():
                 self._tell_round(story)
+        self._heed_amendments()
         passes = self.membership.passes
         if passes == self._passes and not self.finished:
             return
@@ -125,6 +151,16 @@ class Trainer:
             self._validate()
         if passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self._save_if_possible()
+
+    def _heed_amendments(self) -> None:
+        """What the run's owner has changed: learning rates and schedules follow by themselves."""
+        before, self._amendments = self._amendments, self.membership.amendments
+        if before == self._amendments:
+            return
+        self.island.tune(self.membership.config.inner)
+        for amendment in self._amendments:
+            if amendment not in before:
+                self.events.emit("amended", number=amendment.number, text=in_words(amendment))
 
     @property
     def _speaks(self) -> bool:
@@ -144,7 +180,7 @@ class Trainer:
         """Collect losses without waiting for the device; read and report them every so often."""
         self._losses.append(loss)
         self.meter.count(self._tokens_per_step)
-        if self.step % self.config.log.every and self.step != self.config.inner.steps:
+        if self.step % self.config.log.every and self.step != self.membership.config.inner.steps:
             return
         mean = self.island.mean(torch.stack(self._losses).mean())
         rate = self.meter.tokens_per_s()
@@ -167,31 +203,47 @@ class Trainer:
             )
         self._checked_at = steps, skipped
 
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(
+            Path(self.config.dir),
+            lambda step, path, seconds: self.events.emit("save", step=step, path=str(path), seconds=seconds),
+            lambda error: self.events.emit("note", text=f"training goes on, but {error}"),
+        )
+
     def _save_if_possible(self) -> None:
-        """A full disk is no reason to stop: there may be space for the next one."""
-        try:
-            self.save()
-        except SaveError as error:
-            if self.place.world > 1:  # the other processes wait for this one
-                raise
-            self.events.emit("note", text=f"training goes on, but {error}")
+        """In the background. A full disk is no reason to stop: there may be space for the next one."""
+        self._saver.begin(self.step, **self._contents())
 
     def save(self) -> Path:
+        """On disk when it returns."""
+        self._saver.wait()
         started = time.perf_counter()
-        outer, facts = {}, {}
-        if self.outside is not None:
-            outer, facts = self._outer_to_save(), self._facts()
-        path = write_save(Path(self.config.dir), self.step, inner=self.island.state(), outer=outer, facts=facts)
+        path = write_save(Path(self.config.dir), self.step, **self._contents())
         self.events.emit("save", step=self.step, path=str(path), seconds=time.perf_counter() - started)
         return path
 
-    def _outer_to_save(self) -> dict[str, torch.Tensor]:
-        """With what an island alone has launched: its rounds are over only when their results are taken."""
+    def _contents(self) -> dict[str, Any]:
+        """The outer state is that of one round, and says of which, whatever is committed meanwhile."""
+        outer, facts = {}, {}
+        if self.outside is not None:
+            outer, facts = self._outer_to_save(), self._facts()
         if isinstance(self.outside, Together):
-            with self.outside.driver.replica.reading() as vectors:
-                return {name: vector.clone() for name, vector in vectors.items()}
-        assert isinstance(self.outside, Alone)
-        return {**self.outside.vectors, **self.membership.exchange.vectors(), **self.outside.launched_vectors()}
+            driver, state = self.outside.driver, None
+            while driver.applied is not state:
+                state = driver.applied
+                outer = self._outer_to_save()
+            facts |= {"round": state.head.round, "outer_step": state.step}
+        return {"inner": self.island.state(), "outer": outer, "facts": facts}
+
+    def _outer_to_save(self) -> dict[str, torch.Tensor]:
+        """With what this island has launched and the outer state does not contain. Among others that can only be gone
+        on with after a pause: whoever trains on offers more."""
+        assert self.outside is not None
+        vectors = self.outside.outer()
+        if isinstance(self.outside, Together) and not self._paused:
+            return vectors
+        return {**vectors, **self.membership.exchange.vectors(vectors["parameters"]), **self.outside.launched_vectors()}
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -201,6 +253,16 @@ class Trainer:
             "position": self.membership.pool[0][0] if self.membership.pool else 0,
             "skipped": int(self.island.skipped.item()), "checked_at": self._checked_at,
             "data": self._data_fingerprint, "config": self.config.model_dump(mode="json"),
+            "together": self._facts_among_others(),
+        }  # fmt: skip
+
+    def _facts_among_others(self) -> dict[str, Any] | None:
+        if not isinstance(self.outside, Together):
+            return None
+        session = self.outside.session
+        return {
+            "head": session.state.head.digest, "finished": self.finished, "ramp_steps": self._ramp_steps,
+            "paused": {"session": session.facts(), "membership": self.membership.facts()} if self._paused else None,
         }  # fmt: skip
 
     def resume(self) -> None:
@@ -215,15 +277,36 @@ class Trainer:
             self.outside.restore(vectors, facts)
             self.membership.exchange.restore(vectors)
         self.membership.exchange.set_facts(facts["exchange"])
-        state = self.island.state()
-        read_inner(found[-1], into=state)
-        self.island.set_state(state)
-        self._checked_at = tuple(facts["checked_at"])
-        self.island.skipped.fill_(facts["skipped"])
+        self._resume_inner(found[-1], facts)
         self.membership.look()
         self.membership.synced = self.step
         self._passes = self.membership.passes
-        self._resumed_from = found[-1]
+
+    def _resume_inner(self, save: Path, facts: dict[str, Any]) -> None:
+        state = self.island.state()
+        read_inner(save, into=state)
+        self.island.set_state(state)
+        self._checked_at = tuple(facts["checked_at"])
+        self.island.skipped.fill_(facts["skipped"])
+        self._resumed_from = save
+
+    def _go_on(self, earlier: Earlier) -> None:
+        """After a pause, exactly where it stopped; else with the optimizer of then, from where the others are."""
+        facts, exchange = earlier.facts, self.membership.exchange
+        self._resume_inner(earlier.path, facts)
+        self._ramp_steps = facts["together"]["ramp_steps"]
+        if not earlier.paused:
+            exchange.start_again(facts["exchange"]["steps"])
+            return
+        if isinstance(self.outside, Together):
+            vectors = read_outer(earlier.path)
+            exchange.restore(vectors)
+            self.outside.session.restore(earlier.paused["session"], vectors)
+        exchange.set_facts(facts["exchange"])
+        self.membership.set_facts(earlier.paused["membership"])
+        self._passes = self.membership.passes
+        if self.place.leader:
+            earlier.take()
 
     def _refuse_other_run(self, facts: dict[str, Any], save: Path) -> None:
         """A save fits only the model, data, seed, optimizers and fragments it was made with; all else may change."""
@@ -264,7 +347,7 @@ class Trainer:
     def _learning_rate(self) -> float:
         """A newcomer's optimizer starts empty: its first steps are smaller."""
         ramp = min(1.0, self.membership.exchange.steps / max(1, self._ramp_steps))
-        return learning_rate(self.config.inner, self.step) * ramp
+        return learning_rate(self.membership.config.inner, self.step) * ramp
 
     @property
     def _tokens_per_step(self) -> int:
@@ -284,7 +367,7 @@ class Trainer:
             device=describe_device(self.place.device),
             dtype=str(self.island.compute_dtype).removeprefix("torch."),
             mesh=f"fsdp {config.island.fsdp} x tp {config.island.tp}",
-            steps=config.inner.steps,
+            steps=self.membership.config.inner.steps,
             every=config.sync.every,
             tokens_per_step=self._tokens_per_step,
         )
@@ -295,14 +378,18 @@ class Trainer:
         if self._resumed_from is not None:
             self.events.emit("resume", step=self.step, path=str(self._resumed_from))
 
+    def _tell_wait(self, seconds: float) -> None:
+        """It ends now: for a round of several islands, for what is done after it, or for samples."""
+        if seconds > 0 and isinstance(self.outside, Together):
+            self.events.emit("wait", seconds=seconds)
+
     def _tell_round(self, told: dict[str, Any]) -> None:
         self.events.emit("round", **told, round_s=self.membership.round_s)
 
     def _outcome(self) -> Outcome:
         trained = self.step > self._first_step
-        return Outcome(
-            self.step, self.membership.round, self.finished, self.validation_losses, trained, self.place.leader
-        )
+        round, losses, leader = self.membership.round, self.validation_losses, self.place.leader
+        return Outcome(self.step, round, self.finished, losses, trained, leader, self._paused)
 
 
 def describe_device(device: torch.device) -> str:

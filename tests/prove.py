@@ -131,6 +131,10 @@ def writer_kills(count: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_checkpoint_kills.py", environment={"DILOCO_WRITER_KILLS": str(count)})
 
 
+def flips() -> Callable[[], Iterator[Result]]:
+    return tests("tests", "-k", "test_checkpoint and changed_byte", environment={"DILOCO_FLIPS_VERIFIED": "1"})
+
+
 def fuzz(inputs: int) -> Callable[[], Iterator[Result]]:
     return tests("tests/test_comm_fuzz.py", environment={"DILOCO_FUZZ": str(inputs)})
 
@@ -153,16 +157,21 @@ CLAIMS = [
     Claim("20,000 disasters, and nothing forked, lost or counted twice", disasters(20_000), disasters(100)),
     Claim("each rule closes a hole", tests("tests/test_elastic_simulator.py", "-k", "scenarios or rule")),
     Claim("a killed or stopped island costs the others little", bench("recover")),
-    Claim("a newcomer costs the others nothing", bench("join")),
+    Claim("a newcomer costs the others nothing, and downloads at the rate of its link", bench("join")),
+    Claim("saves cost training nothing, and the log a tenth of snapshots", bench("checkpoint")),
+    Claim("a run comes back from a bucket", tests("tests/test_checkpoint_remote.py")),
     Claim("twenty kills in a row; an epoch with crashes and joins", kills(20)),
     Claim("a writer killed 300 times loses nothing that was durable", writer_kills(300)),
     Claim("a run whose islands were all killed goes on from their disks", tests("tests/test_checkpoint_restart.py")),
-    Claim("any changed byte of a log or snapshot is named", tests("tests", "-k", "test_checkpoint and changed_byte")),
+    Claim("an earlier round of a run becomes a new one", tests("tests/test_rewind.py")),
+    Claim("settings change by the owner's signature, at one record for all", tests("tests/test_amend.py")),
+    Claim("any changed byte of a log or snapshot is named", flips()),
     Claim("a cut network trains on and merges; liars are excluded by name", tests("tests/test_elastic_driver.py")),
     Claim("every schedule is what a plain loop says", tests("tests/test_algorithms.py", "tests/test_membership.py")),
     Claim("a slow link costs an overlapped loop nothing", bench("overlap")),
     Claim("low communication costs little quality; bytes saved", bench("quality")),
-    Claim("the planner says what the published table says", bench("plan"), bench("plan")),
+    Claim("the planner says what the published table says", bench("plan", "--no-real"), bench("plan", "--no-real")),
+    Claim("the planner says what real islands do", bench("plan")),
     Claim("any PyTorch loop takes part", tests("tests/test_api.py", "tests/test_api_restart.py")),
     Claim("an exported model is the same model", tests("tests/test_export.py", "tests/test_sample.py")),
     Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),

@@ -15,7 +15,10 @@ from trained_run import ALONE, Command
 from diloco.checkpoint.diskstore import DiskStore
 from diloco.checkpoint.replica import vectors_digest
 from diloco.checkpoint.snapshot import Frozen, manifests, read_vectors, write_snapshot
+from diloco.comm.ticket import run_id_of
+from diloco.config import Config
 from diloco.elastic.keeper import Keeper
+from diloco.elastic.simulator.world import owner
 from diloco.entry import OUTER, run_of
 from diloco.errors import SaveError
 from diloco.events import Events
@@ -33,13 +36,16 @@ def command(monkeypatch, capsys) -> Command:
 
 @pytest.fixture
 def log(small) -> tuple[Path, list[str]]:
+    return write_log(small(checkpoint={"snapshot_every": 3, "keep": 0}))
+
+
+def write_log(config: Config) -> tuple[Path, list[str]]:
     """Of an island that has committed eight rounds, three of them with snapshots; and the digest of each state."""
-    config = small(checkpoint={"snapshot_every": 3, "keep": 0})
     trainer = Trainer(config, ALONE, Events())
-    genesis = Genesis.of(config, trainer.island.layout, trainer.samples, "A")
+    genesis = Genesis.of(config, trainer.island.layout, trainer.samples, "A").signed(owner())
     folder = Path(config.dir) / OUTER
     store = DiskStore(folder, lambda what, text: None, keep=0)
-    write_genesis(folder, bytes(32), genesis)
+    write_genesis(folder, run_id_of(owner().public_key), genesis)
     state = genesis.state()
     store.begin(genesis.digest, state.head.digest, 0, known=False)
     keeper = Keeper(run_of(genesis, config, trainer.fragments), state, trainer.outer, store, lambda state, digest: None)

@@ -14,16 +14,19 @@ import pytest
 import torch
 from test_checkpoint_segments import BASE, chain, opened, write
 from test_checkpoint_snapshot import frozen, photograph, settle
+from trained_run import Command
 
 from diloco.checkpoint.journal import Journal
 from diloco.checkpoint.mirror import Mirror, restore
 from diloco.checkpoint.remote import Remote
 from diloco.checkpoint.segments import segment_paths
 from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors, snapshots
+from diloco.configfile import load_config
+from diloco.elastic.restoring import points_of
 from diloco.entry import OUTER
 from diloco.errors import ConfigError, RemoteError
 from diloco.fleetplan import has_log
-from diloco.island_run import found
+from diloco.island_run import found, go_on
 from diloco.peer import Connection
 from diloco.runner import run as run_alone
 
@@ -67,6 +70,11 @@ def remote(request, endpoint, tmp_path) -> Remote:
     if request.param == "s3":
         return Remote(f"s3://bucket/{name}", client_kwargs={"endpoint_url": endpoint})
     return Remote(f"file://{tmp_path}/far/{name}" if request.param == "file" else f"memory://{name}/run")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> Command:
+    return Command(monkeypatch, capsys)
 
 
 def told(_: list[tuple[str, str]]):
@@ -281,3 +289,55 @@ def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_traine
 def test_an_island_alone_has_no_log_to_copy(small, tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.remote .* add --islands 1"):
         run_alone(small(checkpoint={"remote": f"file://{tmp_path}/far"}))
+
+
+@pytest.fixture(params=["s3", "file"])
+def far(request, endpoint, tmp_path, monkeypatch) -> str:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    name = f"runs-{os.urandom(4).hex()}"
+    return f"s3://bucket/{name}" if request.param == "s3" else f"file://{tmp_path}/far/{name}"
+
+
+def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_path, far, command):
+    config = small(checkpoint={"remote": far, "snapshot_every": 1}, elastic={"silence_s": 1})
+    found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    own, back = Path(config.dir), tmp_path / "back"
+    (head, *_) = sorted((point.end.head for point in points_of(own / OUTER, Journal.read(own / OUTER))), reverse=True)
+    assert [name for name in Remote(far).sizes() if name.endswith(".key")] == []
+    said = command("restore", far, back)
+    assert said.code == 0 and "whole: 1 snapshots" in said.out and f"diloco rewind {back} {head.round}" in said.out
+    assert sorted(path.name for path in back.iterdir()) == ["config.yaml", OUTER]
+    assert (back / OUTER / "genesis.json").read_bytes() == (own / OUTER / "genesis.json").read_bytes()
+    assert max(point.end.head for point in points_of(back / OUTER, Journal.read(back / OUTER))) == head
+    assert "is there already" in command.refused("restore", far, back)
+    assert command("log", back, "--verify").code == 0
+    command("rewind", back, head.round, tmp_path / "on", "--set", "inner.steps=16")
+    again = load_config(tmp_path / "on" / "config.yaml", [])
+    outcome = go_on(again, Connection("127.0.0.1", name="island-1"))
+    assert outcome.finished and outcome.step == 16
+
+
+def test_what_cannot_be_restored_is_refused_with_the_address(tmp_path, endpoint, monkeypatch, command):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    out = tmp_path / "back"
+    assert "s3://no-such-bucket/runs cannot be read" in command.refused("restore", "s3://no-such-bucket/runs", out)
+    assert "s3://bucket/nothing holds no run" in command.refused("restore", "s3://bucket/nothing", out)
+    remote = Remote(f"file://{tmp_path}/far/one")
+    island(tmp_path / "A", chain(5), until=5)
+    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    assert "one/genesis.json is damaged or missing" in command.refused("restore", remote.url, out)
+    Mirror(tmp_path / "A", Remote(f"file://{tmp_path}/far/two"), "A", told([]), every_s=3600).close()
+    assert "holds several runs, choose one: file://" in command.refused("restore", f"file://{tmp_path}/far", out)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "back"))] == []
+
+
+def test_a_damaged_shard_in_a_remote_store_is_named_and_an_older_snapshot_serves(tmp_path):
+    far, story = tmp_path / "far", []
+    island(tmp_path / "A", chain(5), until=5)
+    remote = Remote(f"file://{far}")
+    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    shard = next(max(far.glob("snapshot-*")).glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    manifest = restore(tmp_path / "new", remote, told(story))
+    assert manifest is not None and manifest.round == 0
+    assert story[0][0] == "damaged" and shard.name in story[0][1]

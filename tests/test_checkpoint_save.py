@@ -1,14 +1,29 @@
-"""Plain saves: replaced where their step was saved before, pruned by age, never fewer than there were."""
+"""Plain saves: replaced where their step was saved before, pruned by age, never fewer than there were; written while
+training goes on."""
 
+import json
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from conftest import SMALL
+from trained_run import ALONE
 
-from diloco.checkpoint.save import ASIDE, FACTS, KEEP, read_facts, read_outer, saves, write_save
+from diloco.bench.speed import Heard
+from diloco.checkpoint.save import ASIDE, FACTS, KEEP, read_facts, read_inner, read_outer, saves, write_save
+from diloco.checkpoint.saver import Saver
 from diloco.errors import SaveError
+from diloco.events import Events
 from diloco.trained import load_trained
+from diloco.trainer import Trainer
+
+WORKER = Path(__file__).with_name("save_worker.py")
 
 
 def put(folder: Path, step: int, round: int) -> Path:
@@ -95,3 +110,124 @@ def test_a_model_is_found_while_its_only_save_is_being_replaced(run, monkeypatch
 
     monkeypatch.setattr("diloco.trained.read_facts", read)
     assert load_trained(run).step > 0
+
+
+class Gate:
+    """Writing waits until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        monkeypatch.setattr("diloco.checkpoint.saver.write_save", self._write)
+
+    def _write(self, *arguments: object, **named: object) -> Path:
+        assert self.open.wait(20)
+        return write_save(*arguments, **named)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def begin(saver: Saver, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What it saves; both are the step."""
+    inner, outer = torch.tensor([float(step)] * 3), torch.tensor([float(step)])
+    facts = {**dict.fromkeys(FACTS), "round": step, "step": step}
+    saver.begin(step, inner={"model": {"weights": inner}}, outer={"parameters": outer}, facts=facts)
+    return inner, outer
+
+
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path, gate):
+    told: list[int] = []
+    saver = Saver(tmp_path, lambda step, path, seconds: told.append(step), pytest.fail)
+    put(tmp_path, 1, 1)
+    inner, outer = begin(saver, 2)
+    inner.zero_()
+    outer.zero_()
+    assert saver.writing and list(rounds(tmp_path)) == [1] and told == []
+    gate.open.set()
+    saver.wait()
+    assert rounds(tmp_path) == {1: 1, 2: 2} and told == [2] and not saver.writing
+    found = {"model": {"weights": torch.zeros(3)}}
+    read_inner(saves(tmp_path)[-1], into=found)
+    assert found["model"]["weights"].tolist() == [2.0] * 3
+
+
+def test_one_save_waits_for_the_one_before(tmp_path, gate):
+    told: list[int] = []
+    saver = Saver(tmp_path, lambda step, path, seconds: told.append(step), pytest.fail)
+    begin(saver, 1)
+    second = threading.Thread(target=begin, args=(saver, 2))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    gate.open.set()
+    second.join(20)
+    saver.wait()
+    assert told == [1, 2]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])
+def test_a_save_that_fails_is_told_of_and_the_next_one_is_written(tmp_path, monkeypatch, error):
+    told: list[object] = []
+    saver = Saver(tmp_path, lambda step, path, seconds: told.append(step), told.append)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr("diloco.checkpoint.save.save_file", refuse)
+        begin(saver, 1)
+        saver.wait()
+    begin(saver, 2)
+    saver.wait()
+    assert isinstance(told[0], SaveError) and str(error.args[-1]) in str(told[0]) and told[1:] == [2]
+    assert rounds(tmp_path) == {2: 2}
+
+
+def test_the_end_of_a_run_waits_for_what_is_being_written(small, gate):
+    heard = Heard()
+    trainer = Trainer(small(checkpoint={"snapshot_every": 2}), ALONE, Events([heard]))
+    threading.Timer(1.0, gate.open.set).start()
+    trainer.run()
+    kinds = [event["event"] for event in heard.events]
+    assert kinds[-1] == "end"
+    assert [event["step"] for event in heard.events if event["event"] == "save"] == [10, 12]
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_while_writing_leaves_whole_saves(tmp_path):
+    random, newest = Random(5), 0
+    for _ in range(3):
+        worker = subprocess.Popen([sys.executable, WORKER, "endless", tmp_path], stdout=subprocess.PIPE, text=True)
+        try:
+            for _ in range(random.randrange(2, 6)):
+                newest = int(worker.stdout.readline())
+            threading.Event().wait(random.random() / 20)
+        finally:
+            worker.kill()
+            worker.communicate()
+        assert max(rounds_of_whole(tmp_path)) >= newest
+
+
+def rounds_of_whole(folder: Path) -> list[int]:
+    found = []
+    for save in saves(folder):
+        number, model = read_facts(save)["round"], {"model": torch.zeros(300_000)}
+        read_inner(save, into=model)
+        assert set(model["model"].tolist()) == set(read_outer(save)["parameters"].tolist()) == {float(number)}
+        found.append(number)
+    return found
+
+
+@pytest.mark.slow
+def test_processes_of_a_mesh_save_what_was_there_when_it_began(tmp_path):
+    tree = {**SMALL, "island": {"batch": 8, "device": "cpu", "fsdp": 2}, "checkpoint": {"dir": str(tmp_path / "run")}}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, str(WORKER), "mesh", str(tmp_path / "config.json")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -344,6 +344,7 @@ def test_a_full_disk_does_not_end_training_and_loses_events_by_number(tmp_path, 
         ballast = fill(disk)
         while trainer.step < 15:
             trainer.advance()
+        trainer._saver.wait()
         ballast.unlink()
         trainer.run()
         notes = [event["text"] for event in heard.events if event["event"] == "note"]

@@ -31,13 +31,18 @@ COMMANDS = [
     ["bench", "link"],
     ["bench", "recover"],
     ["bench", "join"],
+    ["bench", "checkpoint"],
     ["bench", "overlap"],
     ["bench", "quality"],
     ["bench", "plan"],
+    ["bench", "virtual"],
     ["plan"],
     ["simulate"],
     ["export"],
     ["log"],
+    ["restore"],
+    ["rewind"],
+    ["set"],
     ["sample"],
 ]
 
@@ -59,7 +64,7 @@ def test_every_command_has_help_with_an_example(command):
 def test_the_list_of_commands_above_is_complete():
     from diloco.cli.app import app, bench
 
-    names = {command.callback.__name__ for command in app.registered_commands}
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
     benches = {command.name or command.callback.__name__ for command in bench.registered_commands}
     assert names == {command[0] for command in COMMANDS} - {"bench"}
     assert benches == {command[1] for command in COMMANDS if len(command) == 2}

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.bench.crew import PHASES, Crew, Setting, crew
+from diloco.bench.crew import Crew, crew
+from diloco.bench.crew_member import PHASES, Setting
 from diloco.elastic.record import Record
 from diloco.elastic.wire import decode
 

@@ -262,3 +262,34 @@ def test_a_greater_head_that_cannot_be_fetched_holds_a_round_up_only_so_long():
         begun += [fetches for effect in effects if isinstance(effect, Reduce)]
     assert begun[0] == 3
     assert fetches < 30, "and it is asked less and less"
+
+
+def test_whoever_comes_back_waits_for_the_rest_of_the_roster_until_something_is_committed():
+    """Silence is believed after 2 s here; the others may need longer to start again."""
+    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
+    coordinator.peers.expect(["A", "B"], 60.0)
+    coordinator.tick(0.0)
+    assert not said_or_begun(coordinator.offer(OFFER, 0.1))
+    assert not any(said_or_begun(coordinator.tick(half / 2)) for half in range(1, 100))
+    record = Record(Proposal(coordinator.state.key, -1, (), ("A", "B"), (), (), Settings(), 0), EMPTY)
+    coordinator.caught_up(coordinator.state.after(record), 51.0)
+    assert "B" not in coordinator.alive(54.0)
+
+
+def said_or_begun(effects) -> list[object]:
+    return [effect for effect in effects if isinstance(effect, (Reduce, Append)) or said([effect], (Begin, Commit))]
+
+
+def test_who_pauses_neither_goes_on_alone_nor_says_anything():
+    """Without that, the last of several islands that stop would commit a round without the others."""
+    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
+    coordinator.tick(0.0)
+    coordinator.receive("B", Promise(STATE.key, 1, 1, 0, None), 0.1)
+    coordinator.pause(0.2)
+    effects = [*coordinator.closed("B", 0.3), *coordinator.offer(OFFER, 0.4), *coordinator.tick(30.0)]
+    effects += coordinator.receive("B", Collect(STATE.head, 9), 31.0)
+    assert not [effect for effect in effects if not isinstance(effect, Note)]
+    going_on = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
+    going_on.tick(0.0)
+    going_on.receive("B", Promise(STATE.key, 1, 1, 0, None), 0.1)
+    assert said_or_begun([*going_on.closed("B", 0.3), *going_on.offer(OFFER, 0.4)])  # as it would be

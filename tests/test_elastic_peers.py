@@ -74,3 +74,19 @@ def test_order_is_the_same_everywhere():
     peers = Peers(2.0)
     peers.know({"C", "B", "E", "D"}, 0.0)
     assert list(peers.views) == ["B", "C", "D", "E"]
+
+
+def test_those_who_are_to_come_back_are_not_missed_before_their_time():
+    peers = heard(B=0.0)
+    peers.know(["C"], 0.0)
+    peers.expect(["B", "C"], 60.0)
+    assert peers.alive(59.0, ("A", "B", "C")) == {"B", "C"}
+    assert not peers.heard_lately("B", 59.0)  # so nobody asks why it does not answer
+    assert peers.alive(61.0, ("A", "B", "C")) == set()
+
+
+def test_who_has_come_back_is_missed_like_anybody():
+    peers = heard(B=0.0)
+    peers.expect(["B"], 60.0)
+    peers.hear("B", 1.0)
+    assert peers.alive(8.0, ("A", "B")) == set()

@@ -233,7 +233,7 @@ def test_from_the_command_line():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["run.yaml"], "simulate CONFIG is not there yet: add --protocol"),
+        (["run.yaml"], "how are the islands connected? Add --link 20mbit,80ms, or --topology FILE"),
         (["--protocol", "--without", "gravity"], "the rules are adoption_survives_retries"),
     ],
 )

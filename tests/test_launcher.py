@@ -271,13 +271,16 @@ class FakeChild:
 
     def __init__(self, folder: Path, exit_code: int | None) -> None:
         self.name, self.folder, self.exit_code, self.pid = folder.name, folder, exit_code, 1
-        self.starts, self.asked = 0, 0
+        self.starts, self.asked, self.paused = 0, 0, 0
 
     def start(self, arguments, environment) -> None:
         self.starts += 1
 
     def ask(self) -> None:
         self.asked += 1
+
+    def pause(self) -> None:
+        self.paused += 1
 
     def kill(self) -> None:
         self.exit_code = -9
@@ -332,11 +335,11 @@ def test_when_nobody_is_left_nobody_is_started_again(fleet):
     assert fleet.children[TWO].asked == 1 and not fleet._again_at
 
 
-def test_the_first_signal_asks_once_and_the_second_kills(fleet):
+def test_the_first_signal_pauses_once_and_the_second_kills(fleet):
     fleet.look(0)
     fleet.look(1)
     fleet.look(1)
-    assert fleet.children[ONE].asked == 1 and fleet.children[ONE].alive
+    assert fleet.children[ONE].paused == 1 and fleet.children[ONE].alive
     fleet.look(2)
     assert not fleet.children[ONE].alive and not fleet.at_work
 
@@ -372,12 +375,12 @@ TOGETHER = {
 
 
 @contextmanager
-def islands(tmp_path: Path, *changes: str) -> Iterator[subprocess.Popen[str]]:
+def islands(tmp_path: Path, *changes: str, options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """`diloco run --islands 2` as a person starts it; whatever happens, nothing of it stays."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**SMALL, **TOGETHER, "checkpoint": {"dir": str(tmp_path / "run")}}))
     sets = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "diloco", "run", str(path), "--islands", "2", *sets]
+    command = [sys.executable, "-m", "diloco", "run", str(path), "--islands", "2", *sets, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -451,7 +454,7 @@ def test_a_killed_island_comes_back_and_contributes(tmp_path, victim):
 
 
 @pytest.mark.slow
-def test_islands_asked_to_stop_leave_in_good_order(tmp_path):
+def test_islands_asked_to_stop_do_so_in_good_order(tmp_path):
     with islands(tmp_path, "inner.steps=100000") as process:
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))
         process.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ Overrides = Annotated[
 ]
 
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
+FAULTS = ("kill", "stop", "cut", "join", "slow")
 Host = Annotated[
     str | None, typer.Option(help="The address at which others reach this machine. None: this machine only.")
 ]
@@ -167,6 +168,54 @@ def log(
     log_command(run, check=verify, out=checkout, as_json=json)
 
 
+@app.command(epilog="Example: diloco restore s3://bucket/runs runs/restored")
+def restore(
+    url: Annotated[str, typer.Argument(metavar="URL", help="What checkpoint.remote was, or a run's folder there.")],
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.", show_default=False)],
+) -> None:
+    """Bring back what a run with others has copied to checkpoint.remote: its newest snapshot, and the log since.
+
+    Every byte is checked. Keys are never copied: take part again with a ticket, or go on as a new run by diloco rewind.
+    """
+    from diloco.cli.restore import restore_command
+
+    restore_command(url, dir)
+
+
+@app.command(epilog="Example: diloco rewind quickstart 12 --set inner.lr=1e-4")
+def rewind(
+    run: RunName,
+    round: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="diloco log lists them.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="The new run's folder; RUN-round-ROUND if not given.")
+    ] = None,
+    set_: Overrides = None,
+) -> None:
+    """Start a new run from an earlier round of one with others.
+
+    With its parameters, momentum, clock and consumed samples, and with other settings where --set gives them. The old
+    run stays as it is.
+    """
+    from diloco.cli.rewind import rewind_command
+
+    rewind_command(run, round, out, set_ or [])
+
+
+@app.command(name="set", epilog="Example: diloco set quickstart inner.lr=1e-4 inner.steps=4000")
+def set_settings(
+    run: RunName,
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE…", help="What changes.", show_default=False)],
+) -> None:
+    """Change settings of a run with others while it goes on, or before it is resumed.
+
+    Signed with the key of its owner, in the folder in which it was founded. A round makes the change hold for every
+    island at once; diloco log shows which.
+    """
+    from diloco.cli.set import set_command
+
+    set_command(run, changes)
+
+
 @app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')
 def sample(
     run: RunName,
@@ -189,27 +238,81 @@ def sample(
     sample_command(run, prompt, tokens=tokens, choice=choice, tokenizer=tokenizer, device=device)
 
 
-@app.command(epilog="Example: diloco simulate --protocol --seeds 1000 --jobs 8")
+@app.command(
+    epilog="Example: diloco simulate examples/islands.yaml --islands 4 --link 20mbit,80ms --kill 3@20s   "
+    "Another: diloco simulate --protocol --seeds 1000 --jobs 8"
+)
 def simulate(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Not there yet.", show_default=False)
+        list[Path] | None,
+        typer.Argument(metavar="[CONFIG]…", help="The run's YAML file; several are compared.", show_default=False),
+    ] = None,
+    set_: Overrides = None,
+    islands: Annotated[int | None, typer.Option(min=1, help="From the beginning. None: 4.")] = None,
+    link: Annotated[str | None, typer.Option(help="Of each island: rate and one-way delay, 20mbit,80ms")] = None,
+    topology: Annotated[
+        Path | None, typer.Option(help="Instead: a file with regions, islands and paths; see examples/topology.yaml")
+    ] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Island 1 at 60 s, with SIGKILL: 1@60s")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="It does nothing for a while: 2@30s..45s")] = None,
+    cut: Annotated[list[str] | None, typer.Option(help="Regions or islands, from each other: eu|us@90s..120s")] = None,
+    join_: Annotated[list[str] | None, typer.Option("--join", help="One more island at 100 s: 1@100s")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="Steps of island 3 take 2.5 times as long: 3x2.5")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Islands that are killed start again.")
+    ] = True,
+    backend: Annotated[
+        str, typer.Option(help="shaped: by the islands themselves; netns: by Linux's kernel, for root.")
+    ] = "shaped",
+    report: Annotated[
+        Path | None, typer.Option(help="The page to write, and a .json beside it; report.html in the run's folder.")
     ] = None,
     protocol: Annotated[bool, typer.Option("--protocol", help="The round protocol alone, with random faults.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="How many disasters.")] = 100,
-    first: Annotated[int, typer.Option(min=0, help="The first one's seed.")] = 0,
-    islands: Annotated[int | None, typer.Option(min=2, max=26, help="In each; none: 2 to 9 by chance.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="With --protocol: how many disasters.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="… the first one's seed.")] = 0,
     without: Annotated[
-        str | None, typer.Option(metavar="RULE", help="A rule to switch off, to see what it is for.")
+        str | None, typer.Option(metavar="RULE", help="… a rule to switch off, to see what it is for.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="… processes.")] = 1,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Up to 10000 modelled islands: the protocol in virtual time.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(min=1, help="With --virtual: how long, in virtual time.")] = 30,
+    mtbf: Annotated[str | None, typer.Option(help="… an island fails so often, on average: 1min")] = None,
+    back: Annotated[str, typer.Option(help="… and is back after so long.")] = "5min",
+    silence: Annotated[str, typer.Option(help="… elastic.silence_s: longer than it takes to tell all islands.")] = "5s",
+    diurnal: Annotated[str | None, typer.Option(help="… of a link is lost at the worst time of its day: 50%")] = None,
+    params: Annotated[str, typer.Option(help="… values in a round.")] = "150M",
+    codec: Annotated[str, typer.Option(help="… how they travel.")] = "int8",
+    phase: Annotated[str, typer.Option(help="… computing between two rounds.")] = "5min",
+    two_level: Annotated[bool, typer.Option("--two-level", help="… reduce in groups, then between them.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="… print one JSON object.")] = False,
 ) -> None:
-    """Crashes, stops and cut links on a virtual network; every invariant is checked.
+    """Real islands on this machine over slow links, with faults by a script, and a report with plots.
 
-    A violation is printed with its seed, its shortest transcript and how to see it again; the exit code is then 1.
+    Times count from the moment when all islands train. Islands are numbered from 1; those that join later have the
+    last numbers. Options for faults can be repeated. An earlier run of that name is kept as NAME.1, NAME.2, …
+
+    With --protocol: the round protocol alone on a virtual network, with random faults; every invariant is checked. A
+    violation is printed with its seed, its shortest transcript and how to see it again; the exit code is then 1.
+
+    With --virtual: the same protocol with modelled computers and links, for many islands that come and go: times of
+    rounds, utilisation, bytes, messages; every invariant is checked. Then what is computed for other numbers of them.
     """
-    from diloco.cli.simulate import simulate_command
+    if virtual:
+        from diloco.cli.virtual import Virtual, virtual_command
 
-    simulate_command(protocol=protocol, seeds=seeds, first=first, islands=islands, without=without, jobs=jobs)
+        modelled = Virtual(islands, link, params, codec, phase, minutes, mtbf, back, silence, diurnal, two_level, first)
+        virtual_command(modelled, as_json=json)
+        return
+    from diloco.cli.simulate import Given, protocol_command, simulate_command
+
+    if protocol:
+        protocol_command(seeds=seeds, first=first, islands=islands, without=without, jobs=jobs)
+        return
+    faults = {name: tuple(texts or ()) for name, texts in zip(FAULTS, (kill, stop, cut, join_, slow), strict=True)}
+    given = Given(islands, link, topology, **faults)
+    simulate_command(config or [], set_ or [], given, report=report, restart=restart, backend=backend)
 
 
 @app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")
@@ -351,12 +454,37 @@ def bench_join(
     json: Json = False,
     values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
     joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
+    rate: Annotated[str, typer.Option(help="Of each link, when the download itself is measured.")] = "400mbit",
 ) -> None:
-    """What a newcomer costs four islands that train (five minutes)."""
+    """What a newcomer costs four islands that train, and what it downloads (eight minutes)."""
     from diloco.bench.join import measure
     from diloco.bench.report import show
 
-    show(measure(values=values, joins=joins), as_json=json)
+    show(measure(values=values, joins=joins, rate=rate), as_json=json)
+
+
+@bench.command(name="checkpoint", epilog="Example: diloco bench checkpoint --json")
+def bench_checkpoint(
+    json: Json = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    blocks: Annotated[int, typer.Option(min=1, help="Saves, with steps during and after each.")] = 12,
+    values: Annotated[int, typer.Option(min=1, help="Length of the vector whose log is counted.")] = 2_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Of that log.")] = 20,
+) -> None:
+    """What saves and snapshots cost training, and the bytes of the log (three minutes)."""
+    from diloco.bench.checkpoint import measure
+    from diloco.bench.report import show
+
+    show(measure(device=device, blocks=blocks, values=values, rounds=rounds), as_json=json)
+
+
+@bench.command(epilog="Example: diloco bench virtual --json")
+def virtual(json: Json = False) -> None:
+    """Virtual time against four real islands on shaped links (a minute)."""
+    from diloco.bench.report import show
+    from diloco.bench.virtual import measure
+
+    show(measure(), as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench overlap --json")
@@ -374,12 +502,15 @@ def overlap(
 
 
 @bench.command(name="plan", epilog="Example: diloco bench plan --json")
-def bench_plan(json: Json = False) -> None:
-    """The planner against the published table (a second)."""
+def bench_plan(
+    json: Json = False,
+    real: Annotated[bool, typer.Option("--real/--no-real", help="Also against islands that train here.")] = True,
+) -> None:
+    """The planner against the published table, and against real islands over slow links (three minutes)."""
     from diloco.bench.plan import measure
     from diloco.bench.report import show
 
-    show(measure(), as_json=json)
+    show(measure(real=real), as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench quality --variant int8,sparse --seeds 1 --plot quality.png")

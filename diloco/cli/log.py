@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from diloco.outer_log import Findings, Row, checkout, find_logs, furthest, lines, names_of, rows, verify
+from diloco.outer_log import Findings, Row, checkout, find_logs, furthest, lines, names_of, origin, rows, verify
 
 COLUMNS = ("round", "fragment", "step", "tokens", "bytes", "digest", "contributors")
 
@@ -23,7 +23,10 @@ def log_command(run: str, *, check: bool, out: tuple[int, Path] | None, as_json:
             say(story(log, found))
         raise SystemExit(any(found.problems for found in findings.values()))
     else:
-        show(rows(furthest(logs)), names_of(logs), as_json=as_json)
+        longest = furthest(logs)
+        if (parent := origin(longest)) is not None and not as_json:
+            say(f"rewound: it begins with {parent}")
+        show(rows(longest), names_of(logs), as_json=as_json)
 
 
 def show(found: list[Row], names: dict[str, str], *, as_json: bool) -> None:

@@ -66,8 +66,12 @@ def islands_command(
 
 def many_islands(plan: Plan, *, fresh: bool) -> None:
     """Ends with 0 if the run is finished and all who saw its end hold the same state."""
-    from diloco.launcher import run_islands
+    from diloco.launcher import end_of, run_islands
 
+    if plan.resume and (end := end_of(plan)) is not None:
+        text = "\n".join([f"this run is already finished: {end}", *what_next(plan, finished=True)])
+        Console(highlight=False).print(text, soft_wrap=True, markup=False)
+        return
     view = open_islands_view()
     try:
         board = run_islands(plan, view, fresh=fresh)
@@ -107,7 +111,9 @@ def parse_rate(link: str | None) -> tuple[float | None, float]:
 
 
 def ending(outcome: "Outcome", folder: str) -> str:
-    done = "done" if outcome.finished else "left"
+    if outcome.finished and not outcome.trained:
+        return f"this run is already finished: step {outcome.step}, round {outcome.round}"
+    done = "done" if outcome.finished else "paused" if outcome.paused else "left"
     losses = outcome.validation_losses
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return f"{done}: step {outcome.step}, round {outcome.round}{found}; {folder}/events.jsonl has all of it"

@@ -10,7 +10,7 @@ from functools import cached_property
 from diloco.config import SyncConfig
 
 DAY_S = 86400.0
-AGREE_HOPS = 4  # ready, begin, done, commit: one way each
+AGREE_HOPS = 4  # ready, begin, done, commit: one way each; of them, ready takes none where the coordinator comes last
 ROUND_S = 0.03  # of threads that wake each other, whatever is sent
 PIPELINE = 3  # chunks of a span: results of the first flow while contributions to the others still come
 LINK_SHARE = 0.95  # of the rate that an all-reduce gets: frames and TLS, and a pipeline that fills and drains
@@ -164,7 +164,8 @@ def _round(situation: Situation, codec: str, count: int) -> Round:
     if situation.islands == 1:
         return Round(0, 0, host_s, 0.0, 0.0)
     line = situation.line
-    return Round(sent, received, host_s, ROUND_S + AGREE_HOPS * line.delay_s, line.reduce_s(sent, received))
+    agree_s = ROUND_S + (AGREE_HOPS - 1 / situation.islands) * line.delay_s
+    return Round(sent, received, host_s, agree_s, line.reduce_s(sent, received))
 
 
 def _phase_s(situation: Situation, sync: SyncConfig, steps: int, rounds: tuple[Round, ...]) -> float:
