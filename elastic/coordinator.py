@@ -262,7 +262,7 @@ class Coordinator(Member):
         pairs = [pair for pair, apart in self._apart.items() if turn < apart.until and pair <= offers.keys()]
         if not pairs or not self.rules.leave_out_stuck_pairs:
             return offers
-        choices = [leading.together(pairs, offers, turn + shift) for shift in range(len(offers))]
+        choices = (leading.together(pairs, offers, turn + shift) for shift in range(len(offers)))
         chosen = next((choice for choice in choices if self._enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 

@@ -76,13 +76,13 @@ def outsize(offers: dict[str, Offer]) -> list[str]:
 
 def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:
     """As many as can all reach each other; whose turn it is goes first, so that nobody is left out for ever."""
-    apart, order = set(pairs), sorted(members)
-    kept: list[str] = []
+    order, kept = sorted(members), dict[str, None]()
+    apart = [tuple(pair) for pair in pairs]
     for index in range(len(order)):
         peer = order[(turn + index) % len(order)]
-        if not any(frozenset((peer, other)) in apart for other in kept):
-            kept.append(peer)
-    return kept
+        if not any(peer in pair and kept.keys() & pair for pair in apart):
+            kept[peer] = None
+    return list(kept)
 
 
 def propose(

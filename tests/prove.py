@@ -172,6 +172,7 @@ CLAIMS = [
     Claim("low communication costs little quality; bytes saved", bench("quality")),
     Claim("the planner says what the published table says", bench("plan", "--no-real"), bench("plan", "--no-real")),
     Claim("the planner says what real islands do", bench("plan")),
+    Claim("virtual time says what real islands do", bench("virtual")),
     Claim("any PyTorch loop takes part", tests("tests/test_api.py", "tests/test_api_restart.py")),
     Claim("an exported model is the same model", tests("tests/test_export.py", "tests/test_sample.py")),
     Claim("100,000 mutated inputs for each decoder", fuzz(100_000), fuzz(10_000)),

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -134,4 +135,4 @@ def test_plans_that_cannot_be_right_are_refused() -> None:
     twice, rates = ("a", "a", "b", "c"), (1.0, 1.0, 1.0, 0.0)
     for wrong in ({"members": twice}, {"weights": (1,)}, {"bytes_per_s": rates}, {"count": 0}, {"codec_name": "no"}):
         with pytest.raises(PlanRefused):
-            TwoLevelPlan(**{**vars(good), **wrong})  # type: ignore[arg-type]
+            replace(good, **wrong)  # type: ignore[arg-type]

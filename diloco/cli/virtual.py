@@ -96,6 +96,8 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
         f"{setting.values / 1e6:g}M values as {setting.codec} in {way}; {format_duration(outcome.seconds)} of virtual "
         f"time in {format_duration(outcome.wall_s)}"
     )
+    if not outcome.rounds:
+        yield "  no round came about: one coordinator cannot tell so many islands of it over such a link"
     yield (
         f"  {outcome.rounds} rounds, one every {format_duration(outcome.period_s)}, of which the all-reduce takes "
         f"{format_duration(outcome.reduce_s)}; {outcome.failures} failures ended {outcome.failed_attempts} attempts"
@@ -105,10 +107,10 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
         f"in a round; the longest wait for one was {format_duration(outcome.longest_wait_s)}"
     )
     yield (
-        f"  invariants hold; {percent(outcome.at_newest_head)} are at the newest head now, {outcome.branches} forks, "
-        f"{outcome.wrongly_lost} thought lost that were not"
+        f"  invariants hold, {outcome.branches} forks; {percent(outcome.at_newest_head)} are at the newest head now, "
+        f"the last is {outcome.furthest_behind} behind; {outcome.wrongly_lost} were thought lost and were not"
     )
-    if outcome.wrongly_lost:
+    if 2 * _row_of(setting).begin_s > setting.silence_s:
         yield (
             f"  telling all islands of a round takes the coordinator {format_duration(_row_of(setting).begin_s)}: "
             f"--silence {setting.silence_s:g}s is too short, or --link too slow"

@@ -25,6 +25,7 @@ class Outcome:
     utilisation: float  # of the time that islands were alive, they computed
     contributors: float  # of those alive, in a round
     at_newest_head: float  # of those alive, at the end
+    furthest_behind: int  # rounds, of those alive
     branches: int  # with one round more than once: a fork
     wrongly_lost: int  # thought dead while they were alive
     bytes_a_round: float  # sent by an island
@@ -85,6 +86,7 @@ def _figures(world: World, wall_s: float) -> Outcome:
         utilisation=computed_s / alive_s,
         contributors=sum(tally.contributors) / rounds / (alive_s / setting.seconds),
         at_newest_head=sum(life.node.state.head == newest for life in lives) / len(lives),
+        furthest_behind=max(newest.round - life.node.state.head.round for life in lives),
         branches=sum(len(rivals) > 1 for rivals in world.checker.rivals.values()), wrongly_lost=tally.wrongly_lost,
         bytes_a_round=world.reductions.bytes_sent / rounds / setting.islands,
         control_bytes_s=max(t.bytes_sent for t in world.network.traffic.values()) / setting.seconds,

@@ -29,7 +29,7 @@ from diloco.elastic.messages import (
     Send,
 )
 from diloco.elastic.node import Node, Options
-from diloco.elastic.peers import Word
+from diloco.elastic.peers import MINORITY_PATIENCE, Word
 from diloco.elastic.record import Contribution, Head, Record, Settings
 from diloco.elastic.simulator.check import Checker
 from diloco.elastic.simulator.timeline import Timeline
@@ -278,7 +278,12 @@ class World:
                 self.timeline.after(0, partial(self._moved, name, life, only_leases))
             case Note(kind, peer, _):
                 self.tally.notes[kind] += 1
-                self.tally.wrongly_lost += kind == "lost" and peer in self.lives
+                self.tally.wrongly_lost += kind == "lost" and self._was_there(peer)
+
+    def _was_there(self, name: str) -> bool:
+        """One that failed, and is just back, was lost for good reason."""
+        life, patience_s = self.lives.get(name), MINORITY_PATIENCE * self.setting.silence_s
+        return life is not None and self.timeline.now - life.since > patience_s
 
     def _fetch_s(self, size: int) -> float:
         line = self.setting.line
