@@ -112,10 +112,10 @@ def _clean(folder: Path) -> None:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """By age, not by name: a clock of many islands may go back."""
+    """By age, not by name: a clock of many islands may go back. Whoever dies at it leaves none that looks whole."""
     others = sorted((save for save in saves(folder) if save != newest), key=age)
     for old in others[: 1 - KEEP]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(old.name + PART)))
 
 
 def age(save: Path) -> tuple[int, int]:
