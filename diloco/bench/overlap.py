@@ -1,8 +1,8 @@
 """What a slow link costs an inner loop that waits for its rounds, and one that goes on.
 
 The link is made such that a blocking round takes as long as a phase of training: half of the time is lost. Utilisation
-is H times the median step without a round in flight over the wall time of H steps. Such steps are taken before, between
-and after the runs they are compared with: a machine is not always equally fast.
+is H times the median step without a round in flight over the wall time of H steps. Runs with and without take turns:
+a machine is not always equally fast.
 """
 
 import itertools
@@ -35,19 +35,20 @@ def measure(*, islands: int, every: int, rounds: int) -> Report:
 def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     one_thread()
     warm_up()
-    free = train_together(peer, _config(every, FIRST_PHASES + 2), Line())
-    step_s = max(peer.exchange(statistics.median(_inside(free["moments"], every))))
-    size = CODECS[CODEC].size(free["parameters"])
+    free = [train_together(peer, _config(every, FIRST_PHASES + rounds // 2), Line())]
+    step_s = max(peer.exchange(statistics.median(_inside(free[0]["moments"], every))))
+    size = CODECS[CODEC].size(free[0]["parameters"])
     bits_per_s = 8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s)
-    config = {apply: _config(every, FIRST_PHASES + rounds, apply=apply) for apply in ("rebase", "eager")}
-    blocking = train_together(peer, config["rebase"], Line(bits_per_s))
-    overlapped = train_together(peer, config["eager"], Line(bits_per_s))
-    again = train_together(peer, _config(every, FIRST_PHASES + 2), Line())
-    alone = [span for seen in (free, blocking, again) for span in _inside(seen["moments"], every)]
+    eager = _config(every, FIRST_PHASES + 1 + rounds // 2, apply="eager")
+    overlapped = [train_together(peer, eager, Line(bits_per_s))]
+    free.append(train_together(peer, _config(every, FIRST_PHASES + rounds // 2), Line()))
+    overlapped.append(train_together(peer, eager, Line(bits_per_s)))
+    blocking = [train_together(peer, _config(every, FIRST_PHASES + 1 + rounds // 2), Line(bits_per_s))]
+    alone = [span for seen in free for span in _inside(seen["moments"], every)]
     step_s = max(peer.exchange(statistics.median(alone)))
     found: dict[str, Any] = {"step_s": step_s, "link_mbit_per_s": bits_per_s / 1e6}
-    for name, seen in (("blocking", blocking), ("overlapped", overlapped)):
-        found[name] = _row(seen["moments"], every, step_s, seen, peer)
+    for name, runs in (("blocking", blocking), ("overlapped", overlapped)):
+        found[name] = _row(runs, every, step_s, peer)
     return found
 
 
@@ -57,16 +58,20 @@ def _inside(moments: list[float], every: int) -> list[float]:
     return [span for number, span in enumerate(spans, start=1) if number % every and number > every]
 
 
-def _row(moments: list[float], every: int, step_s: float, seen: dict[str, Any], peer: BenchPeer) -> dict[str, Any]:
-    """Phases from the second on, but for the last, whose round nothing overlaps."""
-    begins = moments[every - 1 :: every]
-    walls = [later - earlier for earlier, later in itertools.pairwise(begins)][FIRST_PHASES:]
-    utilisation = min(peer.exchange(every * step_s / statistics.mean(walls)))
-    ratio = max(peer.exchange(statistics.median(_inside(moments, every)) / step_s))
+def _row(runs: list[dict[str, Any]], every: int, step_s: float, peer: BenchPeer) -> dict[str, Any]:
+    walls = [wall for seen in runs for wall in _phases(seen["moments"], every)]
+    steps = [span for seen in runs for span in _inside(seen["moments"], every)]
     return {
-        "utilisation": utilisation, "step_ratio": ratio, "wall_s_of_phases": walls, "rounds": seen["rounds"],
-        "full_rounds": seen["full_rounds"],
+        "utilisation": min(peer.exchange(every * step_s / statistics.mean(walls))),
+        "step_ratio": max(peer.exchange(statistics.median(steps) / step_s)), "wall_s_of_phases": walls,
+        "rounds": sum(seen["rounds"] for seen in runs), "full_rounds": sum(seen["full_rounds"] for seen in runs),
     }  # fmt: skip
+
+
+def _phases(moments: list[float], every: int) -> list[float]:
+    """What each took from the second on, but for the last, whose round nothing overlaps."""
+    begins = moments[every - 1 :: every]
+    return [later - earlier for earlier, later in itertools.pairwise(begins)][FIRST_PHASES:]
 
 
 def _config(every: int, phases: int, *, apply: str = "rebase") -> Config:

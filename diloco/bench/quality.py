@@ -70,8 +70,8 @@ class Setting:
 
     @property
     def evaluate_every(self) -> int:
-        """Rounds: the figure is that of the end, a few before it make the plot."""
-        return max(1, self.steps // self.every // 5)
+        """Rounds: the figure is that of the end, one before it makes the plot."""
+        return max(1, self.steps // self.every // 2)
 
     def config(self, seed: int, *, batch: int, sync: Mapping[str, Any], outer: Mapping[str, Any]) -> Config:
         return parse_config({
