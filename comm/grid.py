@@ -11,9 +11,8 @@ from functools import cached_property
 from math import isqrt
 from typing import TypeVar
 
-from diloco.comm.codec import Codec, codec_named
 from diloco.comm.noise import NoiseKey
-from diloco.comm.spans import ReducePlan, Span, chunk_pages_for, spans_by_bandwidth
+from diloco.comm.spans import Coded, ReducePlan, Span, chunk_pages_for, spans_by_bandwidth
 from diloco.errors import CodecError, PlanRefused
 
 EXACT = "fp32"  # how sums travel between groups: each contribution, and the mean, are rounded once
@@ -52,7 +51,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class TwoLevelPlan:
+class TwoLevelPlan(Coded):
     """One attempt at a mean. The order of additions, and so the bytes, follow from it alone."""
 
     channel: str
@@ -74,14 +73,6 @@ class TwoLevelPlan:
             self.levels(self.members[0])  # each is looked at by its own rules, too
         except CodecError as unknown:
             raise PlanRefused(f"{self.channel}: {unknown}") from None
-
-    @property
-    def codec(self) -> Codec:
-        return codec_named(self.codec_name)
-
-    @property
-    def result_codec(self) -> Codec:
-        return codec_named(self.result_codec_name or self.codec_name)
 
     @cached_property
     def grid(self) -> Grid:

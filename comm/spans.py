@@ -25,8 +25,23 @@ class Span:
     hi: int
 
 
+class Coded:
+    """A plan says by name how contributions travel, and how their mean does; no name: as contributions do."""
+
+    codec_name: str
+    result_codec_name: str
+
+    @property
+    def codec(self) -> Codec:
+        return codec_named(self.codec_name)
+
+    @property
+    def result_codec(self) -> Codec:
+        return codec_named(self.result_codec_name or self.codec_name)
+
+
 @dataclass(frozen=True)
-class ReducePlan:
+class ReducePlan(Coded):
     """One attempt at a mean. Every member holds the same plan; who is not in it takes no part."""
 
     channel: str  # names the attempt: frames of another one never get in
@@ -46,14 +61,6 @@ class ReducePlan:
     @property
     def count(self) -> int:
         return self.spans[-1].hi - self.start
-
-    @property
-    def codec(self) -> Codec:
-        return codec_named(self.codec_name)
-
-    @property
-    def result_codec(self) -> Codec:
-        return codec_named(self.result_codec_name or self.codec_name)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -69,18 +70,25 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_tree(path: Path) -> dict[str, Any]:
-    """A YAML file as it stands, not yet checked."""
+@contextmanager
+def reading_yaml(path: Path, *, example: str) -> Iterator[None]:
+    """What is wrong with the file is one line, and says where."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        yield
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (a checkout has examples/quickstart.yaml)") from None
+        raise ConfigError(f"{path}: no such file (a checkout has examples/{example})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    """A YAML file as it stands, not yet checked."""
+    with reading_yaml(path, example="quickstart.yaml"):
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_checkpoint_log import ROUNDS, write_log
+from test_checkpoint_log import ROUNDS
+from test_checkpoint_log import command as command
+from test_checkpoint_log import log as log
 from test_launcher import wait_until
-from trained_run import Command
 
 from diloco.checkpoint.journal import Journal
 from diloco.checkpoint.replica import vectors_digest
@@ -31,16 +32,6 @@ from diloco.rewind import rewind
 from diloco.schedule import Schedule
 
 ROUND = 5
-
-
-@pytest.fixture
-def command(monkeypatch, capsys) -> Command:
-    return Command(monkeypatch, capsys)
-
-
-@pytest.fixture
-def log(small) -> tuple[Path, list[str]]:
-    return write_log(small(checkpoint={"snapshot_every": 3, "keep": 0}))
 
 
 def bytes_of(folder: Path) -> dict[str, str]:

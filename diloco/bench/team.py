@@ -5,9 +5,7 @@ All start from the same seed, so that nobody has to fetch a state.
 
 import atexit
 import hashlib
-import itertools
 import shutil
-import statistics
 import threading
 import time
 from collections import deque
@@ -174,10 +172,6 @@ def in_folder(config: Config) -> Config:
     folder = mkdtemp(prefix="diloco-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": folder})})
-
-
-def median_step_s(moments: list[float]) -> float:
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
 
 
 def one_thread() -> None:

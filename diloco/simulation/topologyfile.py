@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from diloco.comm.link import Path
+from diloco.configfile import reading_yaml
 from diloco.errors import ConfigError
 from diloco.simulation.topology import Rates, Site, Topology, between, island_name, pairs
 from diloco.units import parse_delay, parse_duration, parse_rate, parse_share
@@ -34,16 +35,8 @@ class Region:
 
 
 def read_topology(path: FilePath) -> Topology:
-    try:
+    with reading_yaml(path, example="topology.yaml"):
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (a checkout has examples/topology.yaml)") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if root is None:
         raise ConfigError(f"{path}: is empty: it needs `regions` and `islands`")
     return Reader(path).topology(root)
