@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.background import make_way
+from diloco.checkpoint.background import Pace, make_way, no_rest
 from diloco.checkpoint.begun import Begun
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.library import Item
@@ -76,6 +76,7 @@ class DiskStore(Store):
         self._results = Results(self.journal, self._changed, tell)
         self._jobs: list[Job] = []
         self._frozen: Frozen | None = None
+        self._pace = Pace()
         self._busy = self._photographing = self._closing = self._dead = False
         self._threads: list[threading.Thread] = []
 
@@ -190,6 +191,7 @@ class DiskStore(Store):
 
     def close(self) -> None:
         """What was handed in is written; so is a snapshot that has been begun or waits."""
+        self._pace.hurry()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -318,8 +320,10 @@ class DiskStore(Store):
             self._photograph(frozen)
 
     def _photograph(self, frozen: Frozen) -> None:
+        rest = self._pace.rest if self._anchored else no_rest  # without an anchor, nothing is durable until it is there
+        self._pace.begin()
         try:
-            write_snapshot(self.folder, frozen)
+            write_snapshot(self.folder, frozen, rest=rest)
         except OSError as error:
             self._retry_at = time.monotonic() + RETRY_S
             text = f"the snapshot of round {frozen.round} could not be written ({error.strerror})"

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.background import Rest, no_rest
 from diloco.checkpoint.library import Library
+from diloco.checkpoint.tensorfile import PIECE
 
 PIN_S = 120.0  # after its last use, a pinned copy makes way
 FRESH_S = 3.0  # so long, newcomers are given the copy that is there
@@ -87,15 +89,20 @@ def host_copy(vector: Tensor) -> Tensor:
     return vector.to("cpu", copy=True)
 
 
-def vectors_digest(vectors: Mapping[str, Tensor]) -> str:
-    return bytes_digest({
-        name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        for name, vector in vectors.items()
-    })  # fmt: skip
+def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
+    return bytes_digest(
+        {
+            name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for name, vector in vectors.items()
+        },
+        rest,
+    )
 
 
-def bytes_digest(vectors: Mapping[str, memoryview]) -> str:
+def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:
     digest = hashlib.sha256()
     for name in sorted(vectors):
-        digest.update(vectors[name])
+        for at in range(0, len(vectors[name]), PIECE):
+            digest.update(vectors[name][at : at + PIECE])
+            rest()
     return digest.hexdigest()

@@ -4,7 +4,9 @@
 them), `outer.safetensors` (the outer state) and `facts.json`, written last.
 """
 
+import io
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,14 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from diloco.checkpoint.background import Rest, no_rest
 from diloco.checkpoint.segments import sync_path
+from diloco.checkpoint.tensorfile import PIECE, write_tensors
 from diloco.errors import SaveError
 
 KEEP = 2
@@ -41,6 +45,7 @@ def write_save(
     outer: dict[str, Tensor],
     facts: dict[str, Any],
     group: dist.ProcessGroup | None = None,
+    rest: Rest = no_rest,
 ) -> Path:
     """In place of an earlier save of this step. All processes of the island call it, over one file system; only the
     leader (rank 0) needs `outer` and `facts`. A SaveError comes to all of them. `group`: what they talk by, if not by
@@ -53,9 +58,9 @@ def write_save(
         part.mkdir(parents=True)
 
     def finish() -> None:
-        save_file(outer, part / "outer.safetensors")
+        write_tensors(part / "outer.safetensors", outer, rest)
         (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-        for path in (part / "outer.safetensors", part / "facts.json", part):
+        for path in (part / "facts.json", part):
             sync_path(path)
         _publish(part, final)
         sync_path(folder)  # only then may older ones go
@@ -64,13 +69,54 @@ def write_save(
     try:
         _by_leader(prepare, group)
         with _one_process_is_fine():
-            save(inner, checkpoint_id=part / "inner", process_group=group, no_dist=not dist.is_initialized())
+            writer = _InnerWriter(part / "inner", rest)
+            save(inner, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         _by_leader(finish, group)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise SaveError(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
         ) from None
     return final
+
+
+class _InnerWriter(FileSystemWriter):
+    def __init__(self, path: Path, rest: Rest) -> None:
+        super().__init__(path)
+        self.fs = _RestingFiles(rest)
+
+
+class _RestingFiles(FileSystem):
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            yield _RestingFile(stream, self._rest) if mode == "wb" else stream
+
+
+class _RestingFile(io.BufferedIOBase):
+    """Of the many small writes of a tensor, whoever writes rests after each few megabytes."""
+
+    def __init__(self, inside: io.IOBase, rest: Rest) -> None:
+        self._inside, self._rest, self._since = inside, rest, 0
+
+    def write(self, data: Any) -> int:
+        written: int = self._inside.write(data)
+        self._since += written
+        if self._since >= PIECE:
+            self._since = 0
+            self._rest()
+        return written
+
+    def tell(self) -> int:
+        return self._inside.tell()
+
+    def flush(self) -> None:
+        self._inside.flush()
+
+    def fileno(self) -> int:
+        return self._inside.fileno()
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -134,7 +180,7 @@ def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: d
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        save_file(outer, part / "outer.safetensors")
+        write_tensors(part / "outer.safetensors", outer)
         (part / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
         part.rename(final)
     except (OSError, SafetensorError) as error:

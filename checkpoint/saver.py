@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from diloco.checkpoint.background import make_way
+from diloco.checkpoint.background import Pace, make_way
 from diloco.checkpoint.save import write_save
 from diloco.errors import SaveError
 
@@ -27,6 +27,7 @@ class Saver:
     def __init__(self, folder: Path, written: Written, failed: Failed) -> None:
         self._folder, self._written, self._failed = folder, written, failed
         self._thread: threading.Thread | None = None
+        self._pace = Pace()
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -36,15 +37,19 @@ class Saver:
         outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
         if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._pace = Pace()
         # not a daemon: a program that ends meanwhile ends when this is on disk
         self._thread = threading.Thread(target=self._write, args=(step, inner, outer, facts), name="save")
         self._thread.start()
 
     def _write(self, step: int, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
         make_way()
+        self._pace.begin()
         started = time.perf_counter()
         try:
-            path = write_save(self._folder, step, inner=inner, outer=outer, facts=facts, group=self._group)
+            path = write_save(
+                self._folder, step, inner=inner, outer=outer, facts=facts, group=self._group, rest=self._pace.rest
+            )  # fmt: skip
         except SaveError as error:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 -- a thread's outermost frame
@@ -55,6 +60,7 @@ class Saver:
     def wait(self) -> None:
         """For what has been begun."""
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join()
             self._thread = None
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.background import Rest, no_rest
 from diloco.checkpoint.replica import vectors_digest
 from diloco.checkpoint.segments import sync_path
-from diloco.comm.frame import Buffer
+from diloco.checkpoint.tensorfile import PIECE, header, write_tensors
 from diloco.comm.wire import as_bytes
 from diloco.errors import SnapshotDamaged
 
 FORMAT = 1
 SHARD_VALUES = 1 << 28  # of one file: 1 GiB
-PIECE = 1 << 22  # bytes written or read at once
 MAX_MANIFEST = 64 << 20
 PART, GONE, DAMAGED = ".part", ".gone", ".damaged"
 
@@ -72,7 +72,7 @@ def snapshots(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("snapshot-*") if path.suffix not in (PART, GONE, DAMAGED))
 
 
-def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VALUES) -> Path:
+def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VALUES, rest: Rest = no_rest) -> Path:
     """Durable when it returns. After an OSError nothing of it is left."""
     final = folder / f"snapshot-{frozen.round:08}-{frozen.version[:8]}"
     if final.exists():
@@ -82,12 +82,12 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         shards = [
-            _write_shard(part, f"{name}-{start // shard_values:05}", name, vector[start : start + shard_values], start)
+            _write_shard(part, name, start, vector[start : start + shard_values], f"{start // shard_values:05}", rest)
             for name, vector in sorted(frozen.vectors.items())
             for start in range(0, len(vector), shard_values)
         ]
         sizes = {name: len(vector) for name, vector in sorted(frozen.vectors.items())}
-        state = vectors_digest(frozen.vectors)
+        state = vectors_digest(frozen.vectors, rest)
         manifest = Manifest(
             FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, tuple(shards)
         )  # fmt: skip
@@ -101,24 +101,9 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
     return final
 
 
-def _write_shard(folder: Path, stem: str, name: str, values: Tensor, start: int) -> Shard:
-    file, digest = f"{stem}.safetensors", hashlib.sha256()
-    data = as_bytes(memoryview(values.contiguous().numpy()))  # type: ignore[arg-type]
-    with (folder / file).open("wb") as out:
-        pieces: list[Buffer] = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
-        for piece in [_shard_header(name, len(values)), *pieces]:
-            digest.update(piece)
-            out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
-    return Shard(file, name, start, len(values), digest.hexdigest())
-
-
-def _shard_header(name: str, count: int) -> bytes:
-    """As safetensors writes it, but by ourselves: the bytes shall not depend on a library's version."""
-    header = _json({name: {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}})
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+def _write_shard(folder: Path, name: str, start: int, values: Tensor, number: str, rest: Rest) -> Shard:
+    file = f"{name}-{number}.safetensors"
+    return Shard(file, name, start, len(values), write_tensors(folder / file, {name: values}, rest))
 
 
 def read_manifest(snapshot: Path) -> Manifest:
@@ -158,11 +143,11 @@ def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _read_shard(path: Path, shard: Shard, out: Tensor) -> None:
-    header, room = _shard_header(shard.vector, shard.count), as_bytes(memoryview(out.numpy()))  # type: ignore[arg-type]
+    head, room = header({shard.vector: out}), as_bytes(memoryview(out.numpy()))  # type: ignore[arg-type]
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            digest.update(file.read(len(header)))
+            digest.update(file.read(len(head)))
             read = 0
             for piece in (room[at : at + PIECE] for at in range(0, len(room), PIECE)):
                 read += file.readinto(piece)
