@@ -102,7 +102,7 @@ class Trainer:
         with closing(self.batches), closing(self._saver):
             self._tell_start()
             self._heed_amendments()
-            if self.step == 0 and self.config.evaluate.every:
+            if self.step == 0 and self.config.evaluate.every and self.place.any(self._speaks):
                 self._validate()
             self.meter.reset()
             self.membership.finish_step(should_stop)

@@ -46,7 +46,7 @@ LIMITS = (  # check, variant, against, at most
 )
 SPARSE_OUTER = {"optimizer": "sgd", "lr": 1.0}  # as published: feedback in place of momentum
 # enough parameters that signs of life do not count, so little to compute that they are soon trained
-BYTES_MODEL = {"preset": "tiny", "blocks": 6, "width": 384, "heads": 6, "feed_forward": 1024}
+BYTES_MODEL = {"preset": "tiny", "blocks": 4, "width": 192, "heads": 4, "feed_forward": 512}
 BYTES_EVERY, BYTES_ROUNDS = 100, 2
 BYTES_LIMITS = (("quality.byte_reduction_4bit", "int4", 370.0), ("quality.byte_reduction_sparse", "sparse", 2000.0))
 
