@@ -53,6 +53,7 @@ class Board:
 
     rows: dict[str, Row]
     steps: int = 0  # of the whole run; 0: not known yet
+    every: int = 1  # steps of a phase
     rounds: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # by step
     _held: Held | None = None
@@ -68,7 +69,7 @@ class Board:
         row = self.rows[name]
         match event["event"]:
             case "start":
-                row.state, self.steps = "training", event["steps"]
+                row.state, self.steps, self.every = "training", event["steps"], event["every"]
             case "step":
                 row.step, row.loss, row.tokens_per_s = event["step"], event["loss"], event["tokens_per_s"]
             case "round":
@@ -114,22 +115,30 @@ class Board:
 
     @property
     def agree(self) -> bool:
-        """All who saw the run's end hold the same state."""
-        return len(self.endings()) == 1
+        """Some saw the run's end, and those of them who ended at the same round hold the same state."""
+        endings = {row.agreed for row in self.ended()}
+        return bool(endings) and len(endings) == len({ending[0] for ending in endings if ending is not None})
 
-    def endings(self) -> set[tuple[int, str, str]]:
-        return {row.agreed for row in self.rows.values() if row.finished and row.agreed is not None}
+    def ended(self) -> list[Row]:
+        """Who saw the run's end."""
+        return [row for row in self.rows.values() if row.finished and row.agreed is not None]
 
     def _round(self, event: Event) -> list[str]:
         if event["digest"] in self._digests:
             return []
-        before = next((earlier for earlier in reversed(self.rounds) if earlier["contributors"]), None)
         lines = self.flush()
         self._digests.add(event["digest"])
         self.rounds.append(event)
         if event["contributors"]:  # the others only hand out samples
-            self._held = Held(event, _pace(before, event), event["time"])
+            self._held = Held(event, self._pace(event), event["time"])
         return lines
+
+    def _pace(self, event: Event) -> float | None:
+        """Steps of the run's clock in a second, over a phase at least: rounds of its fragments may come all at once."""
+        earlier = [one for one in self.rounds if one["contributors"] and one["step"] <= event["step"] - self.every]
+        if not earlier or event["time"] <= earlier[-1]["time"]:
+            return None
+        return (event["step"] - earlier[-1]["step"]) / (event["time"] - earlier[-1]["time"])
 
     def _validation(self, event: Event) -> list[str]:
         step, loss = event["step"], event["validation_loss"]
@@ -158,13 +167,6 @@ class Board:
         return [f"{island} {what}: {event['text']}" if event["text"] not in ("", "leaves") else f"{island} {what}"]
 
 
-def _pace(before: Event | None, event: Event) -> float | None:
-    """Steps of the run's clock in a second, since the round before that had contributors."""
-    if before is None or event["time"] <= before["time"]:
-        return None
-    return (event["step"] - before["step"]) / (event["time"] - before["time"])
-
-
 def account(board: Board) -> list[str]:
     """What the run came to, in a few lines."""
     losses = [board.losses[step] for step in sorted(board.losses)]
@@ -184,14 +186,17 @@ def _share(board: Board, name: str) -> str:
 
 
 def _agreement(board: Board) -> str:
-    ended = [row for row in board.rows.values() if row.finished and row.agreed is not None]
+    ended = board.ended()
     if not ended:
         return "digests: no island saw the end of the run, so there is nothing to compare"
-    if board.agree:
-        number, chain, state = next(iter(board.endings()))
-        seen = f"round {number}, chain {chain[:12]}, state {state[:12]}"
-        if len(ended) == 1:
-            return f"digests: only {ended[0].name} saw the end, so there is nothing to compare: {seen}"
-        return f"digests equal on {names([row.name for row in ended])}: {seen}"
-    places = "; ".join(f"{row.name} round {row.agreed[0]} state {row.agreed[2][:12]}" for row in ended if row.agreed)
-    return f"digests DIFFER: {places}"
+    if not board.agree:
+        places = (f"{row.name} round {row.agreed[0]} state {row.agreed[2][:12]}" for row in ended if row.agreed)
+        return f"digests DIFFER: {'; '.join(places)}"
+    ending, times = Counter(row.agreed for row in ended).most_common(1)[0]
+    assert ending is not None
+    seen = f"round {ending[0]}, chain {ending[1][:12]}, state {ending[2][:12]}"
+    if len(ended) == 1:
+        return f"digests: only {ended[0].name} saw the end, so there is nothing to compare: {seen}"
+    if times == 1:
+        return "digests: no two islands ended at the same round, so there is nothing to compare"
+    return f"digests equal on {names([row.name for row in ended if row.agreed == ending])}: {seen}"

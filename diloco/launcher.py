@@ -50,11 +50,6 @@ def end_of(plan: Plan) -> str | None:
 def open_run(plan: Plan, *, fresh: bool) -> Path | None:
     """The run's folder, locked; returns where an earlier run was moved."""
     folder = plan.folder
-    if not fresh and not plan.resume and any(folder.glob("island-*")):
-        raise SaveError(
-            f"{folder} already holds a run of several islands: add --resume to go on with it, --fresh to start again "
-            "(the old one is kept), or --set run=NAME for another run"
-        )
     try:
         kept = prepare_folder(folder, resume=plan.resume, fresh=fresh)
         for place in (folder, *(folder / name for name in plan.names)):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from conftest import SMALL, run_cli
 
+from diloco.cli.run import changed
 from diloco.events import read_events
 from diloco.runner import prepare_folder
 
@@ -93,6 +94,29 @@ def test_an_earlier_run_is_never_trained_over_unasked(config_file, tmp_path):
     assert (tmp_path / "run.1" / "save-00000012").is_dir()
 
 
+@pytest.mark.parametrize("option", [("--link", "10mbit,10ms"), ("--host", "10.0.0.1")])
+def test_what_needs_others_is_refused_alone(config_file, option):
+    done = run_cli("run", str(config_file), *option)
+    assert done.returncode == 2
+    assert f"{option[0]} is for a run that others can join, and this one is alone: add --islands" in done.stderr
+
+
+def test_an_island_alone_does_not_train_among_islands(config_file, tmp_path):
+    (tmp_path / "run" / "island-1").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    done = run_cli("run", str(config_file))
+    assert done.returncode == 2 and "already holds a run of several islands: add --resume" in done.stderr
+
+
+def test_a_key_that_changes_is_named_once():
+    assert changed(["seed=1", "inner.steps=12"], "inner.steps", 24) == ["seed=1", "inner.steps=24"]
+
+
+def test_a_plan_of_a_file_that_is_not_there_says_so():
+    done = run_cli("plan", "there-is-no-such.yaml")
+    assert done.returncode == 2 and "there-is-no-such.yaml: no such file" in done.stderr
+
+
 def start_long_run(config_file: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -110,7 +134,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "finishing this step, then saving" in err
-    assert f"-m diloco run {config_file} --set inner.steps=100000 --resume" in out
+    assert f"-m diloco run {config_file} --resume --set inner.steps=100000" in out
     stopped = read_events(tmp_path / "run" / "events.jsonl")[-1]["step"]
     resumed = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
     assert resumed.returncode == 0, resumed.stderr

@@ -68,11 +68,12 @@ def plan_command(
         return
     if misplaced := bare.options():
         raise ConfigError(f"{misplaced[0]} is for a plan without CONFIG: leave it out, or change keys by --set")
+    loaded = load_config(config, overrides)
     if links.link is None and target is None:
         raise ConfigError("--link is missing: give --link 1gbit,40ms, or ask which one is needed by --target 95%")
     from diloco.cli.plan_view import show
 
-    show(_plan(load_config(config, overrides), links, _targets(target or TARGET)), as_json=as_json)
+    show(_plan(loaded, links, _targets(target or TARGET)), as_json=as_json)
 
 
 def _plan(config: Config, links: Links, targets: tuple[float, ...]) -> Plan:

@@ -1,6 +1,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,15 @@ def run_command(
     if islands:
         islands_command(path, overrides, islands, link=link, host=host, resume=resume, fresh=fresh)
         return
+    for option, value in (("--link", link), ("--host", host)):
+        if value is not None:
+            raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
     start_if_several(config.island)
     from diloco.runner import run
 
     outcome = run(config, resume=resume, fresh=fresh)
     if outcome.leader:
-        text = farewell(outcome, config.dir, command_line(path, overrides))
+        text = farewell(outcome, config.dir, path, overrides)
         Console(highlight=False).print(text, soft_wrap=True, markup=False)
 
 
@@ -83,15 +87,13 @@ def many_islands(plan: Plan, *, fresh: bool) -> None:
 
 
 def what_next(plan: Plan, *, finished: bool) -> list[str]:
-    options = shlex.join(["--islands", str(plan.islands), *plan.network()])
-    command = f"{command_line(plan.path, list(plan.overrides))} {options}"
-    again = [
-        f"  {command} --fresh --set inner.steps={2 * plan.config.inner.steps}",
-        "      trains again, twice as long",
-    ]
+    options = ["--islands", str(plan.islands), *plan.network()]
+    command = command_line(plan.path, plan.overrides, *options, "--resume")
+    longer = changed(plan.overrides, "inner.steps", 2 * plan.config.inner.steps)
+    again = [f"  {command_line(plan.path, longer, *options, '--fresh')}", "      trains again, twice as long"]
     return [
         "next:",
-        *(again if finished else [f"  {command} --resume", "      goes on from the last round that any island has"]),
+        *(again if finished else [f"  {command}", "      goes on from the last round that any island has"]),
         f"  diloco log {plan.folder}",
         "      who contributed to which round; --verify replays all of it",
         f"  {plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log",
@@ -119,10 +121,15 @@ def ending(outcome: "Outcome", folder: str) -> str:
     return f"{done}: step {outcome.step}, round {outcome.round}{found}; {folder}/events.jsonl has all of it"
 
 
-def command_line(path: Path, overrides: list[str]) -> str:
+def command_line(path: Path, overrides: Sequence[str], *options: str) -> str:
     """What this run was started with, as it can be typed again."""
     changes = [word for override in overrides for word in ("--set", override)]
-    return shlex.join([*_launcher(), "run", str(path), *changes])
+    return shlex.join([*_launcher(), "run", str(path), *options, *changes])
+
+
+def changed(overrides: Sequence[str], key: str, value: object) -> list[str]:
+    """With another value of one key."""
+    return [*(override for override in overrides if override.partition("=")[0].strip() != key), f"{key}={value}"]
 
 
 def _launcher() -> list[str]:
@@ -133,10 +140,10 @@ def _launcher() -> list[str]:
     return [sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)]
 
 
-def farewell(outcome: "Outcome", folder: str, command: str) -> str:
-    longer = f"{command} --resume --set inner.steps={2 * outcome.step}"
+def farewell(outcome: "Outcome", folder: str, path: Path, overrides: Sequence[str]) -> str:
+    longer = command_line(path, changed(overrides, "inner.steps", 2 * outcome.step), "--resume")
     if not outcome.finished:
-        return f"stopped after step {outcome.step}; go on with:\n  {command} --resume"
+        return f"stopped after step {outcome.step}; go on with:\n  {command_line(path, overrides, '--resume')}"
     if not outcome.trained:
         return f"this run is already finished, at step {outcome.step}; train on with:\n  {longer}"
     losses = outcome.validation_losses

@@ -1,0 +1,198 @@
+"""What several islands tell, put together: lines, a table, an account at the end."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from diloco.board import ECHO_S, HOLD_S, Board, account
+from diloco.terminal import sentence
+from diloco.watching import Lines, Tail, cells, open_islands_view, table
+
+ONE, TWO = "island-1", "island-2"
+
+
+def told(kind: str, at: float = 0.0, **fields: object) -> dict[str, object]:
+    return {"event": kind, "time": at, **fields}
+
+
+def a_round(number: int, *contributors: str, at: float, step: int, digest: str = "") -> dict[str, object]:
+    fields = {"contributors": list(contributors), "step": step, "digest": digest or f"digest {number}"}
+    return told("round", at, round=number, **fields)
+
+
+def validation(number: int, step: int, loss: float) -> dict[str, object]:
+    return told("validation", round=number, step=step, validation_loss=loss)
+
+
+def agreed(state: str, round: int = 3) -> dict[str, object]:
+    return told("agreed", round=round, chain="c" * 64, state=state * 64)
+
+
+@pytest.fixture
+def board() -> Board:
+    made = Board.of([ONE, TWO])
+    made.hear(ONE, told("start", steps=40, every=10))
+    return made
+
+
+def test_a_row_follows_its_island(board):
+    board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0))
+    board.hear(ONE, a_round(3, ONE, at=1, step=10))
+    assert cells(board.rows[ONE]) == (ONE, "training", "7", "2.5000", "1.5k", "3")
+    assert cells(board.rows[TWO]) == (TWO, "starting", "", "", "", "")
+
+
+def test_steps_make_no_lines(board):
+    assert board.hear(ONE, told("step", step=7, loss=None, tokens_per_s=1500.0)) == []
+
+
+def test_a_round_is_one_line_whoever_tells_it(board):
+    lines = board.hear(ONE, a_round(2, ONE, TWO, at=10, step=10))
+    lines += board.hear(TWO, a_round(2, ONE, TWO, at=10, step=10))
+    lines += board.hear(ONE, validation(2, 10, 4.25))
+    lines += board.hear(TWO, a_round(3, ONE, at=12, step=20))
+    lines += board.hear(ONE, a_round(4, ONE, TWO, at=17, step=30))
+    assert lines == [
+        "round   2  step    10  island-1, island-2  validation loss 4.2500",
+        "round   3  step    20  island-1  5.0 steps/s",
+    ]
+    assert board.flush() == ["round   4  step    30  island-1, island-2  2.0 steps/s"]
+
+
+def test_the_pace_of_fragments_is_that_of_a_whole_phase(board):
+    """They are committed one soon after the other: between two of them is no time that says anything."""
+    for number, step, at in ((2, 5, 10.0), (3, 10, 20.0), (4, 15, 20.1), (5, 15, 20.2), (6, 20, 25.0)):
+        lines = board.hear(ONE, a_round(number, ONE, at=at, step=step))
+        assert all("steps/s" not in line or number > 4 for line in lines)
+    assert lines == ["round   5  step    15  island-1  1.0 steps/s"]
+    assert board.flush() == ["round   6  step    20  island-1  2.0 steps/s"]
+
+
+def test_a_round_waits_for_its_validation_but_not_for_ever(board):
+    board.hear(ONE, a_round(2, ONE, at=10, step=10))
+    assert board.tick(10 + HOLD_S) == []
+    assert board.tick(10.1 + HOLD_S) == ["round   2  step    10  island-1"]
+    assert board.tick(20 + HOLD_S) == []
+
+
+def test_the_same_round_on_another_branch_is_told(board):
+    board.hear(ONE, a_round(2, ONE, at=10, step=10, digest="one side"))
+    assert board.hear(TWO, a_round(2, TWO, at=11, step=10, digest="the other")) == ["round   2  step    10  island-1"]
+
+
+def test_a_round_that_only_hands_out_samples_is_nobodys(board):
+    board.hear(ONE, a_round(2, ONE, at=10, step=10))
+    assert board.hear(ONE, a_round(3, at=19, step=10)) == ["round   2  step    10  island-1"]
+    assert board.hear(ONE, a_round(4, ONE, at=20, step=20)) == []
+    assert board.flush() == ["round   4  step    20  island-1  1.0 steps/s"]
+    assert "  island-1 contributed to 2 of 2 rounds" in account(board)
+
+
+def test_a_loss_that_everybody_notices_is_told_once(board):
+    lost = told("elastic", 100.0, what="lost", island="island-3", text="round 7 goes on without it")
+    assert board.hear(ONE, lost) == ["island-3 lost: round 7 goes on without it"]
+    assert board.hear(TWO, {**lost, "time": 101.0}) == []
+    assert board.hear(TWO, {**lost, "time": 101.0 + ECHO_S}) == ["island-3 lost: round 7 goes on without it"]
+
+
+def test_goodbyes_at_the_end_are_no_news(board):
+    goodbye = told("elastic", 100.0, what="left", island=TWO, text="leaves")
+    assert board.hear(ONE, goodbye) == ["island-2 left"]
+    board.hear(ONE, a_round(9, ONE, at=200, step=40))
+    assert board.hear(ONE, {**goodbye, "time": 201.0}) == []
+
+
+def finish(board: Board, one: str, two: str) -> None:
+    board.hear(ONE, validation(1, 0, 5.5))
+    board.hear(ONE, a_round(2, ONE, at=10, step=20))
+    board.hear(TWO, a_round(3, ONE, TWO, "guest", at=11, step=40))
+    board.hear(ONE, validation(3, 40, 2.25))
+    for name, state in ((ONE, one), (TWO, two)):
+        board.hear(name, told("end", step=40, finished=True))
+        board.hear(name, agreed(state))
+
+
+def test_the_account_names_rounds_shares_restarts_and_equal_digests(board):
+    board.again(TWO)
+    finish(board, "a", "a")
+    assert board.finished and board.agree
+    assert account(board) == [
+        "done: step 40, round 3, validation loss 5.500 -> 2.250",
+        "  island-1 contributed to 2 of 2 rounds",
+        "  island-2 contributed to 1 of 2 rounds, started again 1 time",
+        "  guest contributed to 1 of 2 rounds",
+        "digests equal on island-1, island-2: round 3, chain cccccccccccc, state aaaaaaaaaaaa",
+    ]
+
+
+def test_islands_that_differ_are_named(board):
+    finish(board, "a", "b")
+    assert not board.agree
+    differing = "digests DIFFER: island-1 round 3 state aaaaaaaaaaaa; island-2 round 3 state bbbbbbbbbbbb"
+    assert account(board)[-1] == differing
+
+
+def test_islands_that_end_at_different_rounds_do_not_differ(board):
+    finish(board, "a", "a")
+    board.hear(TWO, agreed("b", round=4))
+    assert board.agree
+    assert account(board)[-1] == "digests: no two islands ended at the same round, so there is nothing to compare"
+
+
+def test_who_left_before_the_end_is_not_compared(board):
+    finish(board, "a", "b")
+    board.rows[TWO].finished = False
+    assert board.agree
+    assert account(board)[-1].startswith("digests: only island-1 saw the end, so there is nothing to compare: round 3")
+
+
+def test_a_run_without_an_end_has_no_agreement(board):
+    assert not board.finished and not board.agree
+    assert account(board)[0] == "stopped: step 0, round 0"
+    assert "nothing to compare" in account(board)[-1]
+
+
+def test_an_island_that_starts_again_has_nothing_to_show_from_its_last_life(board):
+    board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0))
+    board.again(ONE)
+    assert cells(board.rows[ONE]) == (ONE, "starting", "7", "", "", "")
+    assert board.rows[ONE].restarts == 1
+
+
+def test_an_island_by_itself_tells_of_the_others_too():
+    assert sentence(told("ticket", ticket="diloco1-abc")) == "others join with: diloco join diloco1-abc"
+    lost = told("elastic", what="lost", island=TWO, text="round 7 goes on without it")
+    assert sentence(lost) == "island-2 lost: round 7 goes on without it"
+    assert sentence(a_round(3, ONE, at=1, step=20)) is None
+    assert sentence(a_round(3, ONE, TWO, at=1, step=20)) == "round   3  step    20  island-1, island-2"
+    assert str(sentence(a_round(3, *"abcdefg", at=1, step=20))).endswith("7 islands")
+
+
+def test_a_tail_waits_for_whole_lines_and_skips_what_a_killed_writer_left(tmp_path):
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_text('{"event": "start"}\n{"event": "st')
+    assert tail.read() == [{"event": "start"}]
+    with path.open("a") as file:
+        file.write('ep"}\n{"half\n{"event": "end"}\n')
+    assert tail.read() == [{"event": "step"}, {"event": "end"}]
+    assert tail.read() == []
+
+
+def test_without_a_terminal_there_is_no_table(board):
+    out = io.StringIO()
+    view = open_islands_view(out)
+    assert isinstance(view, Lines)
+    view.show(board.rows.values())
+    view.say("island-2 joined [red]")
+    assert out.getvalue() == "island-2 joined [red]\n"
+
+
+def test_the_table_has_a_row_for_each_island(board):
+    out = io.StringIO()
+    Console(file=out, width=80).print(table(board.rows.values()))
+    header, *rows = out.getvalue().splitlines()
+    assert header.split() == ["island", "state", "step", "loss", "tokens/s", "round"]
+    assert [row.split() for row in rows] == [[ONE, "training"], [TWO, "starting"]]
