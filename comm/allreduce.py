@@ -187,10 +187,13 @@ class Reduction:
     def _reduce(self) -> None:
         for number, chunk in enumerate(self._mine):
             slot, room = self._slots[number % WINDOW], self.result[self.plan.result_bytes_of(chunk)]
-            self._await_own(self.me, number)
-            slot[self.me, : self._size(chunk)].copy_(self._contribution[self.plan.bytes_of(chunk)])
-            for peer, payload in zip(self.plan.members, slot[:, : self._size(chunk)], strict=True):
+            payloads = dict(zip(self.plan.members, slot[:, : self._size(chunk)], strict=True))
+            own = payloads.pop(self.plan.members[self.me])
+            for peer, payload in payloads.items():
                 self._await_good(peer, number, payload, chunk)
+            self._await_own(self.me, number)  # last: what others need of this member goes first
+            own.copy_(self._contribution[self.plan.bytes_of(chunk)])
+            self._refuse_bad(self.plan.members[self.me], own, chunk)
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
             self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room, result)
             self._refuse_bad_result(self.plan.members[self.me], chunk, room)
@@ -200,10 +203,12 @@ class Reduction:
             self._got_result(chunk)
 
     def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
-        if peer in self._windows:
-            self.waiting_for = peer
-            self._windows[peer].wait_for(number)
+        self.waiting_for = peer
+        self._windows[peer].wait_for(number)
         self.waiting_for = ""
+        self._refuse_bad(peer, payload, chunk)
+
+    def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:
         try:
             self.plan.codec.refuse_bad(payload, chunk.hi - chunk.lo)
         except CodecError as bad:

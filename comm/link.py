@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
-MAX_PIECE_BYTES = 1024 * 1024
-PIECE_S = 0.008
+MAX_PIECE_BYTES = 2 * 1024 * 1024
+PIECE_S = 0.016
 # A sleep that ends late must not lose rate for good. This much may be made up for, and sent at once after idling.
 BURST_S = 0.008
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from diloco.comm.wire import Deadline, deadline_in, seconds_to
 from diloco.errors import PeerLost, StreamClosed
 
-TURN_BYTES = 256 * 1024  # for one direction, before the other may have the connection
+TURN_BYTES = 1024 * 1024  # for one direction, before the other may have the connection
 
 
 class SocketWire(ABC):

@@ -9,8 +9,8 @@ from diloco.comm.codec import Codec, codec_named
 from diloco.comm.noise import PAGE, NoiseKey
 from diloco.errors import CodecError, PlanRefused
 
-CHUNKS = 3  # of the largest span: enough that results flow while contributions still come
-USUAL_CHUNK_PAGES = 64  # two million values at most: by then what a frame costs is small beside its bytes
+CHUNKS = 2  # of the largest span: enough that results flow while contributions still come
+USUAL_CHUNK_PAGES = 96  # three million values at most: by then what a frame costs is small beside its bytes
 MAX_CHUNK_PAGES = 256
 MAX_MEMBERS = 1024
 MAX_CHUNKS_BYTES = 1 << 30  # of all members together, each once
@@ -98,8 +98,8 @@ def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, 
 
 
 def chunk_pages_for(spans: Sequence[Span]) -> int:
-    largest = max(span.hi - span.lo for span in spans) // PAGE
-    return min(max(largest // CHUNKS, 1), USUAL_CHUNK_PAGES)
+    largest = max(-(-(span.hi - span.lo) // PAGE) for span in spans)
+    return min(max(-(-largest // CHUNKS), 1), USUAL_CHUNK_PAGES)
 
 
 def _shares(bytes_per_s: Sequence[float]) -> list[float]:

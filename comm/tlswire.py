@@ -60,16 +60,20 @@ class TlsWire(SocketWire):
             return self._socket.send(data)
 
     def _read_some(self, view: memoryview) -> int:
-        """Several records where they are at hand: OpenSSL hands them out one by one."""
+        """Several records where they are at hand: OpenSSL hands them out one by one, thousands in a round. So not by
+        SSLSocket.read, which looks each time whether there still is a TLS layer: here there always is."""
         filled, size = 0, len(view)
+        read = self._socket._sslobj.read  # type: ignore[attr-defined]
         with self._lock:
             while filled < size:
                 try:
-                    count = int(self._socket.read(size - filled, view[filled:]))
+                    count = int(read(size - filled, view[filled:]))
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     if filled:
                         break
                     raise
+                except ssl.SSLEOFError:  # we close without a farewell
+                    break
                 if not count:
                     break
                 filled += count

@@ -24,7 +24,7 @@ from diloco.elastic.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.outer import Layout
 
-PROTOCOL = 3  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents
+PROTOCOL = 4  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents; 4: chunks
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
 SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise

@@ -89,7 +89,7 @@ def test_a_slower_line_behind_a_faster_one_sets_the_rate() -> None:
 
 def test_a_large_piece_of_a_fast_line_is_not_waved_through_a_slow_one() -> None:
     slow = Line(8e6)
-    assert slow.reserve_arriving(1_000_000, last_at=10.0) == pytest.approx(11.0, abs=0.009)
+    assert slow.reserve_arriving(1_000_000, last_at=10.0) == pytest.approx(11.0, abs=0.017)
 
 
 def test_no_limit_means_no_wait() -> None:
@@ -99,8 +99,8 @@ def test_no_limit_means_no_wait() -> None:
 @pytest.mark.parametrize("bits_per_s", RATES)
 def test_pieces_are_small_in_time_or_in_bytes(bits_per_s: float) -> None:
     size = Link(bits_per_s, None).piece_bytes
-    assert 8 * 1024 <= size <= 1024 * 1024
-    assert size == 8 * 1024 or size * 8 / bits_per_s <= 0.0082
+    assert 8 * 1024 <= size <= 2 * 1024 * 1024
+    assert size == 8 * 1024 or size * 8 / bits_per_s <= 0.0164
 
 
 def test_cut_pieces_join_to_the_whole() -> None:

@@ -69,9 +69,9 @@ def test_a_vector_that_cannot_be_encoded_ends_it_for_all() -> None:
     assert "NaN" in str(errors[1])
 
 
-def test_cancelling_wakes_whoever_waits_for_a_chunk_to_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_cancelled_while_chunks_are_being_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     members, gate = Members("int8"), threading.Event()
-    monkeypatch.setattr(VectorReduction, "_encode_chunk", lambda *_: gate.wait(20))
+    monkeypatch.setattr(VectorReduction, "_await_own", lambda *_: gate.wait(20))
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(members.by_chunks, name) for name in MEMBERS]
         while len(members.started) < 3:
