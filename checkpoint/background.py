@@ -1,5 +1,6 @@
 """How threads that write in the background make way for those that train."""
 
+import math
 import os
 import sys
 import threading
@@ -19,10 +20,11 @@ def make_way() -> None:
 
 
 class Pace:
-    """Of a thread that writes. Whoever waits for it makes it hurry."""
+    """Of a thread that writes. Whoever waits for it makes it hurry; and it rests no more after `seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = math.inf) -> None:
         self._hurry = threading.Event()
+        self._until = time.monotonic() + seconds
         self._rested_at = 0.0
 
     def begin(self) -> None:
@@ -31,7 +33,8 @@ class Pace:
 
     def rest(self) -> None:
         """Waiting for the disk is no work."""
-        self._hurry.wait(REST * (time.thread_time() - self._rested_at))
+        if time.monotonic() < self._until:
+            self._hurry.wait(REST * (time.thread_time() - self._rested_at))
         self._rested_at = time.thread_time()
 
     def hurry(self) -> None:

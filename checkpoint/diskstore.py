@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.background import Pace, make_way, no_rest
+from diloco.checkpoint.background import Pace, make_way
 from diloco.checkpoint.begun import Begun
 from diloco.checkpoint.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.library import Item
@@ -249,7 +249,8 @@ class DiskStore(Store):
                     self.journal.add(job.entry)
                 else:
                     self.journal.take(job.kind, job.head, place)
-        if job.rotate or self._segment.size > self._segment_bytes:
+        # never between a result and its record: they are pruned together
+        if job.rotate or (job.entry is not None and self._segment.size > self._segment_bytes):
             self._segment.close()
             self._open_segment()
 
@@ -319,11 +320,17 @@ class DiskStore(Store):
                 return
             self._photograph(frozen)
 
+    def _rest(self) -> None:
+        """Not while the log has no anchor: nothing is durable until there is one."""
+        if self._anchored:
+            self._pace.rest()
+        else:
+            self._pace.begin()
+
     def _photograph(self, frozen: Frozen) -> None:
-        rest = self._pace.rest if self._anchored else no_rest  # without an anchor, nothing is durable until it is there
         self._pace.begin()
         try:
-            write_snapshot(self.folder, frozen, rest=rest)
+            write_snapshot(self.folder, frozen, rest=self._rest)
         except OSError as error:
             self._retry_at = time.monotonic() + RETRY_S
             text = f"the snapshot of round {frozen.round} could not be written ({error.strerror})"

@@ -60,7 +60,7 @@ def write_save(
     def finish() -> None:
         write_tensors(part / "outer.safetensors", outer, rest)
         (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-        for path in (part / "facts.json", part):
+        for path in (part / "facts.json", part / "inner", part):
             sync_path(path)
         _publish(part, final)
         sync_path(folder)  # only then may older ones go
@@ -73,6 +73,8 @@ def write_save(
             save(inner, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         _by_leader(finish, group)
     except (OSError, SafetensorError, CheckpointException) as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)  # the log needs the space
         raise SaveError(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
         ) from None
@@ -113,19 +115,22 @@ class _RestingFile(io.BufferedIOBase):
         return self._inside.tell()
 
     def flush(self) -> None:
-        self._inside.flush()
+        if not self._inside.closed:
+            self._inside.flush()
 
     def fileno(self) -> int:
+        """Whoever asks is about to sync."""
+        self.flush()
         return self._inside.fileno()
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """If it fails, it fails on every process: nobody waits for one that has given up."""
-    error: OSError | SafetensorError | None = None
+    error: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             work()
-        except (OSError, SafetensorError) as failed:
+        except Exception as failed:  # noqa: BLE001 -- raised below, when the others know
             error = failed
     if dist.is_initialized():
         failures = torch.tensor([int(error is not None)])

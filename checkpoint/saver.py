@@ -1,5 +1,6 @@
 """Saves that training does not wait for: of a copy, in a thread of their own, one after the other."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Saver:
     def __init__(self, folder: Path, written: Written, failed: Failed) -> None:
         self._folder, self._written, self._failed = folder, written, failed
         self._thread: threading.Thread | None = None
-        self._pace = Pace()
+        self._pace, self._begun_at = Pace(), -math.inf
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -37,10 +38,15 @@ class Saver:
         outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
         if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._pace = Pace()
+        self._pace = Pace(self._time_to_spare())
         # not a daemon: a program that ends meanwhile ends when this is on disk
         self._thread = threading.Thread(target=self._write, args=(step, inner, outer, facts), name="save")
         self._thread.start()
+
+    def _time_to_spare(self) -> float:
+        """Half of what was between the last two saves: the next one is not to wait for this one."""
+        before, self._begun_at = self._begun_at, time.monotonic()
+        return (self._begun_at - before) / 2
 
     def _write(self, step: int, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
         make_way()

@@ -102,8 +102,9 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
 
 
 def _write_shard(folder: Path, name: str, start: int, values: Tensor, number: str, rest: Rest) -> Shard:
-    file = f"{name}-{number}.safetensors"
-    return Shard(file, name, start, len(values), write_tensors(folder / file, {name: values}, rest))
+    file, digest = f"{name}-{number}.safetensors", hashlib.sha256()
+    write_tensors(folder / file, {name: values}, rest, digest.update)
+    return Shard(file, name, start, len(values), digest.hexdigest())
 
 
 def read_manifest(snapshot: Path) -> Manifest:

@@ -69,7 +69,8 @@ class Board:
         row = self.rows[name]
         match event["event"]:
             case "start":
-                row.state, self.steps, self.every = "training", event["steps"], event["every"]
+                row.state, self.steps = "training", event["steps"]
+                self.every = event["every"] if isinstance(event["every"], int) else 1  # a time is no number of steps
             case "step":
                 row.step, row.loss, row.tokens_per_s = event["step"], event["loss"], event["tokens_per_s"]
             case "round":
@@ -155,7 +156,7 @@ class Board:
         line = sentence(event)
         if line is None or event["number"] <= self._amendments:
             return []
-        self._amendments = event["number"]
+        self._amendments, self.steps = event["number"], event["steps"]
         return [line]
 
     def _elastic(self, event: Event) -> list[str]:

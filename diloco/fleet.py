@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from diloco.watching import IslandsView, Tail
 
 RESTART_S = 3.0
 RESTARTS = 5  # of one island
-LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s
+LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s, unless it is still saving
+SAVING_S = 30.0  # since it last wrote to a file
 TICKET_S = 30 * 24 * 3600.0
 
 
@@ -90,9 +92,7 @@ class Fleet:
                 self.children[name].pause()
         late = self._asked_at is not None and now - self._asked_at > self.plan.config.elastic.grace_s + LEAVE_S
         if asked > 1 or late:
-            self._killing = True
-            for name in self._running:
-                self.children[name].kill()
+            self._kill(even_saving=asked > 1)
 
     def _invite(self) -> None:
         """The ticket, with the addresses of all who are there now: any of them can let others in."""
@@ -145,9 +145,13 @@ class Fleet:
             if not self.board.finished and self._asked_at is None:
                 self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
         if self._over_at is not None and now - self._over_at > LEAVE_S:
-            self._killing = True
-            for name in self._running:
-                self.children[name].kill()
+            self._kill(even_saving=False)
+
+    def _kill(self, *, even_saving: bool) -> None:
+        for child in [self.children[name] for name in self._running]:
+            if even_saving or not is_saving(child.folder):
+                self._killing = True
+                child.kill()
 
     @property
     def _deserted(self) -> bool:
@@ -155,6 +159,14 @@ class Fleet:
         rows = [self.board.rows[name] for name in self._running]
         founding = self.plan.names[0] in self._running and not self.board.rows[self.plan.names[0]].restarts
         return not founding and all(row.state != "training" for row in rows)
+
+
+def is_saving(folder: Path) -> bool:
+    """A save or a snapshot of this island has grown lately: a large one takes its time."""
+    files = [*folder.glob("save-*.part/**/*"), *folder.glob("outer/snapshot-*.part/*")]
+    with suppress(FileNotFoundError):  # it has just been finished
+        return any(time.time() - file.stat().st_mtime < SAVING_S for file in files)
+    return True
 
 
 def invitation(plan: Plan, ticket: str) -> list[str]:

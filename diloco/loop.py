@@ -218,7 +218,7 @@ class Run:
     def _tell_amendments(self) -> None:
         """What the run's owner has changed."""
         for amendment in self._membership.amendments[self._amendments :]:
-            self._events.emit("amended", number=amendment.number, text=in_words(amendment))
+            self._events.emit("amended", number=amendment.number, text=in_words(amendment), steps=self.steps)
         self._amendments = len(self._membership.amendments)
 
     def _observe(self, tokens: int, loss: Tensor | float | None) -> None:

@@ -82,7 +82,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     """
     if folder.exists() and not is_run(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
-    if not resume and not fresh and any(folder.glob("island-*/")):
+    if not resume and not fresh and any(has_log(island) or saves(island) for island in folder.glob("island-*/")):
         raise SaveError(
             f"{folder} already holds a run of several islands: add --resume to go on with it, --fresh to start again "
             "(the old one is kept), or --set run=NAME for another run"

@@ -160,7 +160,8 @@ class Trainer:
         self.island.tune(self.membership.config.inner)
         for amendment in self._amendments:
             if amendment not in before:
-                self.events.emit("amended", number=amendment.number, text=in_words(amendment))
+                steps = self.membership.config.inner.steps
+                self.events.emit("amended", number=amendment.number, text=in_words(amendment), steps=steps)
 
     @property
     def _speaks(self) -> bool:

@@ -69,6 +69,23 @@ def test_the_pace_of_fragments_is_that_of_a_whole_phase(board):
     assert board.flush() == ["round   6  step    20  island-1  2.0 steps/s"]
 
 
+def test_a_phase_that_is_a_time_has_a_pace_too(board):
+    board.hear(TWO, told("start", steps=40, every="60s"))
+    board.hear(ONE, a_round(2, ONE, at=10.0, step=10))
+    board.hear(ONE, a_round(3, ONE, at=12.0, step=14))
+    assert board.flush() == ["round   3  step    14  island-1  2.0 steps/s"]
+
+
+def test_a_run_that_its_owner_prolongs_is_not_finished_where_it_would_have_been(board):
+    longer = told("amended", number=1, text="inner.steps=80", steps=80)
+    assert board.hear(ONE, longer) == ["the run's owner sets inner.steps=80"]
+    assert board.hear(TWO, longer) == []
+    board.hear(ONE, a_round(2, ONE, at=10.0, step=40))
+    assert not board.finished
+    board.hear(ONE, a_round(3, ONE, at=20.0, step=80))
+    assert board.finished
+
+
 def test_a_round_waits_for_its_validation_but_not_for_ever(board):
     board.hear(ONE, a_round(2, ONE, at=10, step=10))
     assert board.tick(10 + HOLD_S) == []

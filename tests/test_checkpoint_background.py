@@ -1,6 +1,8 @@
 """Files that are written while training goes on: any reader of safetensors reads them, and their writer rests."""
 
+import errno
 import hashlib
+import math
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from diloco.checkpoint.background import REST, Pace
 from diloco.checkpoint.save import read_inner, read_outer, write_save
 from diloco.checkpoint.saver import Saver
 from diloco.checkpoint.tensorfile import DTYPES, PIECE, write_tensors
+from diloco.errors import SaveError
 
 FACTS = {"round": 1}
 
@@ -20,8 +23,9 @@ FACTS = {"round": 1}
 def test_every_type_comes_back_from_the_file(tmp_path: Path, count: int) -> None:
     tensors = {str(dtype): torch.arange(count).to(dtype) for dtype in DTYPES}
     tensors["a matrix, turned"] = torch.arange(12.0).view(3, 4).T
-    digest = write_tensors(tmp_path / "x.safetensors", tensors)
-    assert digest == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    write_tensors(tmp_path / "x.safetensors", tensors, seen=digest.update)
+    assert digest.digest() == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).digest()
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -46,6 +50,31 @@ def test_rests_many_times_as_long_as_it_worked_unless_somebody_waits(monkeypatch
     pace.hurry()
     monkeypatch.setattr("diloco.checkpoint.background.REST", 1e9)
     pace.rest()  # at once, or it would never come back
+
+
+def test_rests_no_more_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.checkpoint.background.REST", 1e9)
+    pace = Pace(seconds=0.0)
+    pace.begin()
+    work(0.02)
+    pace.rest()  # at once, or it would never come back
+
+
+def test_a_save_has_half_the_time_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([10.0, 50.0, 56.0])
+    saver = Saver(tmp_path, lambda step, path, seconds: None, pytest.fail)  # type: ignore[arg-type]
+    monkeypatch.setattr("diloco.checkpoint.saver.time.monotonic", lambda: next(moments))
+    assert [saver._time_to_spare() for _ in range(3)] == [math.inf, 20.0, 3.0]
+
+
+def test_a_save_that_does_not_fit_leaves_no_space_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("diloco.checkpoint.save.write_tensors", full)
+    with pytest.raises(SaveError, match="No space left"):
+        write_save(tmp_path, 1, inner={"w": torch.rand(100)}, outer={"parameters": torch.rand(100)}, facts=FACTS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_rests_after_every_few_megabytes_of_either_file(tmp_path: Path) -> None:

@@ -229,3 +229,16 @@ def test_segments_are_cut_by_size_and_carry_the_last_promise(tmp_path):
     for path in paths[:-1]:
         path.unlink()
     assert Journal.read(tmp_path).memory == b"promise"
+
+
+def test_a_result_lies_in_the_segment_of_its_record(tmp_path):
+    """However small segments are: whoever prunes one takes both or none."""
+    store, _ = opened(tmp_path / "all", segment_bytes=1)
+    write(store, chain(4))
+    store.close()
+    for number, path in enumerate(segment_paths(tmp_path / "all")):
+        (tmp_path / str(number)).mkdir()
+        path.rename(tmp_path / str(number) / path.name)
+        journal = Journal.read(tmp_path / str(number))
+        assert all(journal.has(entry.payload) for entry in journal.entries.values())
+    assert number == 4  # each record its own, and one that was just begun

@@ -102,7 +102,8 @@ def test_what_needs_others_is_refused_alone(config_file, option):
 
 
 def test_an_island_alone_does_not_train_among_islands(config_file, tmp_path):
-    (tmp_path / "run" / "island-1").mkdir(parents=True)
+    (tmp_path / "run" / "island-1" / "outer").mkdir(parents=True)
+    (tmp_path / "run" / "island-1" / "outer" / "log-00000001.seg").touch()
     (tmp_path / "run" / "config.yaml").touch()
     done = run_cli("run", str(config_file))
     assert done.returncode == 2 and "already holds a run of several islands: add --resume" in done.stderr

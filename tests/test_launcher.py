@@ -24,10 +24,10 @@ from diloco.comm.ticket import Ticket
 from diloco.configfile import load_config, overrides_tree
 from diloco.errors import SaveError
 from diloco.events import Event, read_events
-from diloco.fleet import RESTARTS, Fleet, spread
+from diloco.fleet import RESTARTS, SAVING_S, Fleet, is_saving, spread
 from diloco.fleetplan import Plan
 from diloco.launcher import open_run
-from diloco.runner import REPEAT_S
+from diloco.runner import REPEAT_S, release
 from diloco.watching import Lines
 
 ONE, TWO = "island-1", "island-2"
@@ -69,10 +69,29 @@ def test_islands_share_the_cores(plan):
 def test_an_earlier_run_is_kept_or_refused(plan):
     (plan.folder / "island-1").mkdir(parents=True)
     (plan.folder / "config.yaml").touch()
+    open_run(plan, fresh=False)  # a founding that failed left nothing to go on with
+    release(plan.folder)
+    (plan.folder / "island-1" / "outer").mkdir()
+    (plan.folder / "island-1" / "outer" / "log-00000001.seg").touch()
     with pytest.raises(SaveError, match="already holds a run of several islands: add --resume"):
         open_run(plan, fresh=False)
     assert open_run(plan, fresh=True) == plan.folder.with_name("run.1")
     assert (plan.folder.with_name("run.1") / "island-1").is_dir()
+
+
+def test_who_is_saving_is_given_its_time(tmp_path):
+    assert not is_saving(tmp_path)
+    part = tmp_path / "save-00000003.part" / "inner"
+    part.mkdir(parents=True)
+    (part / "__0_0.distcp").write_bytes(b"half")
+    assert is_saving(tmp_path)
+    before = time.time() - SAVING_S - 1
+    for path in (part, part / "__0_0.distcp"):
+        os.utime(path, (before, before))
+    assert not is_saving(tmp_path)
+    (tmp_path / "outer" / "snapshot-00000002-abc.part").mkdir(parents=True)
+    (tmp_path / "outer" / "snapshot-00000002-abc.part" / "parameters-00000.safetensors").touch()
+    assert is_saving(tmp_path)
 
 
 def test_a_ticket_names_everybody_before_it_names_anybody_twice():

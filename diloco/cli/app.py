@@ -69,7 +69,7 @@ def run(
     from diloco.cli.run import islands_command, run_command
 
     if islands is None:
-        run_command(config, set_ or [], link=link, host=host, resume=resume, fresh=fresh)
+        run_command(config, set_ or [], link=link, host=host, resume=resume, fresh=fresh, restart=restart)
     else:
         islands_command(config, set_ or [], islands, link=link, host=host, resume=resume, fresh=fresh, restart=restart)
 

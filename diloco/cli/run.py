@@ -11,7 +11,7 @@ from diloco.board import account
 from diloco.config import IslandConfig
 from diloco.configfile import load_config
 from diloco.errors import ConfigError
-from diloco.fleetplan import Plan, islands_in
+from diloco.fleetplan import Plan, islands_in, network_options
 from diloco.processes import start_if_several
 from diloco.units import parse_link
 from diloco.watching import open_islands_view
@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 
 
 def run_command(
-    path: Path, overrides: list[str], *, link: str | None, host: str | None, resume: bool, fresh: bool
+    path: Path,
+    overrides: list[str],
+    *,
+    link: str | None,
+    host: str | None,
+    resume: bool,
+    fresh: bool,
+    restart: bool = True,
 ) -> None:
     config = load_config(path, overrides)
     islands = islands_in(Path(config.dir)) if resume else 0
     if islands:
-        islands_command(path, overrides, islands, link=link, host=host, resume=resume, fresh=fresh)
+        islands_command(path, overrides, islands, link=link, host=host, resume=resume, fresh=fresh, restart=restart)
         return
     for option, value in (("--link", link), ("--host", host)):
         if value is not None:
@@ -65,7 +72,9 @@ def islands_command(
     connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config.island))
     outcome = go_on(config, connection) if resume else found(config, connection, fresh=fresh)
     if outcome.leader:
-        Console(highlight=False).print(ending(outcome, config.dir), soft_wrap=True, markup=False)
+        again = command_line(path, overrides, "--islands", "1", *network_options(link, host), "--resume")
+        text = ending(outcome, config.dir) + ("" if outcome.finished else f"; go on with:\n  {again}")
+        Console(highlight=False).print(text, soft_wrap=True, markup=False)
 
 
 def many_islands(plan: Plan, *, fresh: bool) -> None:
