@@ -102,7 +102,7 @@ class Proposal:
     def digest(self) -> str:
         return hashlib.sha256(canonical(self)).hexdigest()
 
-    @property
+    @cached_property
     def islands(self) -> tuple[str, ...]:
         return tuple(contribution.island for contribution in self.contributions)
 
