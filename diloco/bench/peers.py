@@ -72,7 +72,7 @@ def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
             ours, theirs = context.Pipe()
             pipes.append(ours)
             workers.append(context.Process(target=_run_worker, args=(index, count, theirs, work, arguments)))
-            with _deaf_to_interrupts():  # the worker inherits it: Ctrl-C is the parent's to deal with
+            with _deaf_to_interrupts(), _one_thread_each():  # inherited: Ctrl-C is the parent's to deal with
                 workers[-1].start()
             theirs.close()  # or its end would not show here
         results = _Coordinator(workers, pipes).results()
@@ -94,6 +94,19 @@ def _deaf_to_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Some libraries below torch have threads of their own, and heed only this."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 class _Coordinator:
