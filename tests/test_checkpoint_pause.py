@@ -35,6 +35,7 @@ SCHEDULES = {
 CASES = [
     ("classic", "fp32"), ("classic", "sparse"), ("streaming", "int4"), ("streaming", "sparse"), ("eager", "fp4"),
     ("eager", "sparse"), ("overlapped", "int8"), ("overlapped", "sparse"), ("overlapped streaming", "fp4"),
+    ("overlapped", "bf16"), ("streaming", "sign"), ("eager", "dct"), ("overlapped", "lowrank"),
 ]  # fmt: skip
 
 
