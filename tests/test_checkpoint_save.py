@@ -178,7 +178,7 @@ def test_a_save_that_fails_is_told_of_and_the_next_one_is_written(tmp_path, monk
         raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr("diloco.checkpoint.save.save_file", refuse)
+        broken.setattr("diloco.checkpoint.save.write_tensors", refuse)
         begin(saver, 1)
         saver.wait()
     begin(saver, 2)
