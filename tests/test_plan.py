@@ -1,59 +1,26 @@
-"""The planner: the published table, properties that any network has, and figures that can be counted."""
+"""The published model of bandwidth, and `diloco plan` as people ask it."""
 
 import json
 import math
 import re
-import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.bench import real
 from diloco.bench.plan import TARGETS, against_table
-from diloco.bench.speed import measure
-from diloco.checkpoint.log import KEEP_PAYLOADS
 from diloco.cli.plan import Bare, Links, plan_command
-from diloco.comm.codec import CODECS, codec_named, result_codec_for
-from diloco.comm.noise import NoiseKey
-from diloco.comm.spans import spans_by_bandwidth
-from diloco.config import Config, SyncConfig
-from diloco.configfile import parse_config
-from diloco.elastic.work import KEEP_BYTES
-from diloco.errors import ConfigError, DataError
-from diloco.island import next_token_loss
-from diloco.model import PRESETS, Decoder, shape_of
-from diloco.planning import memory
-from diloco.planning.accelerators import ACCELERATORS, accelerator_named, called
-from diloco.planning.plan import Machine, advice, make_plan
-from diloco.planning.predict import AGREE_HOPS, LINK_SHARE, Line, Situation, data_parallel_utilisation, predict
-from diloco.planning.profiles import Profile, read_profiles
-from diloco.planning.search import bandwidth_needed, cost, search, variants
+from diloco.errors import ConfigError
 from diloco.planning.utilisation import GRID_GBIT, METHODS, Training, bandwidth_for, utilisation
-from diloco.planning.workload import bytes_of, workload_of
 from diloco.units import parse_share
 
 NOTHING = Bare(None, None, None, None, None, None)
 NO_LINKS = Links(None, None, None, None, None, [])
 GIVEN = Bare("24", "0.1s", "1B", "100", "overlap", "4")
 ISLANDS = Links(4, "1gbit,40ms", None, None, None, [])
-
-
-def config_of(**sections) -> Config:
-    return parse_config({"model": {"preset": "tiny"}, "data": {"sequence": 128}, "island": {"batch": 8}, **sections})
-
-
-WORK = workload_of(config_of())
-
-
-def situation(bits_per_s=50e6, delay_s=0.02, step_s=0.1, islands=4) -> Situation:
-    return Situation(WORK, islands, Line(bits_per_s, bits_per_s, delay_s), step_s)
 
 
 # the published model
@@ -183,7 +150,11 @@ def test_a_plan_for_programs(tmp_path, capsys):
     assert answer["given"]["sync"] == {"every": 2, "codec": "int4", "fragments": 1, "delay": 0, "apply": "rebase"}
     assert len(answer["gbit_per_s"]) == 2
     assert answer["chosen"]["utilisation"] >= 0.9 > answer["given"]["utilisation"]
-    assert answer["memory_bytes"]["accelerator"] > answer["memory_bytes"]["parameters"] == 4 * WORK.parameters
+    assert (
+        answer["memory_bytes"]["accelerator"]
+        > answer["memory_bytes"]["parameters"]
+        == 4 * answer["model"]["parameters"]
+    )
     assert answer["why"].startswith("take sync: {")
 
 
@@ -206,268 +177,3 @@ def test_shares(text, share):
 def test_no_shares(text):
     with pytest.raises(ValueError, match="a share"):
         parse_share(text)
-
-
-# our own trainer
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("islands", [2, 3])
-def test_bytes_are_those_of_real_payloads(name, islands):
-    count, key = 100_000, NoiseKey(1, 0, "plan")
-    codec, result = codec_named(name), codec_named(result_codec_for(name, islands))
-    spans = spans_by_bandwidth(count, [1.0] * islands)
-    values = [torch.randn(span.hi - span.lo) for span in spans]
-    given_, mean = [len(codec.encode(v, key)) for v in values], [len(result.encode(v, key)) for v in values]
-    sent = [sum(given_) - given_[i] + (islands - 1) * mean[i] for i in range(islands)]
-    received = [(islands - 1) * given_[i] + sum(mean) - mean[i] for i in range(islands)]
-    assert bytes_of(name, count, islands) == (max(sent), max(received))
-
-
-@pytest.mark.parametrize("preset", ["tiny", "35m"])
-def test_memory_is_what_parameters_gradients_and_adam_take(preset):
-    config = config_of(model={"preset": preset})
-    with torch.device("meta"):
-        model = Decoder(shape_of(config.model, 256, 128))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    found = memory.memory_of(workload_of(config), config, "fp32", islands=2)
-    assert found.parameters == found.gradients == sum(p.nbytes for p in model.parameters())
-    assert found.optimizer == sum(state.nbytes for state in states)
-
-
-def test_sharded_over_four_the_state_is_a_quarter():
-    whole, sharded = config_of(), config_of(island={"batch": 8, "fsdp": 2, "tp": 2})
-    one, four = (memory.memory_of(WORK, config, "fp32", islands=2) for config in (whole, sharded))
-    assert four.parameters + four.gradients + four.optimizer == (one.parameters + one.gradients + one.optimizer) / 4
-
-
-def test_activations_are_about_what_a_backward_pass_keeps():
-    config = config_of()
-    model = Decoder(shape_of(config.model, 256, 128))
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        next_token_loss(model, torch.zeros(8, 129, dtype=torch.long))
-    counted = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    found = memory.memory_of(WORK, config, "fp32", islands=2)
-    assert found.activations == pytest.approx(counted, rel=0.1)
-
-
-def test_what_the_host_keeps_is_what_the_log_and_the_session_keep():
-    assert (memory.KEPT_RESULTS, memory.KEPT_CONTRIBUTIONS_BYTES) == (KEEP_PAYLOADS, KEEP_BYTES)
-
-
-def test_a_blocking_round_is_waited_for_and_an_eager_one_hides():
-    here = situation()
-    blocking = predict(here, SyncConfig(every=20, codec="int8"))
-    assert blocking.phase_s == pytest.approx(20 * 0.1 + blocking.round_s)
-    (one,) = blocking.rounds
-    transfer_s = 8 * one.sent / 50e6 / LINK_SHARE
-    assert one.sent == bytes_of("int8", WORK.trained, 4)[0]
-    assert blocking.round_s > transfer_s + (AGREE_HOPS + 1) * 0.02
-    assert blocking.sent_a_day == pytest.approx(one.sent * 86400 / blocking.phase_s)
-    assert predict(here, SyncConfig(every=20, codec="int8", apply="eager")).utilisation == 1
-    slow = predict(situation(bits_per_s=1e6), SyncConfig(every=20, codec="int8", apply="eager"))
-    assert slow.phase_s == pytest.approx(slow.round_s)
-
-
-def test_a_delay_hides_as_much_as_it_lasts():
-    waits = [predict(situation(), SyncConfig(every=20, delay=delay)).waited_s for delay in (0, 1, 2, 19)]
-    assert waits[0] - waits[1] == pytest.approx(0.1) and waits[1] - waits[2] == pytest.approx(0.1)
-    assert waits[3] == 0
-
-
-def test_rounds_of_fragments_are_serial():
-    found = predict(situation(bits_per_s=1e6), SyncConfig(every=10, fragments=3, delay=9))
-    assert len(found.rounds) == 3
-    assert found.phase_s == pytest.approx(sum(one.seconds for one in found.rounds))
-    waited_for = predict(situation(bits_per_s=1e6), SyncConfig(every=10, fragments=3))
-    assert waited_for.phase_s == pytest.approx(10 * 0.1 + found.phase_s)
-    queued = predict(situation(bits_per_s=17e6, delay_s=0), SyncConfig(every=10, fragments=3, delay=4))
-    late_s = queued.rounds[0].seconds - 4 * 0.1
-    assert queued.waited_s == pytest.approx(2 * late_s) and late_s > 0  # the second round begins late, too
-
-
-def test_an_island_alone_sends_nothing():
-    found = predict(situation(islands=1), SyncConfig(every=20))
-    assert found.sent_a_day == 0 and found.utilisation > 0.98
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rates=st.lists(st.floats(1e4, 1e11), min_size=2, max_size=6).map(sorted),
-    sync=st.sampled_from(list(variants(SyncConfig(), WORK.blocks))),
-    delay_s=st.floats(0, 1),
-    step_s=st.floats(1e-3, 10),
-)
-def test_more_bandwidth_never_lowers_our_utilisation(rates, sync, delay_s, step_s):
-    found = [predict(situation(rate, delay_s, step_s), sync).utilisation for rate in rates]
-    assert all(later >= earlier - 1e-9 for earlier, later in pairwise(found))
-    assert 0 < found[-1] <= 1 + 1e-9
-
-
-def test_the_rate_that_is_needed_is_the_least_one():
-    here, sync = situation(), SyncConfig(every=100, codec="int4", delay=5)
-    rate = bandwidth_needed(here, sync, 0.9)
-    assert rate is not None
-    assert predict(situation(rate), sync).utilisation >= 0.9 > predict(situation(0.99 * rate), sync).utilisation
-    assert bandwidth_needed(situation(delay_s=1), SyncConfig(every=5), 0.9) is None
-
-
-def test_the_mildest_setting_that_reaches_the_target_is_chosen():
-    here, given_ = situation(bits_per_s=5e6), SyncConfig(every=10)
-    chosen = search(here, given_, 0.95).chosen
-    assert chosen is not None and chosen.utilisation >= 0.95
-    others = [predict(here, sync) for sync in variants(given_, WORK.blocks)]
-    milder = [one for one in others if cost(one.sync, one.steps) < cost(chosen.sync, chosen.steps)]
-    assert milder and all(one.utilisation < 0.95 for one in milder)
-
-
-def test_what_is_good_enough_and_no_worse_is_kept():
-    here, given_ = situation(bits_per_s=1e9), SyncConfig(every=25)
-    found = search(here, given_, 0.9)
-    assert predict(here, SyncConfig(every=30)).utilisation > predict(here, given_).utilisation >= 0.9
-    assert found.chosen is not None and found.chosen.sync == given_
-    assert given_ not in [one.sync for one in found.others]
-
-
-def test_a_fast_link_asks_for_nothing_and_a_hopeless_one_is_told():
-    config = config_of(sync={"every": 30, "codec": "int8"})
-    machine = Machine("cpu", "fp32", Profile(), ACCELERATORS["cpu"])
-    slow, fast = (
-        make_plan(config, WORK, machine, islands=4, line=Line(rate, rate, 0.001), targets=(0.9,)) for rate in (1e3, 1e9)
-    )
-    assert advice(fast).startswith("keep it: ")
-    assert advice(slow).startswith("none of ") and "comes nearest with" in advice(slow)
-    assert fast.data_parallel > slow.data_parallel > 0
-
-
-def test_data_parallel_is_far_below_on_a_slow_link():
-    assert data_parallel_utilisation(situation()) < predict(situation(), SyncConfig(every=30)).utilisation / 2
-
-
-def test_a_phase_given_as_a_time_has_as_many_steps_as_fit():
-    assert predict(situation(step_s=0.1), SyncConfig(every="60s")).steps == 600
-
-
-# what is read
-
-
-def test_a_measured_step_is_taken_as_it_was_measured(tmp_path):
-    config = config_of()
-    speed = {"device": "cpu (2 threads)", "tokens_per_s": 4096.0, "flops_per_token": WORK.flops_per_token}
-    codec = {"device": "cpu (2 threads)", "values": 1000, "speed": {"int8": {"encode_s": 1e-3, "decode_s": 2e-3}}}
-    for name, figures in (("speed", speed), ("codec", codec)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"checks": [], **figures}))
-    profile = read_profiles([tmp_path / "speed.json", tmp_path / "codec.json"])
-    plan = make_plan(
-        config, WORK, Machine("cpu", "fp32", profile), islands=2, line=Line(1e9, 1e9), targets=(0.9,)
-    )  # fmt: skip
-    assert plan.situation.step_s == pytest.approx(8 * 128 / 4096)
-    assert plan.situation.host.codec_ns["int8"] == pytest.approx((1000.0, 2000.0))
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("[1]", "must hold one JSON object"),
-        ("{", "cannot be read"),
-        ('{"tokens_per_s": 1}', "figures are missing or damaged"),
-        ('{"checks": []}', "neither of bench speed nor of bench codec"),
-        ('{"device": "NVIDIA H200", "values": 1, "speed": {}}', "islands encode on the CPU"),
-    ],
-)
-def test_a_profile_of_something_else_is_refused(tmp_path, text, complaint):
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
-        read_profiles([path])
-
-
-def test_the_speed_bench_writes_what_a_profile_needs(tmp_path):
-    report = measure(preset="tiny", batch=1, sequence=16, vocab=256, steps=5, compile=False, device="cpu")
-    path = tmp_path / "speed.json"
-    path.write_text(json.dumps(report.figures))
-    profile = read_profiles([path])
-    assert profile.device.startswith("cpu") and profile.flops is not None and profile.flops > 1e6
-
-
-def test_accelerators_are_known_by_name_and_by_what_drivers_call_them():
-    assert all(called(f"NVIDIA {one.called}") is one for name, one in ACCELERATORS.items())
-    assert accelerator_named("H100") is called("NVIDIA H100 80GB HBM3")
-    assert called("NVIDIA GH200 480GB") is ACCELERATORS["h200"]
-    assert [called(f"NVIDIA {name}") for name in ("L40S", "L4")] == [ACCELERATORS["l40s"], ACCELERATORS["l4"]]
-    assert called("a toaster") is None
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_have_their_parameters_and_fragments(preset):
-    config = config_of(model={"preset": preset, "vocab": 32768})
-    work = workload_of(config)
-    with torch.device("meta"):
-        model = Decoder(shape_of(config.model, 256, 128))
-    assert work.parameters == work.trained == sum(p.numel() for p in model.parameters())
-    assert (work.blocks, work.width, work.vocab) == (len(model.blocks), model.shape.width, 32768)
-    assert work.feed_forward == pytest.approx(model.shape.feed_forward, abs=1)
-    assert sum(work.fragments(3, "strided")) == work.trained
-
-
-def test_a_hugging_face_config_is_enough(tmp_path):
-    pytest.importorskip("transformers")
-    shape = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
-        "max_position_embeddings": 256, "tie_word_embeddings": False,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    work = workload_of(config_of(model={"hf": str(tmp_path)}))
-    assert work.trained == 2 * 1000 * 64 + 3 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64
-    assert (work.blocks, work.width, work.feed_forward, work.vocab) == (3, 64, 128, 1000)
-
-
-def test_data_that_is_elsewhere_needs_its_vocabulary_told(tmp_path):
-    data = {"source": "tokens", "path": str(tmp_path / "far.tokens"), "sequence": 128}
-    with pytest.raises(DataError, match=r"to plan without it, .* --set model.vocab=32768"):
-        workload_of(config_of(data=data))
-    assert workload_of(config_of(data=data, model={"preset": "tiny", "vocab": 500})).vocab == 500
-
-
-def test_planning_is_pure():
-    names = ("utilisation", "predict", "memory", "search", "plan", "profiles", "accelerators")
-    code = "; ".join(
-        ["import sys", *(f"import diloco.planning.{name}" for name in names), "print('torch' in sys.modules)"]
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
-
-
-# against real islands: what `diloco bench plan` makes of what it sees
-
-
-def test_what_real_islands_did_is_taken_without_waits_and_from_the_last_launch():
-    every, delay = real.EVERY, real.DELAY
-    moments, now = [], 0.0
-    for step in range(1, 3 * every + 1):
-        moments.append(now)
-        now += 0.5 if step % every in (0, delay) else 0.1  # after the others nothing is waited for
-    assert real.usual_step_s(moments) == pytest.approx(0.1)
-    assert real.usual_phase_s([*moments, now]) == pytest.approx(0.1 * (every - 2) + 1.0)
-    early, late = [(0.0, 9.0), (10.0, 13.0), (20.0, 23.5)], [(8.0, 9.5), (11.0, 13.0), (21.0, 23.0)]
-    assert real.usual_round_s([early, late]) == pytest.approx(2.25)
-
-
-def test_the_settings_against_real_islands_are_those_that_were_asked_for():
-    lines = {setting.line for setting in real.SETTINGS}
-    kinds = {(setting.codec, setting.overlapped) for setting in real.SETTINGS}
-    assert len(real.SETTINGS) == 6 and len(lines) == 2
-    assert kinds == {("int8", False), ("int8", True), ("int4", False), ("int4", True)}
-    waits = [real.plan(setting, 0.15) for setting in real.SETTINGS if not setting.overlapped]
-    assert all(planned.utilisation < 0.95 and planned.round_s > 0.2 for planned in waits)
