@@ -67,13 +67,14 @@ class Codec(ABC):
         assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
         if values.requires_grad or not values.is_contiguous():
             values = values.detach().contiguous()
-        size = self.size(len(values))
+        count = values.numel()
+        size = self.size(count)
         payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
         assert payload.numel() == size
-        if len(values):
+        if count:
             self._fill(payload, values, Noise(key, start // PAGE))
         if not defer:
-            self.refuse_bad(payload, len(values), REFUSED)
+            self.refuse_bad(payload, count, REFUSED)
         return payload
 
     def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:

@@ -121,13 +121,13 @@ def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload:
     """Fill `payload`, without waiting for it. A block with NaN or infinity gets NaN for its scale."""
     first, second, start_seed = key.seeds
     seed = (start_seed + first_page + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number of 32 bits
-    _launch("encode", levels, values, payload, len(values), seed, first, second)
+    _launch("encode", levels, values, payload, values.numel(), seed, first, second)
 
 
 def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
     """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
     exact = torch.tensor(share, dtype=torch.float32).item()
-    _launch("accumulate", levels, payload, into, len(into), exact, int(not fresh))
+    _launch("accumulate", levels, payload, into, into.numel(), exact, int(not fresh))
 
 
 def _launch(name: str, levels: int, source: Tensor, target: Tensor, count: int, *numbers: float) -> None:
