@@ -7,7 +7,7 @@ import pytest
 from test_cli import run_cli
 
 from diloco.cli.virtual import Virtual, setting_of, virtual_command
-from diloco.elastic.simulator.check import Violation
+from diloco.elastic.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
 from diloco.planning.predict import Host, Line
 from diloco.virtual.costs import flat, two_level
@@ -65,10 +65,22 @@ def test_a_lost_coordinator_is_followed_by_the_next():
     assert len(world.tally.commits) > 3 and set(world.tally.contributors[1:]) == {68}
 
 
-def test_a_run_that_stands_still_is_a_violation(monkeypatch):
+@pytest.mark.parametrize("setting", [FEW, replace(CHURN, mtbf_s=60.0, seconds=800.0)])
+def test_a_run_that_stands_still_is_told_of_whoever_fails_meanwhile(setting, monkeypatch):
     monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction: None)
-    with pytest.raises(Violation, match="I4"):
-        simulate(FEW)
+    assert "no round from 0 s" in simulate(setting).standstill
+
+
+def test_a_command_on_a_run_that_stands_still_fails(monkeypatch, capsys):
+    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction: None)
+    with pytest.raises(SystemExit, match="1"):
+        virtual_command(given(minutes=10.0), as_json=False)
+    assert "I4 does not hold" in capsys.readouterr().out
+
+
+def test_a_run_may_end_with_nobody_left():
+    outcome = simulate(replace(FEW, mtbf_s=1.0, back_s=1e6, seconds=60.0))
+    assert outcome.failures == FEW.islands and outcome.at_newest_head == 0
 
 
 def test_two_levels_have_few_streams_and_nearly_the_same_bytes():
@@ -83,9 +95,12 @@ def test_two_levels_have_few_streams_and_nearly_the_same_bytes():
     )
 
 
-def test_two_levels_in_a_run():
-    outcome = simulate(replace(CHURN, mtbf_s=None, two_level=True))
-    assert outcome.rounds > 3 and outcome.connections < 2 * CHURN.islands
+def test_many_reduce_in_two_levels_unless_told_otherwise():
+    usual = simulate(replace(CHURN, mtbf_s=None))
+    assert usual.rounds > 3 and usual.connections < CHURN.islands
+    whole = simulate(replace(CHURN, mtbf_s=None, two_level=False))
+    assert whole.connections > 2 * (FLAT_UP_TO - 1)
+    assert FEW.reduces_in_two_levels(FLAT_UP_TO + 1) and not FEW.reduces_in_two_levels(FLAT_UP_TO)
 
 
 def test_what_is_computed_says_where_flat_ends():
@@ -99,7 +114,7 @@ def test_hosts_that_need_longer_wait_longer():
 
 
 def given(**changes: object) -> Virtual:
-    usual = Virtual(8, "50mbit,20ms", "10M", "int8", "30s", 5.0, "1min", "1min", "5s", "30%", two_level=False, seed=0)
+    usual = Virtual(8, "50mbit,20ms", "10M", "int8", "30s", 5.0, "1min", "1min", "5s", "30%", two_level=None, seed=0)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -116,6 +131,7 @@ def test_the_command_tells_people_and_machines(capsys):
     ("wrong", "reason"),
     [
         ({"islands": 20_000}, "2 to 10000"),
+        ({"islands": 1025, "two_level": False}, "at most 1024"),
         ({"link": "0mbit"}, "carries nothing"),
         ({"link": "-5mbit"}, "--link -5mbit"),
         ({"mtbf": "0s"}, "more than nothing"),
@@ -132,3 +148,18 @@ def test_what_cannot_be_is_refused(wrong, reason):
 def test_the_command_line_leads_there():
     done = run_cli("simulate", "--virtual", "--islands", "1")
     assert done.returncode != 0 and "2 to 10000" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--virtual", "some.yaml"], "a CONFIG has nothing to do with --virtual"),
+        (["--virtual", "--kill", "1@5s"], "--kill has nothing to do with --virtual"),
+        (["--protocol", "--link", "5mbit"], "--link has nothing to do with --protocol"),
+        (["some.yaml", "--mtbf", "1min"], "--mtbf is for --virtual"),
+        (["some.yaml", "--one-level"], "--two-level is for --virtual"),
+    ],
+)
+def test_options_of_another_mode_are_refused(words, reason):
+    done = run_cli("simulate", *words)
+    assert done.returncode == 2 and reason in done.stderr

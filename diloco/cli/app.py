@@ -244,6 +244,7 @@ def sample(
     "Another: diloco simulate --protocol --seeds 1000 --jobs 8"
 )
 def simulate(
+    context: typer.Context,
     config: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[CONFIG]…", help="The run's YAML file; several are compared.", show_default=False),
@@ -286,7 +287,10 @@ def simulate(
     params: Annotated[str, typer.Option(help="… values in a round.")] = "150M",
     codec: Annotated[str, typer.Option(help="… how they travel.")] = "int8",
     phase: Annotated[str, typer.Option(help="… computing between two rounds.")] = "5min",
-    two_level: Annotated[bool, typer.Option("--two-level", help="… reduce in groups, then between them.")] = False,
+    two_level: Annotated[
+        bool | None,
+        typer.Option("--two-level/--one-level", help="… reduce in groups first. None: more than 64 do."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="… print one JSON object.")] = False,
 ) -> None:
     """Real islands on this machine over slow links, with faults by a script, and a report with plots.
@@ -300,6 +304,9 @@ def simulate(
     With --virtual: the same protocol with modelled computers and links, for many islands that come and go: times of
     rounds, utilisation, bytes, messages; every invariant is checked. Then what is computed for other numbers of them.
     """
+    from diloco.cli.modes import refuse_misplaced
+
+    refuse_misplaced(context, virtual=virtual, protocol=protocol)
     if virtual:
         from diloco.cli.virtual import Virtual, virtual_command
 

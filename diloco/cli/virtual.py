@@ -9,6 +9,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from diloco.comm.spans import MAX_MEMBERS
 from diloco.elastic.simulator.check import Violation
 from diloco.errors import ConfigError
 from diloco.planning.plan import percent
@@ -37,7 +38,7 @@ class Virtual:
     back: str
     silence: str
     diurnal: str | None
-    two_level: bool
+    two_level: bool | None
     seed: int
 
 
@@ -51,16 +52,20 @@ def virtual_command(given: Virtual, *, as_json: bool) -> None:
     table = rows(setting)
     if as_json:
         print(json.dumps({**asdict(outcome), "computed": [_plain(row) for row in table]}))
-        return
-    console = Console(highlight=False)
-    console.print("\n".join(told(setting, outcome)), soft_wrap=True, markup=False)
-    console.print(_table(table))
+    else:
+        console = Console(highlight=False)
+        console.print("\n".join(told(setting, outcome)), soft_wrap=True, markup=False)
+        console.print(_table(table))
+    if outcome.standstill:
+        sys.exit(1)
 
 
 def setting_of(given: Virtual) -> Setting:
     islands = 1000 if given.islands is None else given.islands
     if not 2 <= islands <= MAX_ISLANDS:
         raise ConfigError(f"--islands {islands}: in virtual time 2 to {MAX_ISLANDS}")
+    if given.two_level is False and islands > MAX_MEMBERS:
+        raise ConfigError(f"--one-level --islands {islands}: one butterfly has at most {MAX_MEMBERS} members")
     if given.codec not in CODEC_NS:
         raise ConfigError(f"--codec {given.codec}: choose one of {', '.join(CODEC_NS)}")
     rate, delay_s = _parsed("--link", given.link or "100mbit,40ms", parse_link)
@@ -90,14 +95,14 @@ def _positive(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
-    line, way = setting.line, "two levels" if setting.two_level else "one butterfly"
+    line, way = setting.line, "two levels" if setting.reduces_in_two_levels(setting.islands) else "one butterfly"
     yield (
         f"{outcome.islands} islands at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
         f"{setting.values / 1e6:g}M values as {setting.codec} in {way}; {format_duration(outcome.seconds)} of virtual "
         f"time in {format_duration(outcome.wall_s)}"
     )
-    if not outcome.rounds:
-        yield "  no round came about: one coordinator cannot tell so many islands of it over such a link"
+    if outcome.standstill:
+        yield f"  I4 does not hold: {outcome.standstill}"
     yield (
         f"  {outcome.rounds} rounds, one every {format_duration(outcome.period_s)}, of which the all-reduce takes "
         f"{format_duration(outcome.reduce_s)}; {outcome.failures} failures ended {outcome.failed_attempts} attempts"
@@ -106,8 +111,9 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
         f"  islands computed {percent(outcome.utilisation)} of the time; {percent(outcome.contributors)} of them were "
         f"in a round; the longest wait for one was {format_duration(outcome.longest_wait_s)}"
     )
+    holding = "the other invariants" if outcome.standstill else "invariants"
     yield (
-        f"  invariants hold, {outcome.branches} forks; {percent(outcome.at_newest_head)} are at the newest head now, "
+        f"  {holding} hold, {outcome.branches} forks; {percent(outcome.at_newest_head)} are at the newest head now, "
         f"the last is {outcome.furthest_behind} behind; {outcome.wrongly_lost} were thought lost and were not"
     )
     if 2 * _row_of(setting).begin_s > setting.silence_s:

@@ -43,7 +43,8 @@ class Reductions:
 
     def cost(self, members: int) -> Cost:
         setting = self._world.setting
-        return (two_level if setting.two_level else flat)(members, setting.values, setting.codec)
+        cost = two_level if setting.reduces_in_two_levels(members) else flat
+        return cost(members, setting.values, setting.codec)
 
     def seconds(self, begin: Begin) -> float:
         """All wait for the slowest link."""
@@ -92,15 +93,17 @@ class Reductions:
             reduction.waiting.discard(name)
             self._fail(reduction, name, "hung up")
 
-    def lost(self, name: str, *, noticed: bool) -> None:
-        """Where its connections do not close, its chunks are missed."""
-        for reduction in list(self._under_way.values()):
+    def lost(self, name: str, *, noticed: bool) -> bool:
+        """Where its connections do not close, its chunks are missed. Whether an all-reduce had counted on it."""
+        needed = [reduction for reduction in self._under_way.values() if name in reduction.begin.members]
+        for reduction in needed:
             if name in reduction.waiting:
                 reduction.waiting.discard(name)
                 setting = self._world.setting
                 stall_s = setting.silence_s + SLACK * self.seconds(reduction.begin) / CHUNKS
                 wait_s = setting.line.delay_s if noticed else stall_s
                 self._world.timeline.after(wait_s, partial(self._fail, reduction, name, "its chunks do not come"))
+        return bool(needed)
 
     def _fail(self, reduction: Reduction, blamed: str, reason: str) -> None:
         if reduction.failed or reduction.begin.ballot not in self._under_way:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from diloco.elastic.reducing import FLAT_UP_TO
 from diloco.planning.predict import Host, Line
 
 DAY_S = 86400.0
@@ -27,13 +28,16 @@ class Setting:
     seed: int = 0
     silence_s: float = 5.0
     straggler: float = 1.5
-    two_level: bool = False  # how vectors are reduced
+    two_level: bool | None = None  # how vectors are reduced; None: as real islands do, by their number
     flat_up_to: int = 64  # heartbeats, see diloco.elastic.beating
     host: Host = field(default_factory=Host.of_gpus)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(map(name_of, range(self.islands)))
+
+    def reduces_in_two_levels(self, members: int) -> bool:
+        return members > FLAT_UP_TO if self.two_level is None else self.two_level
 
     def pace(self, index: int) -> float:
         """How much longer than the fastest this island computes: evenly spread, in no order."""

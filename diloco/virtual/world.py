@@ -92,7 +92,8 @@ class Tally:
 
     commits: list[float] = field(default_factory=list)  # when rounds with contributions were first committed
     contributors: list[int] = field(default_factory=list)
-    failures: list[float] = field(default_factory=list)
+    failures: int = 0
+    setbacks: list[float] = field(default_factory=list)  # failures of a coordinator, or in an all-reduce
     wrongly_lost: int = 0  # islands that were thought dead, and were not
     notes: Counter[str] = field(default_factory=Counter)
     alive_s: float = 0.0  # of lives that are over
@@ -177,10 +178,11 @@ class World:
     def fail(self, name: str, *, noticed: bool) -> None:
         life, now = self.lives.pop(name), self.timeline.now
         self.steady.discard(name)
-        self.tally.failures.append(now)
+        self.tally.failures += 1
         self.tally.alive_s += now - life.since
         self.tally.computed_s += life.trainer.computed_s - life.trainer.unfinished_s()
-        self.reductions.lost(name, noticed=noticed)
+        if self.reductions.lost(name, noticed=noticed) or life.node.term is not None:
+            self.tally.setbacks.append(now)
         if noticed:
             for other, theirs in self.lives.items():
                 if theirs.node._loud or life.node._loud:  # only those have a stream to each other
