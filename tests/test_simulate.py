@@ -1,5 +1,6 @@
 """Simulations: topologies and faults as people write them, what islands make of them, and what is told of it."""
 
+import io
 import json
 import math
 import re
@@ -13,13 +14,19 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import SMALL, run_cli
+from rich.console import Console
+from test_board import told
+from test_launcher import FakeChild
 
 from diloco.cli.simulate import Given, refuse_backend, refuse_one_folder, summary, world_of
 from diloco.comm.link import Line
 from diloco.comm.link import Path as Way
 from diloco.comm.memory import MemoryNetwork
+from diloco.configfile import load_config
 from diloco.errors import ConfigError, PeerLost
+from diloco.launcher import open_run
 from diloco.simulation.faults import parse_faults
+from diloco.simulation.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
 from diloco.simulation.netns import Namespaces, enter, refuse_if_not_permitted
 from diloco.simulation.network import VARIABLE, SimulatedNetwork, network_at, slowed, slowness_of
 from diloco.simulation.page import page, write_page
@@ -27,6 +34,7 @@ from diloco.simulation.story import Computed, FaultStory, IslandStory, LossPoint
 from diloco.simulation.timeline import Flow, Span, flat, flows, sending, timeline
 from diloco.simulation.topology import Rates, Topology
 from diloco.simulation.topologyfile import read_topology
+from diloco.watching import Lines
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 IDS = {f"island-{number}": f"id-{number}" for number in range(1, 9)}
@@ -324,6 +332,50 @@ def test_without_permission_namespaces_are_refused_with_the_reason(monkeypatch):
         refuse_backend("tc")
 
 
+# the fleet
+
+
+@pytest.fixture
+def fleet(tmp_path, monkeypatch):
+    """Two islands without processes; call it with what befalls them."""
+    monkeypatch.setattr("diloco.fleet.RESTART_S", 0.0)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}))
+
+    def make(*, restart: bool = True, **given: str) -> SimulatedFleet:
+        topology = Topology.uniform(2, 20e6, 0.02)
+        plan = SimulatedPlan(load_config(path, []), path, (), 2, restart=restart)
+        open_run(plan, fresh=False)
+        (plan.folder / "island-1" / "ticket").touch()
+        (plan.folder / "island-1" / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
+        made = SimulatedFleet(
+            plan, Lines(Console(file=io.StringIO(), width=200)), World(topology, faults(topology, **given))
+        )
+        made.children = {name: FakeChild(plan.folder / name, None) for name in plan.names}
+        made.found()
+        return made
+
+    return make
+
+
+def trains(fleet: SimulatedFleet, name: str) -> None:
+    (fleet.plan.folder / name / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10)) + "\n")
+
+
+def cuts(fleet: SimulatedFleet) -> list[list[str]]:
+    return json.loads((fleet.plan.folder / NETWORK).read_text())["cut"]
+
+
+def test_a_cut_from_the_beginning_begins_when_all_train(fleet):
+    made = fleet(cut="1|2@0s..1h")
+    trains(made, "island-1")
+    made.look(0)
+    assert cuts(made) == []
+    trains(made, "island-2")
+    made.look(0)
+    assert cuts(made) == [["island-1", "island-2"]]
+
+
 # what is told
 
 
@@ -465,6 +517,7 @@ def test_real_islands_are_killed_stopped_cut_and_joined_and_all_of_it_is_in_the_
     islands = {island["name"]: island for island in told["islands"]}
     states = {name: [span["state"] for span in island["spans"]] for name, island in islands.items()}
     assert states["island-2"][0] == "joining" and "dead" in states["island-2"]
+    assert not any(span["state"] == "dead" and span["begin_s"] < 0 for span in islands["island-2"]["spans"])
     assert "stopped" in states["island-1"] and "waiting" in states["island-1"]
     assert islands["island-3"]["spans"][0]["begin_s"] > 0.9
     assert all(island["sent"] > 0 for island in islands.values())

@@ -120,7 +120,8 @@ class SimulatedFleet(Fleet):
                 os.killpg(pid, number)
 
     def _write_network(self, seconds: float) -> None:
-        topology, faults = self.world.topology, self.world.faults
+        topology = self.world.topology
+        faults = tuple(fault for fault in self.world.faults if fault.kind == "slow" or fault in self.happened.faults)
         if self._namespaces is not None:
             for island, site in enumerate(topology.sites, start=1):
                 self._namespaces.shape(island, site.rates_at(seconds))
