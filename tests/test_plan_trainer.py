@@ -1,6 +1,7 @@
 """The planner of our own trainer: properties that any network has, and figures that can be counted."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -24,10 +25,10 @@ from diloco.island import next_token_loss
 from diloco.model import PRESETS, Decoder, shape_of
 from diloco.planning import memory
 from diloco.planning.accelerators import ACCELERATORS, accelerator_named, called
-from diloco.planning.plan import Machine, advice, make_plan
+from diloco.planning.plan import NO_LINE, Machine, advice, make_plan
 from diloco.planning.predict import AGREE_HOPS, LINK_SHARE, Line, Situation, data_parallel_utilisation, predict
 from diloco.planning.profiles import Profile, read_profiles
-from diloco.planning.search import bandwidth_needed, cost, search, variants
+from diloco.planning.search import EVERY, bandwidth_needed, cost, ladder, search, variants
 from diloco.planning.workload import bytes_of, workload_of
 
 
@@ -36,10 +37,18 @@ def config_of(**sections) -> Config:
 
 
 WORK = workload_of(config_of())
+RUN_STEPS = 2000
 
 
 def situation(bits_per_s=50e6, delay_s=0.02, step_s=0.1, islands=4) -> Situation:
     return Situation(WORK, islands, Line(bits_per_s, bits_per_s, delay_s), step_s)
+
+
+CPU = Machine("cpu", "fp32", Profile(), ACCELERATORS["cpu"])
+
+
+def plan_of(config: Config, line: Line):
+    return make_plan(config, WORK, CPU, islands=4, line=line, targets=(0.9,))
 
 
 # settings, rounds and memory
@@ -138,7 +147,7 @@ def test_an_island_alone_sends_nothing():
 @settings(max_examples=60, deadline=None)
 @given(
     rates=st.lists(st.floats(1e4, 1e11), min_size=2, max_size=6).map(sorted),
-    sync=st.sampled_from(list(variants(SyncConfig(), WORK.blocks))),
+    sync=st.sampled_from(list(variants(SyncConfig(), WORK.blocks, RUN_STEPS))),
     delay_s=st.floats(0, 1),
     step_s=st.floats(1e-3, 10),
 )
@@ -158,16 +167,16 @@ def test_the_rate_that_is_needed_is_the_least_one():
 
 def test_the_mildest_setting_that_reaches_the_target_is_chosen():
     here, given_ = situation(bits_per_s=5e6), SyncConfig(every=10)
-    chosen = search(here, given_, 0.95).chosen
+    chosen = search(here, given_, 0.95, run_steps=RUN_STEPS).chosen
     assert chosen is not None and chosen.utilisation >= 0.95
-    others = [predict(here, sync) for sync in variants(given_, WORK.blocks)]
+    others = [predict(here, sync) for sync in variants(given_, WORK.blocks, RUN_STEPS)]
     milder = [one for one in others if cost(one.sync, one.steps) < cost(chosen.sync, chosen.steps)]
     assert milder and all(one.utilisation < 0.95 for one in milder)
 
 
 def test_what_is_good_enough_and_no_worse_is_kept():
     here, given_ = situation(bits_per_s=1e9), SyncConfig(every=25)
-    found = search(here, given_, 0.9)
+    found = search(here, given_, 0.9, run_steps=RUN_STEPS)
     assert predict(here, SyncConfig(every=30)).utilisation > predict(here, given_).utilisation >= 0.9
     assert found.chosen is not None and found.chosen.sync == given_
     assert given_ not in [one.sync for one in found.others]
@@ -175,13 +184,39 @@ def test_what_is_good_enough_and_no_worse_is_kept():
 
 def test_a_fast_link_asks_for_nothing_and_a_hopeless_one_is_told():
     config = config_of(sync={"every": 30, "codec": "int8"})
-    machine = Machine("cpu", "fp32", Profile(), ACCELERATORS["cpu"])
-    slow, fast = (
-        make_plan(config, WORK, machine, islands=4, line=Line(rate, rate, 0.001), targets=(0.9,)) for rate in (1e3, 1e9)
-    )
+    slow, fast = (plan_of(config, Line(rate, rate, 0.001)) for rate in (1e3, 1e9))
     assert advice(fast).startswith("keep it: ")
     assert advice(slow).startswith("none of ") and "comes nearest with" in advice(slow)
     assert fast.data_parallel > slow.data_parallel > 0
+
+
+@pytest.mark.parametrize("run_steps", [1, 2, 3, 10, 59, 200, 10**6])
+def test_what_is_proposed_synchronises_twice_in_a_run(run_steps):
+    given_ = SyncConfig(every=500)
+    proposed = [*variants(given_, WORK.blocks, run_steps)][1:] + ladder(given_, WORK.blocks, run_steps)
+    assert proposed and all(sync.every <= max(1, run_steps // 2) for sync in proposed)
+    assert (EVERY[-1] in {sync.every for sync in proposed}) == (run_steps >= 2 * EVERY[-1])
+
+
+@pytest.mark.parametrize("line", [Line(1e5, 1e5, 0.08), Line(1e9, 1e9, 0.001), NO_LINE])
+@pytest.mark.parametrize("every", [500, "1d"])
+def test_a_phase_longer_than_the_run_is_told_and_never_chosen(line, every):
+    inner = {"steps": 200, "warmup": 10}
+    longer = plan_of(config_of(inner=inner, sync={"every": every, "codec": "int4"}), line)
+    assert longer.never_synchronises and longer.given.prediction.sync.every == every
+    assert longer.chosen is None or longer.chosen.prediction.steps <= 100
+    assert re.search(
+        r"; yours never synchronises: its phase of \d+ steps is longer than the run of 200$", advice(longer)
+    )
+    whole = plan_of(config_of(inner=inner, sync={"every": 200}), line)
+    assert "never synchronises" not in advice(whole)
+
+
+def test_longer_phases_are_proposed_only_where_the_run_has_room_for_them():
+    far = Line(1e9, 1e9, 9.0)
+    short, long = (plan_of(config_of(inner={"steps": steps}, sync={"every": 30}), far) for steps in (200, 2000))
+    assert "a run of 200 steps is too short for longer phases" in advice(short)
+    assert long.chosen.prediction.steps > short.chosen.prediction.steps == 100
 
 
 def test_data_parallel_is_far_below_on_a_slow_link():

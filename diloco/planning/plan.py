@@ -8,7 +8,7 @@ from diloco.planning.accelerators import CPU, Accelerator
 from diloco.planning.memory import Memory, memory_of
 from diloco.planning.predict import Host, Line, Prediction, Situation, Workload, data_parallel_utilisation, predict
 from diloco.planning.profiles import Profile
-from diloco.planning.search import Found, bandwidth_needed, cost, ladder, search
+from diloco.planning.search import Found, bandwidth_needed, cost, ladder, longest_phase, search
 from diloco.units import format_rate
 
 # What a GPU needs for a block however small it is: its kernels are launched one by one. A guess; compiled or not.
@@ -60,13 +60,19 @@ class Plan:
     others: tuple[Row, ...]
     tried: int
     data_parallel: float  # its utilisation
+    run_steps: int
+
+    @property
+    def never_synchronises(self) -> bool:
+        """As it is given."""
+        return self.given.prediction.steps > self.run_steps
 
 
 def make_plan(
     config: Config, work: Workload, machine: Machine, *, islands: int, line: Line, targets: tuple[float, ...]
 ) -> Plan:
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
-    found = _ladder(situation, config.sync) if line == NO_LINE else search(situation, config.sync, targets[0])
+    found = _found(situation, config, targets[0])
 
     def row(prediction: Prediction) -> Row:
         return Row(prediction, tuple(bandwidth_needed(situation, prediction.sync, target) for target in targets))
@@ -75,6 +81,7 @@ def make_plan(
         machine, situation, memory_of(work, config, machine.dtype, islands), targets,
         given=row(predict(situation, config.sync)), chosen=row(found.chosen) if found.chosen else None,
         others=tuple(map(row, found.others)), tried=found.tried, data_parallel=data_parallel_utilisation(situation),
+        run_steps=config.inner.steps,
     )  # fmt: skip
 
 
@@ -85,19 +92,30 @@ def _step_s(config: Config, work: Workload, machine: Machine) -> float:
     return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.accumulate)
 
 
-def _ladder(situation: Situation, given: SyncConfig) -> Found:
-    return Found(None, tuple(predict(situation, sync) for sync in ladder(given, situation.work.blocks)), 0)
+def _found(situation: Situation, config: Config, target: float) -> Found:
+    run_steps = config.inner.steps
+    if situation.line != NO_LINE:
+        return search(situation, config.sync, target, run_steps=run_steps)
+    rungs = ladder(config.sync, situation.work.blocks, run_steps)
+    return Found(None, tuple(predict(situation, sync) for sync in rungs), 0)
 
 
 def advice(plan: Plan) -> str:
     """One sentence."""
+    if not plan.never_synchronises:
+        return _advice(plan)
+    phase = f"its phase of {plan.given.prediction.steps} steps is longer than the run of {plan.run_steps}"
+    return f"{_advice(plan)}; yours never synchronises: {phase}"
+
+
+def _advice(plan: Plan) -> str:
     given, target = plan.given.prediction, percent(plan.targets[0])
     if plan.chosen is None:
-        return f"{describe(given.sync)} {_needs(plan.given, target)}"
+        return f"{describe(given.sync)} {_needs(plan, plan.given, target)}"
     chosen = plan.chosen.prediction
     name, share = describe(chosen.sync), percent(chosen.utilisation)
     if chosen.utilisation < plan.targets[0]:
-        nearest = f"{name} comes nearest with {share}, and {_needs(plan.chosen, target)}"
+        nearest = f"{name} comes nearest with {share}, and {_needs(plan, plan.chosen, target)}"
         return f"none of {plan.tried} settings reaches {target} here; {nearest}"
     if chosen.sync == given.sync:
         return f"keep it: none of {plan.tried} settings reaches {target} here at less cost in quality"
@@ -113,10 +131,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _needs(row: Row, target: str) -> str:
+def _needs(plan: Plan, row: Row, target: str) -> str:
     bits_per_s = row.needed_bits_per_s[0]
     if bits_per_s is None:
-        return f"reaches {target} at no rate: delays and the leader's own work alone take longer; raise sync.every"
+        longest = row.prediction.steps >= longest_phase(plan.run_steps)
+        better = f"a run of {plan.run_steps} steps is too short for longer phases" if longest else "raise sync.every"
+        return f"reaches {target} at no rate: delays and the leader's own work alone take longer; {better}"
     return f"needs {format_rate(bits_per_s)} up and down for {target}"
 
 

@@ -32,15 +32,16 @@ class Found:
     tried: int
 
 
-def search(situation: Situation, given: SyncConfig, target: float) -> Found:
-    tried = [predict(situation, sync) for sync in variants(given, situation.work.blocks)]
+def search(situation: Situation, given: SyncConfig, target: float, *, run_steps: int) -> Found:
+    tried = [predict(situation, sync) for sync in variants(given, situation.work.blocks, run_steps)]
     best: dict[str, Prediction] = {}
-    for one in tried:
+    for one in (one for one in tried if one.steps <= run_steps):
         name = kind(one.sync)
         if name not in best or _rank(one, target) < _rank(best[name], target):
             best[name] = one
     chosen, own = min(best.values(), key=lambda one: _rank(one, target)), tried[0]
-    if own.utilisation >= target and cost(own.sync, own.steps) <= cost(chosen.sync, chosen.steps):
+    good_enough = own.steps <= run_steps and own.utilisation >= target
+    if good_enough and cost(own.sync, own.steps) <= cost(chosen.sync, chosen.steps):
         chosen = own
     others = (one for one in best.values() if one.sync not in (chosen.sync, own.sync))
     return Found(chosen, tuple(others), len(tried))
@@ -73,11 +74,11 @@ def kind(sync: SyncConfig) -> str:
     return f"{parts}, overlapped" if parts else "overlapped"
 
 
-def variants(given: SyncConfig, blocks: int) -> Iterator[SyncConfig]:
-    """The given one first."""
+def variants(given: SyncConfig, blocks: int, run_steps: int) -> Iterator[SyncConfig]:
+    """The given one first. The others synchronise at least twice in a run."""
     yield given
     every = given.every if isinstance(given.every, int) else EVERY[0]
-    for steps in sorted({*EVERY, every}):
+    for steps in sorted({min(steps, longest_phase(run_steps)) for steps in (*EVERY, every)}):
         for codec in dict.fromkeys((*CODECS, given.codec)):
             yield from _ways(steps, codec, given.pattern, blocks)
 
@@ -100,16 +101,23 @@ def streams(blocks: int) -> int:
     return -(-blocks // BLOCKS_A_FRAGMENT) + 1
 
 
-def ladder(given: SyncConfig, blocks: int) -> list[SyncConfig]:
+def longest_phase(run_steps: int) -> int:
+    return max(1, run_steps // 2)
+
+
+def ladder(given: SyncConfig, blocks: int, run_steps: int) -> list[SyncConfig]:
     """From the mildest to the thriftiest, to show what each needs where no link is given."""
-    return [
-        SyncConfig(every=30, codec="int8"),
-        SyncConfig(every=100, codec="int8"),
-        SyncConfig(every=100, codec="int4"),
-        SyncConfig(every=100, codec="int4", delay=5),
-        SyncConfig(every=100, codec="int4", delay=5, fragments=min(100, streams(blocks)), pattern=given.pattern),
-        SyncConfig(every=100, codec="int4", apply="eager"),
+    short, long = (min(steps, longest_phase(run_steps)) for steps in (30, 100))
+    delay, parts = min(5, long // 2), min(long, streams(blocks))
+    rungs = [
+        SyncConfig(every=short, codec="int8"),
+        SyncConfig(every=long, codec="int8"),
+        SyncConfig(every=long, codec="int4"),
+        SyncConfig(every=long, codec="int4", delay=delay),
+        SyncConfig(every=long, codec="int4", delay=delay, fragments=parts, pattern=given.pattern),
+        SyncConfig(every=long, codec="int4", apply="eager"),
     ]
+    return list(dict.fromkeys(rungs))
 
 
 def bandwidth_needed(situation: Situation, sync: SyncConfig, target: float) -> float | None:
