@@ -69,10 +69,21 @@ class SimulatedFleet(Fleet):
 
     def look(self, asked: int) -> None:
         super().look(asked)
-        if self.happened.zero is None:
+        if self._ending:
+            self._ahead.clear()
+        elif self.happened.zero is None:
             self._begin_if_all_train()
         if self.happened.zero is not None:
             self._play(time.time() - self.happened.zero)
+
+    @property
+    def asked(self) -> bool:
+        """To stop, by a signal."""
+        return self._asked_at is not None
+
+    @property
+    def _ending(self) -> bool:
+        return self.asked or self._over_at is not None
 
     def _begin_if_all_train(self) -> None:
         rows = [row for row in self.board.rows.values() if row.name not in self._waiting]
@@ -85,12 +96,12 @@ class SimulatedFleet(Fleet):
 
     def _play(self, seconds: float) -> None:
         for name, until_s in list(self._stopped.items()):
-            if seconds >= until_s or self.board.finished:
+            if seconds >= until_s or self._ending:
                 del self._stopped[name]
                 self._signal(name, signal.SIGCONT)
                 self.happened.stops[name][-1].append(time.time())
                 self.view.say(f"{seconds:.0f} s: {name} goes on")
-        while self._ahead and self._ahead[0].at_s <= seconds and not self.board.finished:
+        while self._ahead and self._ahead[0].at_s <= seconds:
             self._carry_out(self._ahead.pop(0), seconds)
         self._write_network(seconds)
 
