@@ -5,8 +5,10 @@ import json
 import math
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -523,3 +525,39 @@ def test_real_islands_are_killed_stopped_cut_and_joined_and_all_of_it_is_in_the_
     assert all(island["sent"] > 0 for island in islands.values())
     assert told["losses"][-1]["loss"] < told["losses"][0]["loss"]
     assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 4
+
+
+def config_of(folder: Path, name: str, **sections: object) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **sections, "run": name, "checkpoint": {"dir": name}}))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_wakes_who_is_stopped_and_neither_the_script_nor_the_next_run_goes_on(tmp_path):
+    configs = [config_of(tmp_path, name, inner={**SMALL["inner"], "steps": 100_000}) for name in ("a", "b")]
+    script = ["--stop", "2@0s..10min", "--join", "1@15s"]
+    command = [sys.executable, "-m", "diloco", "simulate", *configs, "--islands", "2", "--link", "20mbit,20ms", *script]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        lines: list[str] = []
+        while not lines or "island-2 is stopped" not in lines[-1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=240)[0]
+    assert process.returncode == 1 and f"not started: {configs[1]}" in rest
+    assert "island-2 goes on" in rest and "died" not in rest and not (tmp_path / "b").exists()
+    (told,) = json.loads((tmp_path / "a" / "report.json").read_text())["simulations"]
+    assert [fault["happened"] for fault in told["faults"]] == [True, False]
+    assert not (tmp_path / "a" / "island-3" / "output.log").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_does_not_cost_the_report_of_the_one_before(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").touch()
+    configs = [config_of(tmp_path, name) for name in ("a", "b")]
+    done = run_cli("simulate", *configs, "--islands", "1", "--link", "20mbit,20ms", cwd=tmp_path)
+    assert done.returncode != 0 and "b is there already and is no run of ours" in done.stderr
+    (told,) = json.loads((tmp_path / "a" / "report.json").read_text())["simulations"]
+    assert told["name"] == "a" and told["finished"]

@@ -10,8 +10,7 @@ from rich.console import Console
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.config import Config
-    from diloco.simulation.fleet import World
+    from diloco.simulation.fleet import SimulatedFleet, SimulatedPlan, World
     from diloco.simulation.story import Story
 
 MAX_ISLANDS = 64
@@ -62,15 +61,25 @@ def simulate_command(
     world = world_of(given)
     from diloco.configfile import load_config
     from diloco.simulation.drawing import need_matplotlib
+    from diloco.simulation.fleet import SimulatedPlan
+    from diloco.simulation.story import Story, story_of
 
     need_matplotlib()
     loaded = [(path, load_config(path, overrides)) for path in configs]
     refuse_one_folder([(path, config.dir) for path, config in loaded])
-    netns = backend == "netns"
-    stories = [run_one(path, config, overrides, world, restart=restart, netns=netns) for path, config in loaded]
     page = report or Path(loaded[0][1].dir) / "report.html"
-    show(stories, page)
-    sys.exit(0 if all(story.finished and story.agree for story in stories) else 1)
+    stories = list[Story]()
+    for path, config in loaded:
+        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
+        fleet = run_one(plan, world, netns=backend == "netns")
+        stories.append(story_of(config, world, fleet))
+        show(stories, page)
+        if fleet.asked:
+            break
+    left = [str(path) for path, _ in loaded[len(stories) :]]
+    if left:
+        _print([f"not started: {', '.join(left)}"])
+    sys.exit(0 if not left and all(story.finished and story.agree for story in stories) else 1)
 
 
 def world_of(given: Given) -> "World":
@@ -118,33 +127,29 @@ def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
         seen[folder] = path
 
 
-def run_one(
-    path: Path, config: "Config", overrides: list[str], world: "World", *, restart: bool, netns: bool
-) -> "Story":
+def run_one(plan: "SimulatedPlan", world: "World", *, netns: bool) -> "SimulatedFleet":
     from diloco.board import account
-    from diloco.simulation.fleet import SimulatedPlan, simulate
-    from diloco.simulation.story import story_of
+    from diloco.simulation.fleet import simulate
     from diloco.watching import open_islands_view
 
     view = open_islands_view()
     try:
-        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
         fleet = simulate(plan, view, world, netns=netns)
     finally:
         view.close()
     _print(account(fleet.board))
-    return story_of(config, world, fleet)
+    return fleet
 
 
 def show(stories: "list[Story]", page: Path) -> None:
+    """The last one in words, all of them on the page."""
     from diloco.simulation.page import write_page
     from diloco.simulation.story import write_json
 
     page.parent.mkdir(parents=True, exist_ok=True)
     write_page(stories, page)
     write_json(stories, page.with_suffix(".json"))
-    for story in stories:
-        _print(summary(story))
+    _print(summary(stories[-1]))
     _print([f"report: {page} (open it in a browser), {page.with_suffix('.json')}"])
 
 
