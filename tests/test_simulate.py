@@ -20,7 +20,15 @@ from rich.console import Console
 from test_board import told
 from test_launcher import FakeChild
 
-from diloco.cli.simulate import Given, refuse_backend, refuse_one_folder, summary, world_of
+from diloco.cli.simulate import (
+    Given,
+    refuse_backend,
+    refuse_one_folder,
+    refuse_report,
+    simulate_command,
+    summary,
+    world_of,
+)
 from diloco.comm.link import Line
 from diloco.comm.link import Path as Way
 from diloco.comm.memory import MemoryNetwork
@@ -209,6 +217,35 @@ def test_what_cannot_be_simulated_is_refused(given, reason):
 def test_two_configurations_need_two_folders():
     with pytest.raises(ConfigError, match=r"b.yaml and a.yaml would both train in runs/x"):
         refuse_one_folder([(Path("a.yaml"), "runs/x"), (Path("b.yaml"), "runs/x")])
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        ("out.json", "with the JSON beside it; write out.html"),
+        ("folder", "folder is a folder; write --report folder/report.html"),
+        ("named.html", "named.json is a folder; write --report named.json/report.html"),
+        ("file/report.html", "--report file/report.html cannot be written: [Errno 20] Not a directory"),
+        ("/proc/report.html", "--report /proc/report.html cannot be written"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(page, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "named.json").mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        simulate_command(
+            [Path("run.yaml")], [], Given(link="20mbit"), report=Path(page), restart=True, backend="shaped"
+        )
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_report_may_be_in_a_folder_that_is_not_there_yet(tmp_path):
+    refuse_report(tmp_path / "some" / "where" / "report.html")
+    refuse_report(Path("report.html"))
+    assert list(tmp_path.iterdir()) == []
 
 
 # the islands' side

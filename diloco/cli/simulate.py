@@ -3,6 +3,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -58,6 +59,8 @@ def simulate_command(
     if not configs:
         raise ConfigError("simulate needs a CONFIG, such as examples/islands.yaml; or --protocol")
     refuse_backend(backend)
+    if report is not None:
+        refuse_report(report)
     world = world_of(given)
     from diloco.configfile import load_config
     from diloco.simulation.drawing import need_matplotlib
@@ -117,6 +120,20 @@ def refuse_backend(backend: str) -> None:
         raise ConfigError(f"--backend {backend}: there are shaped and netns")
     if backend == "netns":
         refuse_if_not_permitted()
+
+
+def refuse_report(page: Path) -> None:
+    """Makes no folder yet: a run may want to make the same one."""
+    if page.suffix == ".json":
+        raise ConfigError(f"--report {page} is the page, with the JSON beside it; write {page.with_suffix('.html')}")
+    for file in (page, page.with_suffix(".json")):
+        if file.is_dir():
+            raise ConfigError(f"--report {page}: {file} is a folder; write --report {file / 'report.html'}")
+    try:
+        with TemporaryFile(dir=next(folder for folder in page.parents if folder.exists())):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--report {page} cannot be written: {error}; name another place") from None
 
 
 def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
