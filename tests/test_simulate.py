@@ -34,6 +34,7 @@ from diloco.comm.link import Path as Way
 from diloco.comm.memory import MemoryNetwork
 from diloco.configfile import load_config
 from diloco.errors import ConfigError, PeerLost
+from diloco.fleet import RESTARTS
 from diloco.launcher import open_run
 from diloco.simulation.faults import parse_faults
 from diloco.simulation.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
@@ -387,9 +388,9 @@ def fleet(tmp_path, monkeypatch):
         open_run(plan, fresh=False)
         (plan.folder / "island-1" / "ticket").touch()
         (plan.folder / "island-1" / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
-        made = SimulatedFleet(
-            plan, Lines(Console(file=io.StringIO(), width=200)), World(topology, faults(topology, **given))
-        )
+        out = io.StringIO()
+        made = SimulatedFleet(plan, Lines(Console(file=out, width=200)), World(topology, faults(topology, **given)))
+        made.out = out
         made.children = {name: FakeChild(plan.folder / name, None) for name in plan.names}
         made.found()
         return made
@@ -413,6 +414,31 @@ def test_a_cut_from_the_beginning_begins_when_all_train(fleet):
     trains(made, "island-2")
     made.look(0)
     assert cuts(made) == [["island-1", "island-2"]]
+
+
+def test_time_does_not_wait_for_who_died_and_stays_away(fleet):
+    made = fleet(restart=False, kill="1@0s")
+    trains(made, "island-1")
+    made.children["island-2"].exit_code = 1
+    made.look(0)
+    made.look(0)
+    assert "all islands train but island-2 (gone for good): from here on" in made.out.getvalue()
+    assert made.children["island-1"].exit_code == -9 and len(made.happened.faults) == 1
+
+
+def test_time_waits_for_who_died_and_comes_back(fleet):
+    made = fleet(kill="1@0s")
+    trains(made, "island-1")
+    made.children["island-2"].exit_code = 1
+    for _ in range(RESTARTS):
+        made.look(0)
+        assert made.happened.zero is None
+    made.children["island-2"].exit_code = None
+    made.look(0)
+    assert made.happened.zero is None
+    trains(made, "island-2")
+    made.look(0)
+    assert made.happened.zero is not None
 
 
 # what is told

@@ -49,7 +49,9 @@ class SimulatedPlan(Plan):
 class Happened:
     """What the fleet saw and did, in seconds of the clock of all machines."""
 
-    zero: float | None = None  # when the first islands all trained; faults count from there
+    zero: float | None = (
+        None  # when all of the first islands that had not gone for good trained; faults count from there
+    )
     ended: float = 0.0
     lives: dict[str, list[list[float]]] = field(default_factory=dict)  # of each island's processes: begin and end
     stops: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -87,9 +89,11 @@ class SimulatedFleet(Fleet):
 
     def _begin_if_all_train(self) -> None:
         rows = [row for row in self.board.rows.values() if row.name not in self._waiting]
-        if all(row.state == "training" or row.restarts for row in rows):
+        away = [row.name for row in rows if row.state in ("gone", "left") and row.name not in self._again_at]
+        if len(away) < len(rows) and all(row.state == "training" or row.name in away for row in rows):
             self.happened.zero = time.time()
-            self.view.say("all islands train: from here on time counts")
+            without = f" but {', '.join(away)} (gone for good)" if away else ""
+            self.view.say(f"all islands train{without}: from here on time counts")
             for fault in self.world.faults:
                 if fault.kind == "slow":
                     self.happened.faults[fault] = self.happened.zero
