@@ -15,11 +15,16 @@ SIZE_UNITS = {
 
 
 MAX_DELAY_S = 10.0
+SLOWEST, FASTEST = 1.0, 1e15  # bits per second, of any link
+MAX_COUNT = 2**63 - 1
 
 
 def parse_rate(value: object) -> float:
     """Bits per second: `20mbit`, `1.5gbit`, `1gbit/s`."""
-    return _parse(value, RATE_UNITS, "a rate such as 20mbit or 1gbit")
+    rate = _parse(value, RATE_UNITS, "a rate such as 20mbit or 1gbit")
+    if rate and not SLOWEST <= rate <= FASTEST:
+        raise ValueError("no link has such a rate: write one from 1bit to 1000tbit, such as 20mbit or 1gbit")
+    return rate
 
 
 def parse_duration(value: object) -> float:
@@ -49,11 +54,19 @@ def parse_delay(value: str) -> float:
 def parse_count(value: object) -> int:
     """A whole number: `25M`, `1_000`, `2k`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M", bare=1.0)
+        number: float = value
+    else:
+        number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M", bare=1.0)
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
+    if number > MAX_COUNT:
+        raise ValueError(f"is too large: at most {MAX_COUNT:.2g}")
     return int(number)
+
+
+def is_whole(text: str) -> bool:
+    """Plain digits, as islands are numbered: no sign, no ², not so many that they can mean nothing."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def parse_size(value: object) -> int:
@@ -76,16 +89,17 @@ def _parse(value: object, units: dict[str, float], expected: str, bare: float | 
     if isinstance(value, str):
         number, unit = _split(value, expected)
     else:
-        number, unit = float(value), ""
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"must be finite and not negative; write {expected}")
+        number, unit = float(str(value)), ""  # an int that no float can hold is infinite
     if unit == "" and "" not in units:
         if bare is None:
             raise ValueError(f"the unit is missing; write {expected}")
-        return number * bare
+        units = {"": bare}
     if unit not in units:
         raise ValueError(f"unknown unit {unit!r}; write {expected}")
-    return number * units[unit]
+    quantity = number * units[unit]
+    if not math.isfinite(quantity) or quantity < 0:
+        raise ValueError(f"must be finite and not negative; write {expected}")
+    return quantity
 
 
 def _split(text: str, expected: str) -> tuple[float, str]:

@@ -43,6 +43,15 @@ def test_reads_what_people_write(parse, text, value):
         (parse_count, float("inf"), "finite"),
         (parse_size, 7, "unit is missing"),
         (parse_duration, [], "such as 80ms"),
+        (parse_duration, "1e306d", "finite"),
+        (parse_duration, 10**400, "finite"),
+        (parse_rate, "1e300gbit", "finite"),
+        (parse_rate, "2e15bit", "from 1bit to 1000tbit"),
+        (parse_rate, "1e-300bit", "from 1bit to 1000tbit"),
+        (parse_count, "1e300T", "finite"),
+        (parse_count, "1e19", "too large: at most 9"),
+        (parse_count, 10**400, "too large"),
+        (parse_size, "1e300TiB", "finite"),
     ],
 )
 def test_refuses_the_rest_with_an_example(parse, text, complaint):

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from diloco.errors import ConfigError
 from diloco.simulation.topology import Topology, between, island_name
-from diloco.units import parse_duration
+from diloco.units import is_whole, parse_duration
 
 HOW = {
     "kill": "1@60s: island 1 at 60 seconds",
@@ -109,7 +109,7 @@ def _side(text: str, names: str, topology: Topology) -> tuple[int, ...]:
 
 def _island(kind: str, text: str, name: str, topology: Topology) -> int:
     number = name.strip().removeprefix("island-")
-    if not number.isdigit() or not 1 <= int(number) <= topology.islands:
+    if not is_whole(number) or not 1 <= int(number) <= topology.islands:
         regions = sorted({site.region for site in topology.sites} - {""})
         known = f"regions {', '.join(regions)} and " if regions and kind == "cut" else ""
         _refuse(kind, text, f"there is no island {name.strip()!r}, only {known}islands 1 to {topology.islands}")
@@ -118,7 +118,7 @@ def _island(kind: str, text: str, name: str, topology: Topology) -> int:
 
 def _count(text: str) -> int:
     number = text.partition("@")[0].strip()
-    if not number.isdigit() or int(number) < 1:
+    if not is_whole(number) or int(number) < 1:
         _refuse("join", text, f"{number!r} is no number of islands")
     return int(number)
 
@@ -146,7 +146,7 @@ def _seconds(kind: str, text: str, moment: str) -> float:
 
 
 def _factor(text: str, given: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d*)?", given.strip()) or not 1 <= float(given) <= MAX_SLOW:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", given.strip()) or not 1 <= float(given) <= MAX_SLOW:
         _refuse("slow", text, f"{given.strip()!r} is no number from 1 to {MAX_SLOW:g}")
     return float(given)
 

@@ -20,7 +20,7 @@ from diloco.comm.link import Path
 from diloco.configfile import reading_yaml
 from diloco.errors import ConfigError
 from diloco.simulation.topology import Rates, Site, Topology, between, island_name, pairs
-from diloco.units import parse_delay, parse_duration, parse_rate, parse_share
+from diloco.units import is_whole, parse_delay, parse_duration, parse_rate, parse_share
 
 MAX_ISLANDS = 64
 ISLAND_KEYS = ("up", "down", "changes")
@@ -72,7 +72,7 @@ class Reader:
 
     def _region(self, name: str, node: yaml.Node) -> Region:
         parts = self._fields(node, (*ISLAND_KEYS, *PATH_KEYS), needed=("up",))
-        if name.isdigit():
+        if is_whole(name):
             self._refuse(node, f"region {name}: a number means an island; give it another name")
         return Region(self._rates(parts), self._changes(parts), self._path_of(parts))
 
@@ -137,13 +137,13 @@ class Reader:
         if len(ends) != 2:
             self._refuse(parts["between"], "a path has two ends: [eu, us]")
         sides = [self._side(end, bare, regions) for end in ends]
-        special = sum(self._text(end).isdigit() for end in ends)
+        special = sum(is_whole(self._text(end)) for end in ends)
         cut = "cut" in parts and self._value(parts["cut"], "cut", yes_or_no)
         return special, between(*sides), None if cut else self._path_of(parts)
 
     def _side(self, node: yaml.Node, bare: Topology, regions: dict[str, Region]) -> tuple[int, ...]:
         name = self._text(node)
-        if name.isdigit() and 1 <= int(name) <= bare.islands:
+        if is_whole(name) and 1 <= int(name) <= bare.islands:
             return (int(name),)
         if name not in regions:
             known = f"regions {', '.join(regions)}, islands 1 to {bare.islands}"
