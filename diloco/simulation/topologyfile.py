@@ -121,6 +121,7 @@ class Reader:
         read = [self._listed(node, bare, regions) for node in nodes]
         for _, ends, path in sorted(read, key=lambda one: one[0]):
             found |= dict.fromkeys(ends, path)
+        self._refuse_twice(nodes, [(special, ends) for special, ends, _ in read])
         for pair in pairs(bare.islands):
             if pair not in found:
                 one, other = (bare.site(number).region for number in sorted(pair))
@@ -138,8 +139,26 @@ class Reader:
             self._refuse(parts["between"], "a path has two ends: [eu, us]")
         sides = [self._side(end, bare, regions) for end in ends]
         special = sum(is_whole(self._text(end)) for end in ends)
+        if special and not between(*sides):
+            self._refuse(parts["between"], f"both ends are {island_name(sides[0][0])}: a path has two")
         cut = "cut" in parts and self._value(parts["cut"], "cut", yes_or_no)
+        if cut and (also := [key for key in PATH_KEYS if key in parts]):
+            self._refuse(parts[also[0]], f"what is cut has no {also[0]}: leave out that or cut")
         return special, between(*sides), None if cut else self._path_of(parts)
+
+    def _refuse_twice(self, nodes: list[yaml.Node], read: list[tuple[int, set[frozenset[int]]]]) -> None:
+        """Of two that are equally special, none counts more, unless a third one does."""
+        most: dict[frozenset[int], int] = {}
+        for special, ends in read:
+            most |= {pair: max(special, most.get(pair, 0)) for pair in ends}
+        lines: dict[frozenset[int], int] = {}
+        for node, (special, ends) in zip(nodes, read, strict=True):
+            deciding = [pair for pair in ends if special == most[pair]]
+            for pair in sorted(deciding, key=sorted):
+                if pair in lines:
+                    both = " and ".join(map(island_name, sorted(pair)))
+                    self._refuse(node, f"how {both} are connected is said already by line {lines[pair]}: leave one out")
+                lines[pair] = node.start_mark.line + 1
 
     def _side(self, node: yaml.Node, bare: Topology, regions: dict[str, Region]) -> tuple[int, ...]:
         name = self._text(node)
