@@ -108,6 +108,7 @@ class Trainer:
             self.membership.finish_step(should_stop)
             while not self.finished and not self.place.any(should_stop()):
                 self.advance(should_stop)
+            self._tell_wait(self._idle_s)
             self._paused = not self.finished and self.place.any(pausing())
             if self._paused:
                 self.membership.pause()
