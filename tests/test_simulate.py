@@ -17,9 +17,11 @@ import pytest
 import yaml
 from conftest import SMALL, run_cli
 from rich.console import Console
+from team import PATIENT, Team, introduced
 from test_board import told
 from test_launcher import FakeChild
 
+from diloco.bench.speed import Heard
 from diloco.cli.simulate import (
     Given,
     refuse_backend,
@@ -34,6 +36,7 @@ from diloco.comm.link import Path as Way
 from diloco.comm.memory import MemoryNetwork
 from diloco.configfile import load_config
 from diloco.errors import ConfigError, PeerLost
+from diloco.events import Events
 from diloco.fleet import RESTARTS
 from diloco.launcher import open_run
 from diloco.simulation.faults import parse_faults
@@ -45,6 +48,7 @@ from diloco.simulation.story import Computed, FaultStory, IslandStory, LossPoint
 from diloco.simulation.timeline import Flow, Span, flat, flows, sending, timeline
 from diloco.simulation.topology import Rates, Topology
 from diloco.simulation.topologyfile import read_topology
+from diloco.together import Together
 from diloco.watching import Lines
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -459,6 +463,31 @@ def test_a_timeline_joins_computes_waits_dies_and_comes_back():
 
 def test_who_dies_before_it_trains_was_joining_and_who_stays_away_is_dead():
     assert timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
+
+
+def test_who_is_killed_after_a_longer_silence_than_its_steps_take_was_waiting():
+    steps = [event("start", 0), event("step", 2), event("step", 4), event("wait", 8, seconds=3), event("step", 10)]
+    waited = [Span(0, 5, "computing"), Span(5, 8, "waiting")]
+    lost = event("elastic", 19, what="lost")  # tells nothing of training
+    assert timeline([[0, 20]], [], [*steps, lost], end=20) == [
+        *waited, Span(8, 12, "computing"), Span(12, 20, "waiting")
+    ]  # fmt: skip
+    assert timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
+    assert timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
+    assert timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
+
+
+def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small):
+    """Its only peer never comes, and what they train on is handed out by a round of both."""
+    team = Team(small(elastic=PATIENT, evaluate={"every": 0}))
+    drivers, looks = team.drivers(), iter([False, False, True])
+    trainer, heard = team.trainers["A"], Heard()
+    trainer.events = Events([heard])
+    with introduced(drivers):
+        trainer.join(Together(drivers["A"], team.config, str))
+        trainer.run(lambda: next(looks, True))
+    kinds = [event["event"] for event in heard.events]
+    assert "step" not in kinds and kinds.index("start") < kinds.index("wait") < kinds.index("end")
 
 
 def test_spans_that_cover_each_other_are_told_once():

@@ -36,9 +36,18 @@ def timeline(
         found += [Span(e["time"] - e["seconds"], e["time"], "waiting") for e in mine if e["event"] == "wait"]
         again = lives[number + 1][0] if number + 1 < len(lives) else end
         if ends is None:
-            found.append(Span(over, again, "dead"))
+            found += [*untold_wait(mine, until), Span(over, again, "dead")]
     found += [Span(begin, over, "stopped") for begin, over in stops]
     return flat(found)
+
+
+def untold_wait(events: Sequence[Event], until: float) -> list[Span]:
+    """Waits are told when they end, so who is killed in one tells none: it was silent for longer than its steps ever
+    took until it told of them."""
+    told = [event for event in events if event["event"] in ("start", "step", "wait")]
+    trained = [after["time"] - before["time"] for before, after in pairwise(told) if after["event"] == "step"]
+    begin = told[-1]["time"] + max(trained) if trained else until
+    return [Span(begin, until, "waiting")] if begin < until else []
 
 
 def flat(spans: Sequence[Span]) -> list[Span]:
