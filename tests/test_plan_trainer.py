@@ -77,14 +77,14 @@ def test_memory_is_what_parameters_gradients_and_adam_take(preset):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    found = memory.memory_of(workload_of(config), config, "fp32", islands=2)
+    found = memory.memory_of(workload_of(config), config, "fp32", islands=2, step_s=0.1)
     assert found.parameters == found.gradients == sum(p.nbytes for p in model.parameters())
     assert found.optimizer == sum(state.nbytes for state in states)
 
 
 def test_sharded_over_four_the_state_is_a_quarter():
     whole, sharded = config_of(), config_of(island={"batch": 8, "fsdp": 2, "tp": 2})
-    one, four = (memory.memory_of(WORK, config, "fp32", islands=2) for config in (whole, sharded))
+    one, four = (memory.memory_of(WORK, config, "fp32", islands=2, step_s=0.1) for config in (whole, sharded))
     assert four.parameters + four.gradients + four.optimizer == (one.parameters + one.gradients + one.optimizer) / 4
 
 
@@ -100,12 +100,19 @@ def test_activations_are_about_what_a_backward_pass_keeps():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         next_token_loss(model, torch.zeros(8, 129, dtype=torch.long))
     counted = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    found = memory.memory_of(WORK, config, "fp32", islands=2)
+    found = memory.memory_of(WORK, config, "fp32", islands=2, step_s=0.1)
     assert found.activations == pytest.approx(counted, rel=0.1)
 
 
 def test_what_the_host_keeps_is_what_the_log_and_the_session_keep():
     assert (memory.KEPT_RESULTS, memory.KEPT_CONTRIBUTIONS_BYTES) == (KEEP_PAYLOADS, KEEP_BYTES)
+
+
+def test_the_host_keeps_as_many_contributions_as_phases_fit_into_the_run():
+    timed, counted = (config_of(sync={"every": every}) for every in ("60s", 600))
+    by_time, by_steps = (memory.memory_of(WORK, config, "fp32", islands=2, step_s=0.1) for config in (timed, counted))
+    assert by_time.host == by_steps.host
+    assert memory.memory_of(WORK, timed, "fp32", islands=2, step_s=1.0).host > by_time.host
 
 
 def test_a_blocking_round_is_waited_for_and_an_eager_one_hides():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from diloco.config import Config
-from diloco.planning.predict import Workload
+from diloco.planning.predict import Workload, phase_steps
 
 FP32 = 4
 OUTER_VECTORS = {"nesterov": 2, "sgd": 2, "adam": 3}  # parameters and the optimizer's own
@@ -32,14 +32,14 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def memory_of(work: Workload, config: Config, dtype: str, islands: int) -> Memory:
+def memory_of(work: Workload, config: Config, dtype: str, *, islands: int, step_s: float) -> Memory:
     world = config.island.fsdp * config.island.tp
     return Memory(
         parameters=FP32 * work.parameters / world,
         gradients=FP32 * work.trained / world,
         optimizer=FP32 * _inner_states(work, config.inner.optimizer) / world,
         activations=_activations(work, config, dtype) + (_bf16_copies(work, config) if dtype == "bf16" else 0.0),
-        host=_host(work, config, islands),
+        host=_host(work, config, islands, step_s),
     )
 
 
@@ -68,7 +68,7 @@ def _activations(work: Workload, config: Config, dtype: str) -> float:
     return tokens * (kept + LOGITS[dtype] * work.vocab) / island.tp
 
 
-def _host(work: Workload, config: Config, islands: int) -> float:
+def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     """The outer state; where progress is measured from, what was read, the last base; a cut and a decoded mean of a
     fragment; what encoding lost; the bytes of contributions and results that are kept."""
     sync, values = config.sync, work.trained
@@ -76,11 +76,11 @@ def _host(work: Workload, config: Config, islands: int) -> float:
     feedback = sync.feedback == "on" or (sync.feedback == "auto" and sync.codec in ("sparse", "sign", "dct", "lowrank"))
     vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if feedback else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
-    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES, size * _rounds(config)) for size in encoded)
+    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES, size * _rounds(config, step_s)) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
     return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
 
 
-def _rounds(config: Config) -> float:
+def _rounds(config: Config, step_s: float) -> float:
     """Of each fragment in the whole run."""
-    return max(1.0, config.inner.steps / config.sync.phase_steps)
+    return max(1.0, config.inner.steps / phase_steps(config.sync, step_s))

@@ -72,13 +72,14 @@ def make_plan(
     config: Config, work: Workload, machine: Machine, *, islands: int, line: Line, targets: tuple[float, ...]
 ) -> Plan:
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
+    memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
     found = _found(situation, config, targets[0])
 
     def row(prediction: Prediction) -> Row:
         return Row(prediction, tuple(bandwidth_needed(situation, prediction.sync, target) for target in targets))
 
     return Plan(
-        machine, situation, memory_of(work, config, machine.dtype, islands), targets,
+        machine, situation, memory, targets,
         given=row(predict(situation, config.sync)), chosen=row(found.chosen) if found.chosen else None,
         others=tuple(map(row, found.others)), tried=found.tried, data_parallel=data_parallel_utilisation(situation),
         run_steps=config.inner.steps,
