@@ -1,9 +1,12 @@
 """The planner of our own trainer: properties that any network has, and figures that can be counted."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -256,6 +259,8 @@ def test_a_measured_step_is_taken_as_it_was_measured(tmp_path):
     [
         ("[1]", "must hold one JSON object"),
         ("{", "cannot be read"),
+        ('{"tokens_per_s": 1' + 400 * "0" + "}", "figures are missing or damaged"),
+        ('{"tokens_per_s": 1' + 5000 * "0" + "}", "cannot be read"),
         ('{"tokens_per_s": 1}', "figures are missing or damaged"),
         ('{"checks": []}', "neither of bench speed nor of bench codec"),
         ('{"device": "NVIDIA H200", "values": 1, "speed": {}}', "islands encode on the CPU"),
@@ -265,6 +270,30 @@ def test_a_profile_of_something_else_is_refused(tmp_path, text, complaint):
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
+        read_profiles([path])
+
+
+SPEED = {"device": "cpu (2 threads)", "tokens_per_s": 4096.0, "flops_per_token": 1e6}
+CODEC = {"device": "cpu (2 threads)", "values": 1000, "speed": {"int8": {"encode_s": 1e-3, "decode_s": 2e-3}}}
+
+
+@pytest.mark.parametrize("figure", [0, -1.0, math.nan, math.inf, 1e300, 1e-300])
+@pytest.mark.parametrize(
+    ("figures", "key"),
+    [
+        (SPEED, "tokens_per_s"),
+        (SPEED, "flops_per_token"),
+        (CODEC, "values"),
+        (CODEC, "speed.int8.encode_s"),
+        (CODEC, "speed.int8.decode_s"),
+    ],
+)
+def test_a_figure_that_nothing_can_have_is_refused_with_file_and_key(tmp_path, figures, key, figure):
+    path, changed = tmp_path / "profile.json", deepcopy(figures)
+    *outer, last = key.split(".")
+    reduce(dict.__getitem__, outer, changed)[last] = figure
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=re.escape(f"--profile {path}: {key} is {figure:g}: it must lie between")):
         read_profiles([path])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 
+LEAST, MOST = 1e-18, 1e18  # of anything that is measured
 MAKE_ONE = "make one with: diloco bench speed --json > speed.json"
 
 
@@ -29,13 +30,11 @@ def read_profiles(paths: Iterable[Path]) -> Profile:
 def _add(profile: Profile, path: Path, figures: dict[str, Any]) -> Profile:
     try:
         if "tokens_per_s" in figures:
-            flops = float(figures["tokens_per_s"]) * float(figures["flops_per_token"])
-            if not flops > 0:
-                raise ValueError
+            flops = _figure(path, figures, "tokens_per_s") * _figure(path, figures, "flops_per_token")
             return Profile(str(figures["device"]), flops, profile.codec_ns)
         if "speed" in figures:
             return Profile(profile.device, profile.flops, _codec_ns(path, figures))
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"--profile {path}: figures are missing or damaged; {MAKE_ONE}") from None
     raise ConfigError(f"--profile {path}: neither of bench speed nor of bench codec; {MAKE_ONE}")
 
@@ -43,9 +42,21 @@ def _add(profile: Profile, path: Path, figures: dict[str, Any]) -> Profile:
 def _codec_ns(path: Path, figures: dict[str, Any]) -> dict[str, tuple[float, float]]:
     if not str(figures["device"]).startswith("cpu"):
         raise ConfigError(f"--profile {path}: islands encode on the CPU; measure with bench codec --device cpu --json")
-    values = float(figures["values"])
-    rows = figures["speed"].items()
-    return {name: (1e9 * row["encode_s"] / values, 1e9 * row["decode_s"] / values) for name, row in rows}
+    ns = 1e9 / _figure(path, figures, "values")
+    return {
+        name: (ns * _figure(path, row, "encode_s", name), ns * _figure(path, row, "decode_s", name))
+        for name, row in figures["speed"].items()
+    }
+
+
+def _figure(path: Path, figures: dict[str, Any], key: str, of: str = "") -> float:
+    figure = float(figures[key])
+    if not LEAST <= figure <= MOST:
+        place = f"speed.{of}.{key}" if of else key
+        raise ConfigError(
+            f"--profile {path}: {place} is {figure:g}: it must lie between {LEAST:g} and {MOST:g}; {MAKE_ONE}"
+        )
+    return figure
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -53,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--profile {path}: no such file; {MAKE_ONE}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--profile {path}: cannot be read: {error}; {MAKE_ONE}") from None
     if not isinstance(figures, dict):
         raise ConfigError(f"--profile {path}: must hold one JSON object; {MAKE_ONE}")
