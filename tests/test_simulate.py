@@ -107,7 +107,10 @@ BAD_TOPOLOGIES = {
     "one end": (("[1, 3]", "[1]"), 6, "a path has two ends"),
     "no path": (("  - {between: [eu, us]", "  - {between: [eu, eu]"), 4, "nothing says how eu and us are connected"),
     "cannot connect": (
-        ("delay: 1ms}\n  - {between: [eu, us], delay: 45ms, ", "cut: true}\n  - {between: [eu, us], cut: true, "),
+        (
+            "delay: 1ms}\n  - {between: [eu, us], delay: 45ms, jitter: 5ms, loss: 0.5%, stall: 300ms}",
+            "cut: true}\n  - {between: [eu, us], cut: true}",
+        ),
         6,
         "this cannot connect: no way leads from island-1 to island-3",
     ),
