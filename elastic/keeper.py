@@ -6,6 +6,7 @@ copies that snapshots are written from. What peers may ask for is served from he
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Keeper:
         self.run, self.store, self._vouch = run, store, vouch
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
+        self.applied_at: dict[int, float] = {}  # by the clock on the wall, each of the last rounds
         self.versions = self._versions(state)
         known = store.entries()
         last = (decode(Record, entry.header) for entry in known[-LAST_RECORDS:])
@@ -165,6 +167,8 @@ class Keeper:
         """Together with the vectors: whoever reads them holds their lock."""
         with self.changed:
             self.applied, self.versions = state, self._versions(state)
+            self.applied_at[state.head.round] = time.time()
+            self.applied_at.pop(state.head.round - KEEP_RECORDS, None)
             self.changed.notify_all()
 
     def _versions(self, state: RunState) -> list[Version]:

@@ -270,6 +270,7 @@ def test_islands_share_the_samples_and_end_in_one_state(tmp_path, sync):
     assert len(mine) == len(set(mine)) >= 24 * 4 and len(theirs) == len(set(theirs)) >= 24 * 4
     assert not set(mine) & set(theirs)
     assert all(set(event["contributors"]) == {"A", "B"} for event in islands.rounds)
+    assert all(event["applied_at"] <= event["time"] for event in islands.rounds)
     assert len({driver.replica.digest() for driver in islands.drivers.values()}) == 1
 
 

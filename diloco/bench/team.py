@@ -6,9 +6,7 @@ All start from the same seed, so that nobody has to fetch a state.
 import atexit
 import hashlib
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from tempfile import mkdtemp
@@ -32,7 +30,7 @@ from diloco.elastic.node import Node
 from diloco.elastic.record import Head, Record
 from diloco.elastic.state import RunState
 from diloco.entry import options_for
-from diloco.events import Event, Events
+from diloco.events import Events
 from diloco.outer import apply_record
 from diloco.place import Place, pick_device
 from diloco.together import Together
@@ -47,37 +45,6 @@ class Line:
 
     bits_per_s: float | None = None
     delay_s: float = 0.0
-
-
-class Timed(Together):
-    """Also knows when each of its rounds was launched and applied, by a clock that all processes here share."""
-
-    def __init__(self, driver: Driver, config: Config) -> None:
-        super().__init__(driver, config, str)
-        self.rounds_at: list[tuple[float, float]] = []
-        self._launched: deque[float] = deque()
-        self._over = False
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def start(self, fragment: int, *progress: Any, **options: Any) -> None:
-        self._launched.append(time.monotonic())
-        super().start(fragment, *progress, **options)
-
-    def leave(self) -> None:
-        super().leave()
-        self._over = True
-        with self.driver.changed:
-            self.driver.changed.notify_all()
-
-    def _watch(self) -> None:
-        updates = self.updates
-        while not self._over:
-            with self.driver.changed:
-                self.driver.changed.wait()
-                now, applied = time.monotonic(), self.driver.applied.updates
-            for _ in range(min(applied - updates, len(self._launched))):
-                self.rounds_at.append((self._launched.popleft(), now))
-            updates = applied
 
 
 def driver_for(
@@ -108,21 +75,7 @@ def train_alone(config: Config) -> dict[str, Any]:
     return {"bytes_sent": 0, **_seen(trainer, heard)}
 
 
-class Pauses:
-    """After each step that is told: as if it had taken so much longer, whatever else the machine does."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def tell(self, event: Event) -> None:
-        if event["event"] == "step":
-            time.sleep(self._seconds)
-
-    def close(self) -> None:
-        pass
-
-
-def train_together(peer: BenchPeer, config: Config, line: Line, *, pause_s: float = 0.0) -> dict[str, Any]:
+def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
     """Called by all workers of a bench at once: each is one island. What this one saw."""
     config = in_folder(config)
     names = tuple(f"island-{index}" for index in range(peer.count))
@@ -134,20 +87,18 @@ def train_together(peer: BenchPeer, config: Config, line: Line, *, pause_s: floa
         shape = Link(line.bits_per_s, line.bits_per_s)
         transport = ShapedTransport(plain, shape, Paths(Path(delay_s=line.delay_s)))
     heard = Heard()
-    events = Events([heard, Pauses(pause_s)])
-    trainer = Trainer(config, Place(0, 1, pick_device(config.island.device), None), events)
+    trainer = Trainer(config, Place(0, 1, pick_device(config.island.device), None), Events([heard]))
     driver = driver_for(trainer, names, transport)
     try:
         driver.know(addresses)
-        together = Timed(driver, config)
-        trainer.join(together)
+        trainer.join(Together(driver, config, str))
         peer.barrier()
         trainer.run()
         rounds = [record for record in driver.records if record.proposal.contributions]
         full = sum(len(record.proposal.contributions) == peer.count for record in rounds)
         found = {
             "bytes_sent": driver.bytes_sent, "rounds": len(rounds), "full_rounds": full,
-            "digest": driver.replica.digest(), "rounds_at": together.rounds_at, **_seen(trainer, heard),
+            "digest": driver.replica.digest(), **_seen(trainer, heard),
         }  # fmt: skip
         peer.barrier()  # nobody leaves while others still read
         return found

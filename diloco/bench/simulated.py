@@ -1,0 +1,109 @@
+"""Real islands as `diloco simulate` runs them, to compare what planner and virtual time say with.
+
+Steps are small and slowed down by a pause after each: what is compared is what links and rounds cost, so other work on
+the machine should not decide.
+"""
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from diloco.config import Config
+from diloco.configfile import parse_config
+from diloco.errors import DilocoError
+from diloco.planning.predict import Line
+from diloco.watching import Tail
+
+EVERY, DELAY = 20, 10
+SLOWNESS = 8  # times: a step is mostly a pause
+WARM_UP, PHASES = 1, 6
+MODEL = {"preset": "tiny", "blocks": 1, "width": 256, "heads": 4, "feed_forward": 768}  # large for so short a step
+NEAR, FAR = Line(20e6, 20e6, 0.02), Line(6e6, 6e6, 0.08)
+
+
+@dataclass(frozen=True)
+class Setting:
+    line: Line
+    codec: str
+    overlapped: bool
+
+    @property
+    def link(self) -> str:
+        return f"{self.line.up_bits_per_s / 1e6:g}mbit,{1000 * self.line.delay_s:g}ms"
+
+    @property
+    def name(self) -> str:
+        return f"{self.link}, {self.codec}, {'overlapped' if self.overlapped else 'blocking'}"
+
+    def settings(self, islands: int) -> dict[str, Any]:
+        return {
+            "run": "measured", "model": MODEL, "data": {"sequence": 32},
+            "island": {"batch": 1, "device": "cpu"}, "inner": {"steps": EVERY * (WARM_UP + PHASES), "warmup": 2},
+            "sync": {"every": EVERY, "codec": self.codec, "delay": DELAY if self.overlapped else 0},
+            "elastic": {"min_islands": islands, "straggler": 100.0}, "evaluate": {"every": 0}, "log": {"every": 1},
+            "checkpoint": {"snapshot_every": 1000000},
+        }  # fmt: skip
+
+    def config(self, islands: int) -> Config:
+        return parse_config(self.settings(islands))
+
+
+@dataclass(frozen=True)
+class Seen:
+    step_s: float
+    round_s: float
+    utilisation: float
+    parameters: int
+
+
+def simulated(setting: Setting, islands: int) -> Seen:
+    with TemporaryDirectory(prefix="diloco-bench-") as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(json.dumps(setting.settings(islands)))
+        slow = [word for island in range(1, islands + 1) for word in ("--slow", f"{island}x{SLOWNESS}")]
+        words = ["simulate", str(config), "--islands", str(islands), "--link", setting.link, *slow]
+        done = subprocess.run([sys.executable, "-m", "diloco", *words], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise DilocoError(f"diloco {' '.join(words)} ended with {done.returncode}: {done.stderr or done.stdout}")
+        told = [Tail(path).read() for path in sorted(Path(folder).glob("runs/measured/island-*/events.jsonl"))]
+    return seen_in(told)
+
+
+def seen_in(told: Sequence[Sequence[dict[str, Any]]]) -> Seen:
+    """By the events of each island."""
+    steps_s = [_usual_step_s([event["time"] for event in events if event["event"] == "step"]) for events in told]
+    rounds = [_rounds(events) for events in told]
+    phase_s = statistics.mean(_usual_phase_s([launched for launched, _ in mine]) for mine in rounds)
+    start = next(event for event in told[0] if event["event"] == "start")
+    return Seen(max(steps_s), _usual_round_s(rounds), EVERY * max(steps_s) / phase_s, start["parameters"])
+
+
+def _rounds(events: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """When this island launched each, and when its result was applied to the outer state."""
+    rounds = [event for event in events if event["event"] == "round" and event["contributors"]]
+    return [(event["time"] - event["round_s"], event["applied_at"]) for event in rounds]
+
+
+def _usual_round_s(islands: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """From the last launch, since who is ready early waits for the others, until all have applied it."""
+    rounds = [tuple(map(max, zip(*times, strict=True))) for times in zip(*islands, strict=True)]
+    return statistics.median(applied - launched for launched, applied in rounds[WARM_UP:])
+
+
+def _usual_step_s(moments: Sequence[float]) -> float:
+    """Of steps after which nothing is launched or taken in."""
+    steps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    usual = [s for number, s in enumerate(steps, start=1) if number % EVERY not in (0, DELAY) and number > EVERY]
+    return statistics.mean(usual)
+
+
+def _usual_phase_s(launches: Sequence[float]) -> float:
+    """From launch to launch."""
+    return statistics.mean([later - earlier for earlier, later in itertools.pairwise(launches)][WARM_UP:])

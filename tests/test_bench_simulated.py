@@ -1,0 +1,40 @@
+"""What is read from the events of simulated islands, to compare planner and virtual time with."""
+
+from typing import Any
+
+import pytest
+
+from diloco.bench.simulated import EVERY, PHASES, WARM_UP, seen_in
+
+STEP_S, ROUND_S = 0.1, 1.5
+
+
+def events_of(*, late_s: float, step_s: float = STEP_S, blocking: bool) -> list[dict[str, Any]]:
+    """Of one that launches each round so much later than the other, and trains on meanwhile unless it is blocking."""
+    now, told = 1000.0, [{"event": "start", "time": 1000.0, "parameters": 7}]
+    for number in range(WARM_UP + PHASES):
+        for _ in range(EVERY):
+            now += step_s
+            told.append({"event": "step", "time": now})
+        launched, applied = now + late_s, now + ROUND_S
+        round_s = applied - launched if blocking else 2 * ROUND_S  # an overlapped one is taken in later than applied
+        told.append({"event": "round", "time": launched, "contributors": [], "round_s": 0.0, "applied_at": launched})
+        told.append({
+            "event": "round", "time": launched + round_s, "round_s": round_s, "contributors": ["a", "b"],
+            "applied_at": applied, "round": number,
+        })  # fmt: skip
+        now += ROUND_S if blocking else 0.0
+    return told
+
+
+def test_a_round_lasts_from_the_last_launch_until_all_have_applied_it():
+    seen = seen_in([events_of(late_s=0.0, blocking=True), events_of(late_s=0.5, blocking=True)])
+    assert seen.round_s == pytest.approx(ROUND_S - 0.5)
+    assert seen.step_s == pytest.approx(STEP_S)
+    assert seen.utilisation == pytest.approx(EVERY * STEP_S / (EVERY * STEP_S + ROUND_S))
+    assert seen.parameters == 7
+
+
+def test_an_overlapped_round_costs_no_time_and_has_a_length_nevertheless():
+    seen = seen_in([events_of(late_s=0.0, blocking=False)] * 2)
+    assert (seen.round_s, seen.utilisation) == (pytest.approx(ROUND_S), pytest.approx(1.0))
