@@ -86,8 +86,9 @@ def flows(samples: Sequence[dict[str, Any]]) -> list[Flow]:
     """Counters of a process that starts again begin at nothing."""
     made: list[Flow] = []
     for before, after in pairwise(samples):
-        if after["sent"] >= before["sent"] and after["time"] > before["time"]:
-            sent, received = after["sent"] - before["sent"], after["received"] - before["received"]
+        again = after["sent"] < before["sent"] or after["received"] < before["received"]
+        sent, received = (after[way] - (0 if again else before[way]) for way in ("sent", "received"))
+        if after["time"] > before["time"]:
             made.append(Flow(before["time"], after["time"], sent, received))
     return made
 
