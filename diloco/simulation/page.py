@@ -33,8 +33,8 @@ def page(stories: Sequence[Story]) -> str:
         _figure(
             "utilisation", "Utilisation", drawing.utilisation(stories),
             "Share of the time, since all islands train, that each spent on training steps. Hatched bars were not run: "
-            "they are computed from the measured step time and the slowest link. Data parallel sends 16-bit gradients "
-            "every step while the backward pass goes on.",
+            "they are computed from the step time of the slowest island and the slowest link at its slowest. Data "
+            "parallel sends 16-bit gradients every step while the backward pass goes on.",
         ),
     ]  # fmt: skip
     for number, story in enumerate(stories, start=1):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -11,6 +11,7 @@ from typing import Any
 from diloco.board import Board
 from diloco.config import Config
 from diloco.events import Event
+from diloco.planning.accelerators import CPU
 from diloco.planning.plan import describe
 from diloco.planning.predict import Host, Line, Situation, data_parallel_utilisation, predict
 from diloco.planning.workload import workload_of
@@ -18,8 +19,10 @@ from diloco.simulation.faults import Fault
 from diloco.simulation.fleet import Happened, SimulatedFleet, World
 from diloco.simulation.network import TRAFFIC
 from diloco.simulation.timeline import STATES, Flow, Span, flows, sending, timeline
-from diloco.simulation.topology import island_name
+from diloco.simulation.topology import Topology, island_name
 from diloco.watching import Tail
+
+Told = Mapping[str, Sequence[Event]]  # by island
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class FaultStory:
 
 @dataclass(frozen=True)
 class Computed:
-    """Not run: from the planner, with the step time that was measured and the slowest links."""
+    """Not run: from the planner, with the step time of the slowest island and the slowest link at its slowest."""
 
     step_s: float
     data_parallel_utilisation: float
@@ -104,7 +107,7 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
         parameters=start.get("parameters", 0), seconds=end - zero, step=board.step,
         rounds=sum(bool(event["contributors"]) for event in board.rounds), finished=board.finished, agree=board.agree,
         losses=_losses(everything, board, islands, zero), islands=islands, faults=_faults(world, happened),
-        utilisation=_share(islands), computed=_computed(config, world, everything, board),
+        utilisation=_share(islands), computed=computed(config, world.topology, told, islands, steps=board.step),
     )  # fmt: skip
 
 
@@ -160,19 +163,38 @@ def _faults(world: World, happened: Happened) -> list[FaultStory]:
     return [told(fault) for fault in world.faults]
 
 
-def _computed(config: Config, world: World, events: Sequence[Event], board: Board) -> Computed | None:
-    per_step = config.island.batch * config.data.sequence
-    times = [per_step / event["tokens_per_s"] for event in events if event["event"] == "step"]
-    if not times:
+def computed(
+    config: Config, topology: Topology, told: Told, islands: Sequence[IslandStory], *, steps: int
+) -> Computed | None:
+    """Of all who came to train, the late ones among them."""
+    step_s = slowest_step_s(config.island.batch * config.data.sequence, told)
+    if step_s is None:
         return None
-    rates = [site.rates for site in world.topology.sites[: world.first]]
-    delay_s = max((path.delay_s for path in world.topology.paths.values()), default=0.0)
-    line = Line(min(r.up_bits_per_s for r in rates), min(r.down_bits_per_s for r in rates), delay_s)
-    host = Host(trains_too=True) if config.island.device != "cuda" else Host.of_gpus()
-    situation = Situation(workload_of(config), world.first, line, median(times), host)
+    trained = [island for island in islands if _told_of(told[island.name], "start", "step")]
+    rates = [rates for island in trained for rates in island.capacity]
+    delay_s = max((path.delay_s for path in topology.paths.values()), default=0.0)
+    line = Line(min(up for _, up, _ in rates), min(down for _, _, down in rates), delay_s)
+    situation = Situation(workload_of(config), len(trained), line, step_s, _host(config, told))
     expected, parallel = predict(situation, config.sync), data_parallel_utilisation(situation)
-    seconds = board.step * situation.step_s / parallel
-    return Computed(situation.step_s, parallel, seconds, expected.utilisation, expected.round_s)
+    return Computed(step_s, parallel, steps * step_s / parallel, expected.utilisation, expected.round_s)
+
+
+def slowest_step_s(tokens: int, told: Told) -> float | None:
+    """By the median of each island. Its first report has its start in it: that counts where nobody has another."""
+    reports = [[tokens / event["tokens_per_s"] for event in _told_of(events, "step")] for events in told.values()]
+    usual = [times[1:] for times in reports if len(times) > 1] or [times for times in reports if times]
+    return max(map(median, usual), default=None)
+
+
+def _host(config: Config, told: Told) -> Host:
+    """As a start tells it: a GPU has a name of its own."""
+    starts = [event for events in told.values() for event in _told_of(events, "start")]
+    device = next((event["device"] for event in starts if "device" in event), config.island.device)
+    return Host(trains_too=True) if device == "auto" or device.startswith(CPU) else Host.of_gpus()
+
+
+def _told_of(events: Sequence[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event["event"] in kinds]
 
 
 def write_json(stories: Sequence[Story], path: Path) -> None:
