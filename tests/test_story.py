@@ -3,7 +3,8 @@
 import pytest
 
 from diloco.configfile import parse_config
-from diloco.simulation.story import Computed, IslandStory, computed, slowest_step_s
+from diloco.simulation.page import page
+from diloco.simulation.story import Computed, IslandStory, Story, computed, slowest_step_s, usual_round_s
 from diloco.simulation.timeline import STATES, Flow, flows
 from diloco.simulation.topology import Topology
 
@@ -70,9 +71,11 @@ def test_data_parallel_has_the_slowest_link_at_its_slowest():
 def test_data_parallel_has_all_who_came_to_train_and_nobody_else():
     two, one = (told(9, 0.1), [FAST]), (told(9, 0.1), [FAST])
     slow = [(0.0, 1e6, 1e6)]
-    assert computed_for(two, one, ([], slow)) == computed_for(two, one)
+    pair, three = computed_for(two, one), computed_for(two, one, (told(), [FAST]))
+    assert computed_for(two, one, ([], slow)) == pair
+    assert three.data_parallel_utilisation < pair.data_parallel_utilisation
     late = computed_for(two, one, (told(), slow))
-    assert late.data_parallel_utilisation < computed_for(two, one).data_parallel_utilisation / 10
+    assert late.data_parallel_utilisation < pair.data_parallel_utilisation / 10
 
 
 def test_what_islands_computed_on_is_what_they_told():
@@ -81,3 +84,25 @@ def test_what_islands_computed_on_is_what_they_told():
     )
     untold = computed_for(*[([event("start"), event("step", tokens_per_s=1e4)], [FAST])] * 2)
     assert gpu.predicted_round_s < cpu.predicted_round_s == untold.predicted_round_s
+
+
+def a_round(digest: str, round_s: float, *contributors: str) -> dict:
+    return event("round", digest=digest, round_s=round_s, contributors=contributors)
+
+
+def test_a_round_is_measured_from_the_last_launch_of_those_who_were_in_it():
+    both = ("island-1", "island-2")
+    early = [a_round("a", 9.0, *both), a_round("b", 3.0, *both), a_round("c", 1.5, *both), a_round("d", 8.0)]
+    late = [a_round("a", 4.0, *both), a_round("b", 1.0, *both), a_round("c", 2.0, *both)]
+    newcomer = [a_round("b", 0.01, *both)]
+    assert usual_round_s({"island-1": early, "island-2": late, "island-3": newcomer}) == 1.5
+    assert usual_round_s({"island-1": told(0.1)}) is None
+
+
+def test_the_page_shows_the_measured_round_beside_the_computed_one():
+    found = computed_for((told(9, 0.1), [FAST]), (told(9, 0.1), [FAST]))
+    island = IslandStory("island-1", "", [], [], [], [FAST], 1, dict.fromkeys(STATES, 1.0), 0.5, 0, 0)
+    story = Story("near", "", "tiny", 1, 9.0, 1, 1, True, True, [], [island], [], 0.5, found, measured_round_s=2.5)
+    planned = f"{found.predicted_round_s:.1f} s without sync.delay (computed)"
+    shown = page([story])
+    assert "A round took 2.5 s from its last launch" in shown and planned in shown

@@ -80,7 +80,7 @@ def _details(number: int, story: Story, *, several: bool) -> list[str]:
     about = f"{escape(story.model)}, {format_count(story.parameters)} parameters, {escape(story.setting)}; {same}."
     timeline = "What each island did; the strip below a bar is what it sent. Dashed lines and crosses are faults."
     return [
-        f"<h2>Islands{prefix}</h2><p>{about}</p>",
+        f"<h2>Islands{prefix}</h2><p>{about}{_round(story)}</p>",
         _islands(story),
         _figure(f"timeline-{number}", f"Timeline{prefix}", drawing.timelines(story), timeline),
         _faults(story),
@@ -89,6 +89,14 @@ def _details(number: int, story: Story, *, several: bool) -> list[str]:
             "What passed each island's link, headers and encryption included, and what could have.",
         ),
     ]  # fmt: skip
+
+
+def _round(story: Story) -> str:
+    if story.measured_round_s is None or story.computed is None:
+        return ""
+    measured, planned = map(format_duration, (story.measured_round_s, story.computed.predicted_round_s))
+    computed = f'<span class="computed">{planned} without sync.delay (computed)</span>'
+    return f" A round took {measured} from its last launch until it was applied (median); {computed}."
 
 
 def _islands(story: Story) -> str:

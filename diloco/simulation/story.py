@@ -89,6 +89,7 @@ class Story:
     faults: list[FaultStory]
     utilisation: float
     computed: Computed | None  # None: nothing was trained
+    measured_round_s: float | None = None  # None: there was no round
 
 
 def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
@@ -108,6 +109,7 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
         rounds=sum(bool(event["contributors"]) for event in board.rounds), finished=board.finished, agree=board.agree,
         losses=_losses(everything, board, islands, zero), islands=islands, faults=_faults(world, happened),
         utilisation=_share(islands), computed=computed(config, world.topology, told, islands, steps=board.step),
+        measured_round_s=usual_round_s(told),
     )  # fmt: skip
 
 
@@ -184,6 +186,16 @@ def slowest_step_s(tokens: int, told: Told) -> float | None:
     reports = [[tokens / event["tokens_per_s"] for event in _told_of(events, "step")] for events in told.values()]
     usual = [times[1:] for times in reports if len(times) > 1] or [times for times in reports if times]
     return max(map(median, usual), default=None)
+
+
+def usual_round_s(told: Told) -> float | None:
+    """From the last launch, since who is ready early waits for the others, until it is applied."""
+    rounds: dict[str, list[float]] = {}
+    for name, events in told.items():
+        for event in _told_of(events, "round"):
+            if name in event["contributors"]:
+                rounds.setdefault(event["digest"], []).append(event["round_s"])
+    return median(map(min, rounds.values())) if rounds else None
 
 
 def _host(config: Config, told: Told) -> Host:
