@@ -86,23 +86,31 @@ def test_what_islands_computed_on_is_what_they_told():
     assert gpu.predicted_round_s < cpu.predicted_round_s == untold.predicted_round_s
 
 
-def a_round(digest: str, round_s: float, *contributors: str) -> dict:
-    return event("round", digest=digest, round_s=round_s, contributors=contributors)
+BOTH = ("island-1", "island-2")
 
 
-def test_a_round_is_measured_from_the_last_launch_of_those_who_were_in_it():
-    both = ("island-1", "island-2")
-    early = [a_round("a", 9.0, *both), a_round("b", 3.0, *both), a_round("c", 1.5, *both), a_round("d", 8.0)]
-    late = [a_round("a", 4.0, *both), a_round("b", 1.0, *both), a_round("c", 2.0, *both)]
-    newcomer = [a_round("b", 0.01, *both)]
-    assert usual_round_s({"island-1": early, "island-2": late, "island-3": newcomer}) == 1.5
-    assert usual_round_s({"island-1": told(0.1)}) is None
+def a_round(number: int, launched: float, applied: float | None, *contributors: str, told_at: float = 100.0) -> dict:
+    told_of = {"digest": f"of round {number}", "contributors": contributors, "applied_at": applied}
+    return event("round", told_at, round_s=told_at - launched, **told_of)
+
+
+def test_a_round_is_measured_from_the_last_launch_until_all_have_applied_it():
+    early = [a_round(1, 10.0, 19.0, *BOTH), a_round(2, 20.0, 23.0, *BOTH), a_round(3, 30.0, 36.0, *BOTH)]
+    late = [a_round(1, 12.0, 18.0, *BOTH), a_round(2, 21.0, 23.5, *BOTH), a_round(3, 29.0, 35.0, *BOTH)]
+    assert usual_round_s({"island-1": early, "island-2": late}) == 6.0
+
+
+def test_only_rounds_of_several_count_as_those_who_were_in_them_tell_it():
+    seen = [a_round(1, 10.0, 13.0, *BOTH), a_round(2, 20.0, 20.1, "island-1"), a_round(3, 30.0, None, *BOTH)]
+    newcomer = [a_round(1, 12.9, 40.0, *BOTH)]
+    assert usual_round_s({"island-1": [*seen, a_round(4, 50.0, 50.0)], "island-3": newcomer}) == 3.0
+    assert usual_round_s({"island-1": seen[1:]}) is None
 
 
 def test_the_page_shows_the_measured_round_beside_the_computed_one():
     found = computed_for((told(9, 0.1), [FAST]), (told(9, 0.1), [FAST]))
     island = IslandStory("island-1", "", [], [], [], [FAST], 1, dict.fromkeys(STATES, 1.0), 0.5, 0, 0)
     story = Story("near", "", "tiny", 1, 9.0, 1, 1, True, True, [], [island], [], 0.5, found, measured_round_s=2.5)
-    planned = f"{found.predicted_round_s:.1f} s without sync.delay (computed)"
+    planned = f"{found.predicted_round_s:.1f} s as computed"
     shown = page([story])
     assert "A round took 2.5 s from its last launch" in shown and planned in shown

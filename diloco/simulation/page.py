@@ -95,8 +95,8 @@ def _round(story: Story) -> str:
     if story.measured_round_s is None or story.computed is None:
         return ""
     measured, planned = map(format_duration, (story.measured_round_s, story.computed.predicted_round_s))
-    computed = f'<span class="computed">{planned} without sync.delay (computed)</span>'
-    return f" A round took {measured} from its last launch until it was applied (median); {computed}."
+    computed = f'<span class="computed">{planned} as computed</span>'
+    return f" A round took {measured} from its last launch until all had applied it (median); {computed}."
 
 
 def _islands(story: Story) -> str:

@@ -89,7 +89,7 @@ class Story:
     faults: list[FaultStory]
     utilisation: float
     computed: Computed | None  # None: nothing was trained
-    measured_round_s: float | None = None  # None: there was no round
+    measured_round_s: float | None = None  # None: no two islands had one
 
 
 def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
@@ -189,13 +189,15 @@ def slowest_step_s(tokens: int, told: Told) -> float | None:
 
 
 def usual_round_s(told: Told) -> float | None:
-    """From the last launch, since who is ready early waits for the others, until it is applied."""
-    rounds: dict[str, list[float]] = {}
+    """From the last launch, since who is ready early waits for the others, until all have applied it. An island alone
+    sends nothing: its rounds do not count."""
+    rounds: dict[str, list[tuple[float, float]]] = {}
     for name, events in told.items():
         for event in _told_of(events, "round"):
-            if name in event["contributors"]:
-                rounds.setdefault(event["digest"], []).append(event["round_s"])
-    return median(map(min, rounds.values())) if rounds else None
+            if len(event["contributors"]) > 1 and name in event["contributors"] and event["applied_at"] is not None:
+                rounds.setdefault(event["digest"], []).append((event["time"] - event["round_s"], event["applied_at"]))
+    seconds = [max(applied for _, applied in times) - max(began for began, _ in times) for times in rounds.values()]
+    return median(seconds) if seconds else None
 
 
 def _host(config: Config, told: Told) -> Host:
