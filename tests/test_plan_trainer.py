@@ -357,18 +357,6 @@ def test_planning_is_pure():
 # against real islands: what `diloco bench plan` makes of what it sees
 
 
-def test_what_real_islands_did_is_taken_without_waits_and_from_the_last_launch():
-    every, delay = real.EVERY, real.DELAY
-    moments, now = [], 0.0
-    for step in range(1, 3 * every + 1):
-        moments.append(now)
-        now += 0.5 if step % every in (0, delay) else 0.1  # after the others nothing is waited for
-    assert real.usual_step_s(moments) == pytest.approx(0.1)
-    assert real.usual_phase_s([*moments, now]) == pytest.approx(0.1 * (every - 2) + 1.0)
-    early, late = [(0.0, 9.0), (10.0, 13.0), (20.0, 23.5)], [(8.0, 9.5), (11.0, 13.0), (21.0, 23.0)]
-    assert real.usual_round_s([early, late]) == pytest.approx(2.25)
-
-
 def test_the_settings_against_real_islands_are_those_that_were_asked_for():
     lines = {setting.line for setting in real.SETTINGS}
     kinds = {(setting.codec, setting.overlapped) for setting in real.SETTINGS}
