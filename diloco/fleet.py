@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from diloco.board import Board
-from diloco.child import Child
+from diloco.child import PAUSE, Child
 from diloco.comm.identity import Identity
 from diloco.comm.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.fleetplan import Plan
@@ -117,6 +117,9 @@ class Fleet:
         self._running.discard(name)
         row.state = "left" if child.exit_code == 0 else "gone"
         if child.exit_code == 0 or self._killing:
+            return
+        if asked and child.exit_code == -PAUSE:
+            self.view.say(f"{name} had not started yet")
             return
         self.view.say(f"{name} died ({child.reason()})")
         if asked:

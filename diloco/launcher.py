@@ -14,7 +14,7 @@ from diloco.configfile import render_config
 from diloco.earlier import among_others
 from diloco.errors import SaveError
 from diloco.fleet import Fleet
-from diloco.fleetplan import Plan
+from diloco.fleetplan import Plan, islands_in
 from diloco.runner import prepare_folder
 from diloco.watching import IslandsView
 
@@ -50,6 +50,8 @@ def end_of(plan: Plan) -> str | None:
 def open_run(plan: Plan, *, fresh: bool) -> Path | None:
     """The run's folder, locked; returns where an earlier run was moved."""
     folder = plan.folder
+    if plan.resume and not islands_in(folder) and not any(map(saves, (folder, *folder.glob("island-*/")))):
+        raise SaveError(f"{folder} holds no run to go on with: start without --resume")
     try:
         kept = prepare_folder(folder, resume=plan.resume, fresh=fresh)
         for place in (folder, *(folder / name for name in plan.names)):

@@ -79,6 +79,12 @@ def test_an_earlier_run_is_kept_or_refused(plan):
     assert (plan.folder.with_name("run.1") / "island-1").is_dir()
 
 
+def test_nothing_is_resumed_where_nothing_is(plan):
+    with pytest.raises(SaveError, match="holds no run to go on with: start without --resume"):
+        open_run(replace(plan, resume=True), fresh=False)
+    assert not plan.folder.exists()
+
+
 def test_who_is_saving_is_given_its_time(tmp_path):
     assert not is_saving(tmp_path)
     part = tmp_path / "save-00000003.part" / "inner"
@@ -190,6 +196,14 @@ def test_the_first_signal_pauses_once_and_the_second_kills(fleet):
     assert fleet.children[ONE].paused == 1 and fleet.children[ONE].alive
     fleet.look(2)
     assert not fleet.children[ONE].alive and not fleet.at_work
+
+
+def test_an_island_that_was_still_starting_when_asked_to_stop_has_not_died(fleet):
+    fleet.children[TWO].exit_code = None
+    fleet.look(1)
+    fleet.children[TWO].exit_code = -signal.SIGUSR1
+    fleet.look(1)
+    assert "island-2 had not started yet" in fleet.out.getvalue() and "died" not in fleet.out.getvalue()
 
 
 def test_once_the_run_is_over_nobody_is_started_again(fleet):
