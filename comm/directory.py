@@ -134,8 +134,7 @@ class Directory:
             opening = open_node(self.identity, self.run_id, options, self.refusals)
             node = self._node = self._thread.call(opening, START_TIMEOUT_S)
         except FAILURES as error:
-            where = ", ".join(options.bootstrap) or f"{options.listen_host}:{options.listen_port}"
-            raise DirectoryError(f"cannot start at {where}: {error}. Clocks must agree within 3 s") from error
+            raise DirectoryError(_why_not_open(options, error)) from error
         self._thread.at_end(lambda: close_node(node))
         self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
 
@@ -174,3 +173,13 @@ def _lock(identity: Identity) -> int:
             f"another process uses the identity {identity.path}: give each peer a key file of its own"
         ) from None
     return descriptor
+
+
+def _why_not_open(options: "NodeOptions", error: BaseException) -> str:
+    if options.bootstrap and "failed to connect to bootstrap peers" in str(error):
+        return (
+            f"nobody answers at {', '.join(options.bootstrap)}: if the run has ended or moved, ask for a new ticket; "
+            "if it goes on, look for a firewall between here and there"
+        )
+    where = ", ".join(options.bootstrap) or f"{options.listen_host}:{options.listen_port}"
+    return f"cannot start at {where}: {error}. Clocks must agree within 3 s"

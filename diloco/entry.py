@@ -66,7 +66,10 @@ class Start:
 def peer_at(
     folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
 ) -> Iterator[Peer]:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaveError(f"{folder} cannot be made: {error}; name another one with --dir or checkpoint.dir") from None
     peer = Peer(folder, run_id, ticket, connection, lonely=lonely)
     try:
         peer.write_addresses(folder)

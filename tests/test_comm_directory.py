@@ -217,7 +217,7 @@ def test_one_identity_serves_one_directory(start: Callable[..., Directory]) -> N
 
 def test_nobody_at_the_bootstrap_address(start: Callable[..., Directory], tmp_path: Path) -> None:
     nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load(tmp_path / 'nobody').peer_id}"
-    with pytest.raises(DirectoryError, match="cannot start at /ip4/127"):
+    with pytest.raises(DirectoryError, match="nobody answers at /ip4/127"):
         start("a", bootstrap=[nobody])
 
 

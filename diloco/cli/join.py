@@ -48,7 +48,10 @@ def read_ticket(given: str) -> str:
     try:
         return Path(given).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TicketError(f"{given[:60]!r} is no ticket and no file that holds one ({error})") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise TicketError(
+            f"{given[:60]!r}: a ticket begins with diloco1-, and no file holds one there ({why})"
+        ) from None
 
 
 def cap(text: str | None, option: str) -> float | None:
