@@ -169,7 +169,9 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
             return state, vectors
     covered = [number for point in points for number in (point.kept.state.head.round, point.end.head.round)]
     known = f"it covers rounds {min(covered)} to {max(covered)}" if covered else "it covers none"
-    raise SaveError(f"{log} does not lead to round {number}: {known}; diloco log --verify says what is damaged")
+    removed = bool(covered) and number < min(covered)
+    why = "earlier ones were removed (checkpoint.keep)" if removed else "diloco log --verify says what is damaged"
+    raise SaveError(f"{log} does not lead to round {number}: {known}; {why}")
 
 
 def newest_state(log: Path) -> RunState:

@@ -82,6 +82,14 @@ def test_rounds_are_listed_and_the_state_of_each_comes_back(log):
         state_of(folder, 9)
 
 
+def test_rounds_that_were_removed_are_not_called_damaged(log):
+    folder, _ = log
+    for path in sorted(folder.glob("snapshot-*"))[:-1]:
+        shutil.rmtree(path)
+    with pytest.raises(SaveError, match="earlier ones were removed"):
+        state_of(folder, 0)
+
+
 def test_a_whole_log_is_verified(log):
     folder, _ = log
     found = verify(folder)

@@ -150,7 +150,7 @@ def export(
     export_command(run, out, tokenizer=tokenizer, force=force)
 
 
-@app.command(epilog="Example: diloco log quickstart --checkout 12 out/round-12")
+@app.command(epilog="Example: diloco log islands --checkout 12 out/round-12")
 def log(
     run: RunName,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, replay, compare all digests.")] = False,
