@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_ISLANDS = 64
 DEFAULT_ISLANDS = 4
+LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leave time for it"
 
 
 def protocol_command(*, seeds: int, first: int, islands: int | None, without: str | None, jobs: int) -> None:
@@ -182,7 +183,7 @@ def summary(story: "Story") -> Iterator[str]:
         yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
     for fault in story.faults:
         if not fault.happened:
-            yield f"  {fault.said} did not happen: the run, or the island, had ended"
+            yield f"  {fault.said} did not happen: the run, or the island, had ended; {LONGER}"
     if (computed := story.computed) is not None:
         share, time_s = percent(computed.data_parallel_utilisation), format_duration(computed.data_parallel_seconds)
         yield f"  data parallel over the same links (computed): trains {share} of the time, {time_s} for as many steps"

@@ -141,6 +141,10 @@ def _plain(row: Row) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _short(count: float) -> str:
+    return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count:,.0f}"
+
+
 def _table(found: list[Row]) -> Table:
     """Computed, not simulated."""
     table = Table(
@@ -151,6 +155,6 @@ def _table(found: list[Row]) -> Table:
         whole = (format_duration(row.flat_s), str(row.flat.connections)) if row.flat else ("refused", "")
         table.add_row(
             str(row.islands), *whole, format_duration(row.two_level_s), str(row.two_level.connections),
-            format_duration(row.begin_s), f"{row.heartbeats_s:,.0f}", f"{row.front_heartbeats_s:,.0f}",
+            format_duration(row.begin_s), _short(row.heartbeats_s), _short(row.front_heartbeats_s),
         )  # fmt: skip
     return table
