@@ -1,8 +1,8 @@
 """What a slow link costs an inner loop that waits for its rounds, and one that goes on.
 
 The link is made such that a blocking round takes as long as a phase of training: half of the time is lost. Utilisation
-is H times the median step without a round in flight over the wall time of H steps. Runs with and without take turns:
-a machine is not always equally fast.
+is H times the median step without a round in flight over the wall time of H steps. Runs with and without take turns,
+and each is compared with its neighbour: a machine is not always equally fast.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from diloco.config import Config
 from diloco.configfile import parse_config
 
 CODEC = "int8"
+TURNS = 4
 FIRST_PHASES = 1  # not measured: everything is slower the first time
 
 
@@ -35,21 +36,22 @@ def measure(*, islands: int, every: int, rounds: int) -> Report:
 def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     one_thread()
     warm_up()
-    free = [train_together(peer, _config(every, FIRST_PHASES + rounds // 2), Line())]
-    step_s = max(peer.exchange(statistics.median(_inside(free[0]["moments"], every))))
-    size = CODECS[CODEC].size(free[0]["parameters"])
-    bits_per_s = 8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s)
-    eager = _config(every, FIRST_PHASES + 1 + rounds // 2, apply="eager")
-    overlapped = [train_together(peer, eager, Line(bits_per_s))]
-    free.append(train_together(peer, _config(every, FIRST_PHASES + rounds // 2), Line()))
-    overlapped.append(train_together(peer, eager, Line(bits_per_s)))
-    blocking = [train_together(peer, _config(every, FIRST_PHASES + 1 + rounds // 2), Line(bits_per_s))]
-    alone = [span for seen in free for span in _inside(seen["moments"], every)]
-    step_s = max(peer.exchange(statistics.median(alone)))
-    found: dict[str, Any] = {"step_s": step_s, "link_mbit_per_s": bits_per_s / 1e6}
-    for name, runs in (("blocking", blocking), ("overlapped", overlapped)):
-        found[name] = _row(runs, every, step_s, peer)
-    return found
+    phases = FIRST_PHASES + -(-rounds // TURNS)
+    step_s, turns, line = list[float](), list[dict[str, Any]](), Line()
+    for _ in range(TURNS):
+        free = train_together(peer, _config(every, phases), Line())
+        step_s.append(max(peer.exchange(statistics.median(_inside(free["moments"], every)))))
+        if line.bits_per_s is None:
+            size = CODECS[CODEC].size(free["parameters"])
+            line = Line(8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s[0]))
+        eager = _config(every, phases + 1, apply="eager")
+        turns.append(_row(train_together(peer, eager, line), every, step_s[-1], peer))
+    blocking = _row(train_together(peer, _config(every, phases + 1), line), every, step_s[-1], peer)
+    assert line.bits_per_s is not None
+    return {
+        "step_s": step_s, "link_mbit_per_s": line.bits_per_s / 1e6, "blocking": blocking, "turns": turns,
+        "overlapped": {name: statistics.mean(turn[name] for turn in turns) for name in ("utilisation", "step_ratio")},
+    }  # fmt: skip
 
 
 def _inside(moments: list[float], every: int) -> list[float]:
@@ -58,13 +60,13 @@ def _inside(moments: list[float], every: int) -> list[float]:
     return [span for number, span in enumerate(spans, start=1) if number % every and number > every]
 
 
-def _row(runs: list[dict[str, Any]], every: int, step_s: float, peer: BenchPeer) -> dict[str, Any]:
-    walls = [wall for seen in runs for wall in _phases(seen["moments"], every)]
-    steps = [span for seen in runs for span in _inside(seen["moments"], every)]
+def _row(seen: dict[str, Any], every: int, step_s: float, peer: BenchPeer) -> dict[str, Any]:
+    """Of the island that fares worst."""
+    walls = _phases(seen["moments"], every)
     return {
         "utilisation": min(peer.exchange(every * step_s / statistics.mean(walls))),
-        "step_ratio": max(peer.exchange(statistics.median(steps) / step_s)), "wall_s_of_phases": walls,
-        "rounds": sum(seen["rounds"] for seen in runs), "full_rounds": sum(seen["full_rounds"] for seen in runs),
+        "step_ratio": max(peer.exchange(statistics.median(_inside(seen["moments"], every)) / step_s)),
+        "wall_s_of_phases": walls, "rounds": seen["rounds"], "full_rounds": seen["full_rounds"],
     }  # fmt: skip
 
 

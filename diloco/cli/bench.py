@@ -135,7 +135,7 @@ def overlap(
     json: Json = False,
     islands: Annotated[int, typer.Option(min=2, help="Each with one thread: no more than there are cores.")] = 2,
     every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 15,
-    rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 8,
+    rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 16,
 ) -> None:
     """What a slow link costs a loop that waits for its rounds, and one that goes on (four minutes)."""
     from diloco.bench.overlap import measure
