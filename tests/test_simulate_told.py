@@ -1,0 +1,168 @@
+"""What is told of a simulation: timelines, traffic, summary, page and JSON, and the page in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from team import PATIENT, Team, introduced
+
+from diloco.bench.speed import Heard
+from diloco.cli.simulate import (
+    summary,
+)
+from diloco.events import Events
+from diloco.simulation.page import page, write_page
+from diloco.simulation.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
+from diloco.simulation.timeline import Flow, Span, flat, flows, sending, timeline
+from diloco.together import Together
+
+# what is told
+
+
+def event(kind: str, at: float, **fields: float) -> dict:
+    return {"event": kind, "time": at, **fields}
+
+
+def test_a_timeline_joins_computes_waits_dies_and_comes_back():
+    events = [event("start", 5), event("wait", 9, seconds=2), event("start", 23), event("end", 30)]
+    assert timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
+        Span(0, 5, "joining"), Span(5, 7, "computing"), Span(7, 9, "waiting"), Span(9, 12, "computing"),
+        Span(12, 15, "dead"), Span(15, 23, "joining"), Span(23, 24, "computing"), Span(24, 25, "stopped"),
+        Span(25, 30, "computing"),
+    ]  # fmt: skip
+
+
+def test_who_dies_before_it_trains_was_joining_and_who_stays_away_is_dead():
+    assert timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
+
+
+def test_who_is_killed_after_a_longer_silence_than_its_steps_take_was_waiting():
+    steps = [event("start", 0), event("step", 2), event("step", 4), event("wait", 8, seconds=3), event("step", 10)]
+    waited = [Span(0, 5, "computing"), Span(5, 8, "waiting")]
+    lost = event("elastic", 19, what="lost")  # tells nothing of training
+    assert timeline([[0, 20]], [], [*steps, lost], end=20) == [
+        *waited, Span(8, 12, "computing"), Span(12, 20, "waiting")
+    ]  # fmt: skip
+    assert timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
+    assert timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
+    assert timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
+
+
+def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small):
+    """Its only peer never comes, and what they train on is handed out by a round of both."""
+    team = Team(small(elastic=PATIENT, evaluate={"every": 0}))
+    drivers, looks = team.drivers(), iter([False, False, True])
+    trainer, heard = team.trainers["A"], Heard()
+    trainer.events = Events([heard])
+    with introduced(drivers):
+        trainer.join(Together(drivers["A"], team.config, str))
+        trainer.run(lambda: next(looks, True))
+    kinds = [event["event"] for event in heard.events]
+    assert "step" not in kinds and kinds.index("start") < kinds.index("wait") < kinds.index("end")
+
+
+def test_spans_that_cover_each_other_are_told_once():
+    assert flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
+        Span(0, 2, "a"), Span(2, 5, "b"), Span(5, 10, "a"), Span(20, 21, "a"),
+    ]  # fmt: skip
+
+
+def test_flows_are_what_counters_gained_and_a_restart_loses_nothing():
+    counts = [(0, 0), (1, 1000), (2, 1000), (9, 10), (10, 510)]
+    samples = [{"time": at, "sent": sent, "received": 2 * sent} for at, sent in counts]
+    seen = flows(samples)
+    assert [(flow.begin_s, flow.sent, flow.received) for flow in seen] == [
+        (0, 1000, 2000), (1, 0, 0), (2, 10, 20), (9, 500, 1000),
+    ]  # fmt: skip
+    assert seen[0].up_bits_per_s == 8000 and seen[0].down_bits_per_s == 16000
+    assert sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
+    assert sending(seen, up_bits_per_s=100_000) == [(0, 1)]
+
+
+def a_story(name: str = "near", *, setting: str = "sync: {every: 8, codec: int8}") -> Story:
+    flow = [Flow(t, t + 1, 10**6 * (t % 3 == 0), 5 * 10**5) for t in range(30)]
+    spans = [Span(-5, 0, "joining"), Span(0, 10, "computing"), Span(10, 12, "waiting"), Span(12, 30, "computing")]
+    seconds = {"joining": 0.0, "computing": 28.0, "waiting": 2.0, "stopped": 0.0, "dead": 0.0}
+    island = IslandStory(
+        "island-1", "eu", spans, [(0.0, 1.0)], flow, [(0.0, 20e6, 20e6), (15.0, 5e6, 5e6)], 3, seconds, 28 / 30,
+        10**7, 10**7,
+    )  # fmt: skip
+    losses = [LossPoint(8 * n, 1000 * n, 10.0 * n, 10**6 * n, 5.0 - n) for n in range(4)]
+    told = [
+        FaultStory("--kill 1@5s", "kill -9 island-1", "kill", 5.0, None, ["island-1"], True),
+        FaultStory("--cut 1|2@6s..9s", "cut <off>", "cut", 6.0, 9.0, ["island-1", "island-2"], True),
+        FaultStory("--stop 1@90s..99s", "island-1 is stopped", "stop", 90.0, 99.0, ["island-1"], False),
+    ]
+    computed = Computed(0.1, 0.03, 900.0, 0.9, 1.2)
+    return Story(name, setting, "tiny", 10**6, 30.0, 24, 3, True, True, losses, [island], told, 28 / 30, computed)
+
+
+def test_the_summary_says_what_did_not_happen_and_what_was_only_computed():
+    lines = list(summary(a_story()))
+    assert lines[0] == "near: sync: {every: 8, codec: int8}; 3 rounds in 30 s"
+    assert lines[1] == "  island-1 trained 93.3 % of the time; 2.0 s waiting, sent 9.54 MiB"
+    assert lines[2].startswith("  --stop 1@90s..99s did not happen")
+    assert lines[3].endswith("(computed): trains 3 % of the time, 15:00 min for as many steps")
+
+
+def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():
+    text = page([a_story(), a_story("far", setting="sync: {every: 30, codec: int4, delay: 10}")])
+    figures = re.findall(r'<figure id="([^"]+)"', text)
+    assert figures == ["losses", "utilisation", "timeline-1", "traffic-1", "timeline-2", "traffic-2"]
+    assert text.count("<svg") == 6 and "<script" not in text and "<link" not in text
+    outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*|url\((?!#)[^)]*|@import""", text)
+    assert outside == []
+    assert re.search(r"<text[^>]*>validation loss</text>", text)
+    assert "cut &lt;off&gt;" in text and "did not happen" in text and "data parallel (computed)" in text
+
+
+def test_the_json_has_the_same_story(tmp_path):
+    write_json([a_story()], tmp_path / "report.json")
+    (told,) = json.loads((tmp_path / "report.json").read_text())["simulations"]
+    assert told["name"] == "near" and told["islands"][0]["spans"][1] == {
+        "begin_s": 0, "end_s": 10, "state": "computing",
+    }  # fmt: skip
+    assert [fault["happened"] for fault in told["faults"]] == [True, True, False]
+
+
+# in a browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """<script>
+const seen = [...document.querySelectorAll("figure")].map(figure => {
+  const box = figure.querySelector("svg").getBoundingClientRect();
+  return [figure.id, Math.round(box.width), Math.round(box.height), figure.querySelectorAll("text").length];
+});
+const asked = performance.getEntriesByType("resource").map(entry => entry.name);
+document.documentElement.dataset.seen = JSON.stringify({figures: seen, asked});
+</script>"""
+
+
+def browse(path: Path, profile: Path) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--enable-logging=stderr"]
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
+    command = [BROWSER, *options, *offline, "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="NO CHROMIUM HERE: the report was NOT opened in a browser (apt-get install chromium)"
+)
+def test_a_browser_without_network_shows_every_plot_and_complains_about_nothing(tmp_path):
+    plain, probed = tmp_path / "report.html", tmp_path / "probed.html"
+    write_page([a_story(), a_story("far")], plain)
+    probed.write_text(plain.read_text().replace("</body>", f"{PROBE}</body>"))
+    for path in (plain, probed):
+        done = browse(path, tmp_path / "profile")
+        assert done.returncode == 0, done.stderr
+        assert "CONSOLE" not in done.stderr
+    seen = json.loads(re.search(r"data-seen=\"([^\"]*)\"", done.stdout)[1].replace("&quot;", '"'))
+    assert [name for name, *_ in seen["figures"]] == [
+        "losses", "utilisation", "timeline-1", "traffic-1", "timeline-2", "traffic-2",
+    ]  # fmt: skip
+    assert all(width > 500 and height > 80 and texts > 5 for _, width, height, texts in seen["figures"])
+    assert seen["asked"] == []
