@@ -12,6 +12,9 @@ from random import Random
 MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
 MAX_PIECE_BYTES = 2 * 1024 * 1024
 PIECE_S = 0.016
+# On a slow link a piece takes longer, up to this size: each wakes a thread on both sides, and takes time from training.
+SLOW_PIECE_BYTES = 32 * 1024
+SLOW_PIECE_S = 0.064
 # A sleep that ends late must not lose rate for good. This much may be made up for, and sent at once after idling.
 BURST_S = 0.008
 
@@ -41,8 +44,9 @@ class Line:
 
     @property
     def piece_bytes(self) -> int:
-        """Small enough that streams take turns every few milliseconds."""
-        return int(min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, self.bytes_per_s * PIECE_S)))
+        """Small enough that streams take turns all the time."""
+        slow = max(MIN_PIECE_BYTES, min(SLOW_PIECE_BYTES, self.bytes_per_s * SLOW_PIECE_S))
+        return int(min(MAX_PIECE_BYTES, max(slow, self.bytes_per_s * PIECE_S)))
 
     def reserve(self, size: int, now: float) -> float:
         with self._lock:

@@ -134,7 +134,7 @@ def virtual(json: Json = False) -> None:
 def overlap(
     json: Json = False,
     islands: Annotated[int, typer.Option(min=2, help="Each with one thread: no more than there are cores.")] = 2,
-    every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 15,
+    every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 30,
     rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 16,
 ) -> None:
     """What a slow link costs a loop that waits for its rounds, and one that goes on (four minutes)."""
