@@ -41,7 +41,7 @@ def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, A
     }
 
 
-def gloo_seconds(peers: int, count: int, *, repeats: int = 5) -> dict[str, Any]:
+def gloo_seconds(peers: int, count: int, *, repeats: int = 11) -> dict[str, Any]:
     """Seconds of an fp32 all-reduce over loopback, on the slowest peer; after one to warm up."""
     rounds = run_peers(peers, _reduce_by_gloo, count, repeats + 1)
     seconds = _slowest(rounds, "seconds")[1:]
@@ -100,6 +100,7 @@ def _reduce_once(peer: BenchPeer, vector: Tensor, expected: Tensor) -> dict[str,
     started = time.monotonic()
     dist.all_reduce(vector)
     seconds = time.monotonic() - started
+    peer.barrier()  # for others it is still running
     return {"seconds": seconds, "error": check_average(vector.div_(peer.count), expected, FP32_ERROR_LIMIT)}
 
 
@@ -165,6 +166,7 @@ def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) ->
     ended = time.monotonic()
     if group is None or len(group) != peer.count:
         raise RuntimeError(f"hivemind averaged {len(group or ())} peers instead of {peer.count}")
+    peer.barrier()  # for others it is still running
     with averager.get_tensors() as (vector,):
         error = check_average(vector, expected, FP16_ERROR_LIMIT)
     return {"seconds": ended - started, "allreduce_seconds": ended - reducing_at, "error": error}
