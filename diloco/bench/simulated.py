@@ -18,13 +18,16 @@ from typing import Any
 from diloco.config import Config
 from diloco.configfile import parse_config
 from diloco.errors import DilocoError
+from diloco.events import Event
 from diloco.planning.predict import Line
+from diloco.simulation.story import Told, usual_round_s
 from diloco.watching import Tail
 
 EVERY, DELAY = 20, 10
 SLOWNESS = 8  # times: a step is mostly a pause
 WARM_UP, PHASES = 1, 6
 MODEL = {"preset": "tiny", "blocks": 1, "width": 256, "heads": 4, "feed_forward": 768}  # large for so short a step
+EVENTS = "runs/measured/island-*/events.jsonl"
 NEAR, FAR = Line(20e6, 20e6, 0.02), Line(6e6, 6e6, 0.08)
 
 
@@ -72,29 +75,23 @@ def simulated(setting: Setting, islands: int) -> Seen:
         done = subprocess.run([sys.executable, "-m", "diloco", *words], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise DilocoError(f"diloco {' '.join(words)} ended with {done.returncode}: {done.stderr or done.stdout}")
-        told = [Tail(path).read() for path in sorted(Path(folder).glob("runs/measured/island-*/events.jsonl"))]
+        told = {path.parent.name: Tail(path).read() for path in sorted(Path(folder).glob(EVENTS))}
     return seen_in(told)
 
 
-def seen_in(told: Sequence[Sequence[dict[str, Any]]]) -> Seen:
-    """By the events of each island."""
-    steps_s = [_usual_step_s([event["time"] for event in events if event["event"] == "step"]) for events in told]
-    rounds = [_rounds(events) for events in told]
-    phase_s = statistics.mean(_usual_phase_s([launched for launched, _ in mine]) for mine in rounds)
-    start = next(event for event in told[0] if event["event"] == "start")
-    return Seen(max(steps_s), _usual_round_s(rounds), EVERY * max(steps_s) / phase_s, start["parameters"])
+def seen_in(told: Told) -> Seen:
+    steps_s = [_usual_step_s(_moments(events, "step")) for events in told.values()]
+    phase_s = statistics.mean(_usual_phase_s(_moments(events, "round")) for events in told.values())
+    start = next(event for events in told.values() for event in events if event["event"] == "start")
+    round_s = usual_round_s(told)
+    assert round_s is not None
+    return Seen(max(steps_s), round_s, EVERY * max(steps_s) / phase_s, start["parameters"])
 
 
-def _rounds(events: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """When this island launched each, and when its result was applied to the outer state."""
-    rounds = [event for event in events if event["event"] == "round" and event["contributors"]]
-    return [(event["time"] - event["round_s"], event["applied_at"]) for event in rounds]
-
-
-def _usual_round_s(islands: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """From the last launch, since who is ready early waits for the others, until all have applied it."""
-    rounds = [tuple(map(max, zip(*times, strict=True))) for times in zip(*islands, strict=True)]
-    return statistics.median(applied - launched for launched, applied in rounds[WARM_UP:])
+def _moments(events: Sequence[Event], kind: str) -> list[float]:
+    """When they began, of rounds only those that hold something."""
+    chosen = [event for event in events if event["event"] == kind and event.get("contributors", True)]
+    return [event["time"] - event.get("round_s", 0.0) for event in chosen]
 
 
 def _usual_step_s(moments: Sequence[float]) -> float:
