@@ -26,10 +26,11 @@ class Certificate:
         return f"Certificate({len(self.der)} bytes)"
 
 
-def create_certificate() -> Certificate:
+def create_certificate(identity: str) -> Certificate:
     key = ec.generate_private_key(ec.SECP256R1())
-    # OpenSSL looks trusted certificates up by name: a random one keeps peers apart
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, secrets.token_hex(16))])
+    # OpenSSL looks trusted certificates up by name: a random part keeps even those of one peer apart
+    random, owner = (NameOID.COMMON_NAME, secrets.token_hex(16)), (NameOID.ORGANIZATIONAL_UNIT_NAME, identity)
+    name = x509.Name([x509.NameAttribute(*part) for part in (random, owner)])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(_VALID_FROM).not_valid_after(_VALID_UNTIL)
     certificate = builder.sign(key, hashes.SHA256())
@@ -47,6 +48,16 @@ def certificate_problem(der: bytes) -> str | None:
     except (ssl.SSLError, ValueError) as error:  # ValueError: there is none
         return str(error)
     return None
+
+
+def owner_named_in(der: bytes) -> str | None:
+    """Whose it says that it is. Whoever copies another's certificate cannot change that."""
+    try:
+        subject = x509.load_der_x509_certificate(der).subject
+    except ValueError:
+        return None
+    names = [str(name.value) for name in subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)]
+    return names[0] if names else None
 
 
 def server_context(own: Certificate, trusted_der: Iterable[bytes]) -> ssl.SSLContext:
@@ -71,7 +82,12 @@ def _pinned(context: ssl.SSLContext, own: Certificate, trusted_der: Iterable[byt
 
 
 def _load_key(context: ssl.SSLContext, own: Certificate) -> None:
-    """OpenSSL takes a key from a file only (Python's ssl offers no other way): 0600, gone at once."""
+    """OpenSSL takes a key from a file only (Python's ssl offers no other way): in memory, or 0600 and gone at once."""
+    if hasattr(os, "memfd_create"):  # Linux: no disk, which may be full
+        with os.fdopen(os.memfd_create("diloco"), "wb", buffering=0) as file:
+            file.write(own.pem)
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        return
     handle, path = tempfile.mkstemp(prefix="diloco-")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from diloco.comm.certificate import certificate_problem, client_context, create_certificate, server_context
+from diloco.comm.certificate import (
+    certificate_problem,
+    client_context,
+    create_certificate,
+    owner_named_in,
+    server_context,
+)
 from diloco.comm.frame import Limits
 from diloco.comm.inbox import Inbox, open_channel, read_channel
 from diloco.comm.tlswire import SOCKET_BUFFER_BYTES, TlsWire, tune
@@ -60,7 +66,7 @@ class DirectTransport:
         self.identity = identity
         self.limits = limits or Limits()
         self.inbox = inbox or Inbox()
-        self._certificate = create_certificate()
+        self._certificate = create_certificate(identity)
         self._identities: dict[bytes, str] = {}
         self._context = server_context(self._certificate, [])
         self._handshakes = Handshakes()
@@ -75,22 +81,28 @@ class DirectTransport:
     def allow(self, peers: Iterable[PeerAddress]) -> None:
         """Exactly these may connect from now on. Streams that exist stay."""
         identities = self._owners(peers)
+        if identities == self._identities:
+            return
         context = server_context(self._certificate, identities)
         self._identities, self._context = identities, context
 
     def _owners(self, peers: Iterable[PeerAddress]) -> dict[bytes, str]:
-        """Who each certificate belongs to. One that several claim proves nothing: one could pass for another."""
+        """Who each certificate belongs to. Of several who claim one, whoever it names; else it proves nothing: one
+        could pass for another."""
         claims: dict[bytes, set[str]] = defaultdict(set)
         for peer in peers:
             if problem := certificate_problem(peer.certificate_der):
                 log.warning("%s does not admit %s: unreadable certificate (%s)", self.identity, peer.identity, problem)
             else:
                 claims[peer.certificate_der].add(peer.identity)
-        for claimants in claims.values():
-            if len(claimants) > 1:
-                names = ", ".join(sorted(claimants))
-                log.warning("%s admits none of %s: they claim the same certificate", self.identity, names)
-        return {der: claimants.pop() for der, claimants in claims.items() if len(claimants) == 1}
+        return {der: owner for der, claimants in claims.items() if (owner := self._owner(der, claimants)) is not None}
+
+    def _owner(self, der: bytes, claimants: set[str]) -> str | None:
+        if len(claimants) == 1:
+            return next(iter(claimants))
+        named, names = owner_named_in(der), ", ".join(sorted(claimants))
+        log.warning("%s: %s claim the same certificate, of %s", self.identity, names, named or "nobody")
+        return named if named in claimants else None
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         deadline = deadline_in(timeout_s)
@@ -106,9 +118,9 @@ class DirectTransport:
     def _dial(self, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
         if problem := certificate_problem(peer.certificate_der):
             raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
-        context = client_context(self._certificate, peer.certificate_der)
         plain = _reach(peer, deadline)
         try:
+            context = client_context(self._certificate, peer.certificate_der)
             tune(plain)
             plain.settimeout(_time_left(deadline))
             connection = context.wrap_socket(plain)
@@ -199,7 +211,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _reach(peer: PeerAddress, deadline: Deadline) -> socket.socket:
     try:
         return socket.create_connection((peer.host, peer.port), _time_left(deadline))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name, such as "a..b"
         raise PeerLost(f"{peer.identity} cannot be reached at {peer.host}:{peer.port} ({error})") from None
 
 

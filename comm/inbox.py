@@ -4,7 +4,7 @@ Several transports of one peer may share an inbox: whoever accepts need not know
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from weakref import WeakSet
 
 from diloco.comm.frame import HELLO, pack_header
@@ -48,16 +48,16 @@ class Inbox:
             stream.close()
 
     def _make_room(self, peer: str) -> Stream | None:
-        """A peer's oldest stream goes when it has too many: what nobody took for so long, nobody will."""
+        """A peer's oldest stream goes when it has too many: what nobody took for so long, nobody will. When all
+        together have, it is the turn of whoever has most: a few strangers keep no member out."""
         waiting = [(channel, stream) for channel, queue in self._waiting.items() for stream in queue]
-        of_peer = [(channel, stream) for channel, stream in waiting if stream.peer == peer]
-        if len(of_peer) >= MAX_WAITING_OF_ONE:
-            channel, oldest = of_peer[0]
-            self._remove(channel, oldest)
-            return oldest
-        if len(waiting) >= MAX_WAITING:
-            raise PeerRefused(f"{MAX_WAITING} streams wait to be accepted, no more are taken")
-        return None
+        counts = Counter(stream.peer for _, stream in waiting)
+        if counts[peer] < MAX_WAITING_OF_ONE and len(waiting) < MAX_WAITING:
+            return None
+        crowd = peer if counts[peer] >= MAX_WAITING_OF_ONE else max(counts, key=lambda name: counts[name])
+        channel, oldest = next((channel, stream) for channel, stream in waiting if stream.peer == crowd)
+        self._remove(channel, oldest)
+        return oldest
 
     def _remove(self, channel: str, stream: Stream) -> None:
         self._waiting[channel].remove(stream)

@@ -89,6 +89,13 @@ def check_admission(ticket: Ticket, run_id: bytes, peer_public_key: bytes, now: 
         raise TicketError("the ticket was issued for another peer: ask the run's owner for one for your own key")
 
 
+def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: float, *, known: bool) -> None:
+    """The ticket that a peer greets with. It has to be valid when an island comes, not whenever the connection of a
+    known one breaks: runs outlast tickets."""
+    at = 0.0 if known else now
+    check_admission(Ticket.parse(greeting.decode(errors="replace"), at), run_id, peer_public_key, at)
+
+
 def run_id_of(public_key: bytes) -> bytes:
     return hashlib.sha256(public_key).digest()
 

@@ -357,6 +357,11 @@ class Config(Section):
                 "elastic.adaptive ends an island's phase early, which needs rounds that are waited for: "
                 "leave sync.fragments at 1, sync.delay at 0 and sync.apply at rebase"
             )
+        if self.elastic.adaptive and self.sync.growth:
+            raise ValueError(
+                f"sync.growth={self.sync.growth:g} makes phases longer, elastic.adaptive ends them after an island's "
+                "share of sync.every: choose one of them"
+            )
         if self.elastic.adaptive and self.sync.every_s is not None:
             raise ValueError(
                 f"sync.every={self.sync.every} gives every island the same time already: leave elastic.adaptive off"

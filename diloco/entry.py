@@ -197,6 +197,7 @@ def meeting(
         driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
         try:
             peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
+            peer.is_member = lambda other: other in driver.applied.roster
             peer.publish()
             driver.know(peer.look())
             peer.watch(look)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diloco.comm.auto import AutoTransport
 from diloco.comm.direct import DirectTransport
@@ -21,7 +22,7 @@ from diloco.comm.link import Path as Way
 from diloco.comm.pooled import PooledTransport
 from diloco.comm.record import PeerRecord
 from diloco.comm.shaped import ShapedTransport
-from diloco.comm.ticket import Ticket, check_admission
+from diloco.comm.ticket import Ticket, check_greeting
 from diloco.comm.transport import PeerAddress, Transport
 from diloco.elastic.driver import Network
 from diloco.errors import DirectoryError, PeerRefused
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 class Connection:
     """How this island reaches the others."""
 
-    host: str = "127.0.0.1"  # where it listens, and how others see it
+    host: str = "127.0.0.1"  # how others see it: an address of this machine, or one that is led to it
     up_bits_per_s: float | None = None
     down_bits_per_s: float | None = None
     delay_s: float = 0.0  # emulated, one way
@@ -72,11 +73,13 @@ class Peer:
         self.records: dict[str, PeerRecord] = {}
         self._names: dict[str, str] = {}  # they outlive records
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
+        self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
+        self._admitted: set[str] = set()  # by this process
         invited = ticket.addresses if ticket is not None else ()
         self._places = tuple(place for place in (*invited, *self._known.others()) if self.id not in place)
         self.directory = self._enter(lonely=lonely)
         inbox = Inbox()
-        self._direct = DirectTransport(self.id, connection.host, inbox=inbox)
+        self._direct = DirectTransport(self.id, listen_host(connection.host), inbox=inbox)
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
         self.plain = _shape(self._auto, connection) if simulated is None else simulated.shape(self._auto)
         self.bulk = PooledTransport(self.plain)
@@ -86,7 +89,12 @@ class Peer:
     def _enter(self, *, lonely: bool) -> Directory:
         """At its old address where that is free: old tickets name it."""
         host = self.connection.host
-        where = {"listen_host": host, "listen_port": self._known.own_port(host)}
+        listen = listen_host(host)
+        where: dict[str, Any] = {"listen_host": listen, "listen_port": self._known.own_port(listen)}
+        if listen != host:
+            where["listen_port"] = where["listen_port"] or _free_port(listen)  # it has to be said beforehand
+            where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
+            log.warning("%s is no address of this machine: it must be led here, to any port", host)
         try:
             return Directory.start(self.identity, self.run_id, bootstrap=self._places, **where)
         except DirectoryError:
@@ -111,8 +119,9 @@ class Peer:
         record = self.records.get(peer)
         if record is None:
             raise PeerRefused(f"{peer} has no record in the run's directory")
-        ticket = Ticket.parse(greeting.decode(errors="replace"), time.time())
-        check_admission(ticket, self.run_id, record.public_key, time.time())
+        known = peer in self._admitted or self.is_member(peer)
+        check_greeting(greeting, self.run_id, record.public_key, time.time(), known=known)
+        self._admitted.add(peer)
 
     def publish(self) -> None:
         me = self._direct.address(self.connection.host)
@@ -159,6 +168,8 @@ class Peer:
                 self._known.remember(record.control for record in self.records.values())
             except DirectoryError as error:  # the others may still be reached; try again
                 log.warning("%s: the directory does not answer: %s", self.connection.name, error)
+            except OSError as error:  # a full disk, no descriptors: that passes, too
+                log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
 
     def close(self) -> None:
         self._stop.set()
@@ -182,10 +193,8 @@ class Acquaintances:
         """The last one, if nobody else has it; 0 is any."""
         ports = [int(parts[4]) for line in _lines(self._folder / "addresses") if len(parts := line.split("/")) > 4]
         for port in ports:
-            with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
-                return port
+            with suppress(OSError):
+                return _free_port(host, port)
         return 0
 
     def remember(self, addresses: Iterable[Sequence[str]]) -> None:
@@ -232,11 +241,36 @@ def own_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
 
 
+def listen_host(host: str) -> str:
+    """For others who see this machine as `host`: there, if that is an address of it; else (a name, an address that a
+    cloud or a router leads here) anywhere."""
+    try:
+        _free_port(host)
+    except OSError:
+        return "::" if ":" in host else "0.0.0.0"
+    return host if _family(host) != "dns4" else "0.0.0.0"
+
+
+def _free_port(host: str, port: int = 0) -> int:
+    """That one, or any; OSError where it cannot be had."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
+def _family(host: str) -> str:
+    """As multiaddrs call it."""
+    if ":" in host:
+        return "ip6"
+    return "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
+
+
 def host_towards(addresses: tuple[str, ...]) -> str:
     """The address under which this machine would be seen by the peers at these multiaddrs."""
     for address in addresses:
         parts = address.split("/")
-        if len(parts) > 2 and parts[1] == "ip4":
+        if len(parts) > 2 and parts[1] in ("ip4", "dns4"):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 try:
                     probe.connect((parts[2], 9))  # sends nothing

@@ -49,7 +49,8 @@ class Schedule:
             length = sync.phase_steps
             if sync.growth:
                 reached = max(start + 1, inner.warmup)  # a warm-up's small rates are no sign of an end
-                length = max(length, math.floor((sync.growth / learning_rate(inner, reached)) ** 2))
+                rate = learning_rate(inner, reached)  # 0 at the end of some schedules
+                length = max(length, math.floor((sync.growth / rate) ** 2) if rate else inner.steps)
             launches += [start + round(length * part / sync.fragments) for part in range(1, sync.fragments + 1)]
             start += length
         inside = [step for step in launches if step < inner.steps]

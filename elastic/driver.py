@@ -87,7 +87,8 @@ class Driver:
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
         self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
-        self.last_outcome: Outcome | None = None
+        self.last_outcome: Outcome | None = None  # of an attempt that worked, with others
+        self._stalls = 0  # since then
         self._bytes_reduced = 0
         self._attempts: dict[Ballot, Attempt] = {}
         self._inputs: queue.SimpleQueue[Input | None] = queue.SimpleQueue()
@@ -233,18 +234,21 @@ class Driver:
             self._attempts.pop(begin.ballot, None)
             self._bytes_reduced += outcome.bytes_sent
             if outcome.result is None:
+                self._stalls += outcome.stalled
                 return self.node.reduce_failed(
                     begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused
                 )
-            self.last_outcome = outcome
+            if len(begin.members) > 1:  # alone, nothing was sent
+                self.last_outcome, self._stalls = outcome, 0
             self.keeper.hold(outcome.payload, outcome.result)
             return self.node.reduced(begin.ballot, outcome.payload, now)
 
         self.post(step)
 
     def _watch_attempts(self) -> None:
+        silence_s = self.node.options.silence_s
         for attempt in self._attempts.values():
-            attempt.watch(stall_after(self.node.options.silence_s, self.last_outcome, attempt.chunks))
+            attempt.watch(stall_after(silence_s, self.last_outcome, attempt.chunks, self._stalls))
 
     def _vouch(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[Effect]:

@@ -1,6 +1,7 @@
 """One attempt at an all-reduce as the driver sees it: a thread, its progress, and who is to blame when it fails."""
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ CONNECT_S = 10.0
 UNKNOWN_RATE = 1_000_000  # bytes a second, of a member that has not measured its link yet
 FIRST_STALL_S = 30.0  # until the first round has shown how fast chunks come
 SLACK = 4  # times the usual time of a chunk
+MOST_PATIENT = 6  # doublings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Outcome:
     blamed: str = ""
     reason: str = ""
     refused: bool = False  # what the blamed one contributed is bad
+    stalled: bool = False  # no chunk came for too long, as far as this member can tell
     seconds: float = 0.0
     bytes_sent: int = 0
 
@@ -71,7 +76,11 @@ class Attempt:
         except ContributionRefused as bad:
             outcome = Outcome("", blamed=bad.peer, reason=str(bad), refused=True)
         except ReduceFailed as failed:
-            outcome = Outcome("", blamed=self._stalled or failed.peer or failed.hung_up, reason=str(failed))
+            blamed = self._stalled or failed.peer or failed.hung_up
+            outcome = Outcome("", blamed=blamed, reason=str(failed), stalled=bool(self._stalled))
+        except Exception as error:  # a thread's outermost frame: memory, descriptors; another attempt may work
+            log.exception("an all-reduce failed here")
+            outcome = Outcome("", reason=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - self.started
         sent = self.reduction.bytes_sent
         self._done(self.begin, Outcome(**{**vars(outcome), "seconds": seconds, "bytes_sent": sent}))
@@ -113,8 +122,8 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     return ReducePlan(channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result)
 
 
-def stall_after(silence_s: float, last: Outcome | None, chunks: int) -> float:
-    """A deadline from measured rates: silence, plus several times what a chunk took in the last round."""
-    if last is None:
-        return max(silence_s, FIRST_STALL_S)
-    return silence_s + SLACK * last.seconds / max(1, chunks)
+def stall_after(silence_s: float, last: Outcome | None, chunks: int, stalls: int = 0) -> float:
+    """A deadline from measured rates: silence, plus several times what a chunk took in the last round. After stalls in
+    a row it may be the deadline that is wrong: it doubles each time."""
+    usual_s = max(silence_s, FIRST_STALL_S) if last is None else silence_s + SLACK * last.seconds / max(1, chunks)
+    return usual_s * 2 ** min(stalls, MOST_PATIENT)

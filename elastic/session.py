@@ -19,7 +19,7 @@ from diloco.elastic.ranges import Ranges, minus, normal, size
 from diloco.elastic.record import Contribution, Head, Offer, Record, holder_name
 from diloco.elastic.state import RunState
 from diloco.elastic.wire import from_plain, to_plain
-from diloco.elastic.work import MAX_PHASES, Trained, Work
+from diloco.elastic.work import KEEP_BYTES, MAX_PHASES, Trained, Work
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
@@ -71,7 +71,8 @@ class Session:
         # what is encoded again loses again: with feedback, late pieces go one by one
         phases = MAX_PHASES if feedback is None else 1
         decode = partial(self.codec.decode, count=count)
-        return Work(fragment, node.incarnation, encode, decode, max_phases=phases)
+        keep_bytes = KEEP_BYTES // len(self.fragments)
+        return Work(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
 
     def owes(self, fragment: int = 0) -> bool:
         """Progress of earlier phases is not contained: it can be offered without training first."""

@@ -20,7 +20,7 @@ from diloco.elastic.record import Offer
 
 MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
-KEEP_BYTES = 2 << 30  # of pieces that are contained here, for the case that a heavier branch lacks them
+KEEP_BYTES = 2 << 30  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,11 @@ class Work:
         decode: Callable[[Tensor], Tensor],
         *,
         max_phases: int = MAX_PHASES,
+        keep_bytes: int = KEEP_BYTES,
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
-        self._encode, self._decode, self._max_phases = encode, decode, max_phases
+        self._encode, self._decode = encode, decode
+        self._max_phases, self._keep_bytes = max_phases, keep_bytes
         self.pieces: list[Piece] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
         self.hi = 0  # the last cut
@@ -168,7 +170,7 @@ class Work:
             self._offered.pop(cuts, None)
         contained = [piece for piece in self.pieces if piece.hi <= self.mark]
         size = sum(piece.encoded(self._encode).payload.numel() for piece in contained)
-        while contained and size > KEEP_BYTES:
+        while contained and size > self._keep_bytes:
             oldest = contained.pop(0)
             size -= oldest.encoded(self._encode).payload.numel()
             self.pieces.remove(oldest)

@@ -63,14 +63,52 @@ def test_a_peer_with_junk_for_a_certificate_is_lost(two: Two, junk: bytes) -> No
 
 
 @pytest.mark.parametrize("mallory_first", [True, False])
-def test_a_certificate_that_two_claim_admits_neither(
+def test_a_certificate_that_two_claim_is_that_of_whom_it_names(
     two: Two, mallory_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     claims = [two.a.address(HERE), replace(two.a.address(HERE), identity="mallory")]
     two.b.allow(reversed(claims) if mallory_first else claims)
-    assert "b admits none of a, mallory: they claim the same certificate" in caplog.text
+    assert "b: a, mallory claim the same certificate, of a" in caplog.text
+    assert two.streams()[1].peer == "a"
+
+
+def test_a_certificate_that_two_others_claim_admits_neither(two: Two) -> None:
+    two.b.allow([replace(two.a.address(HERE), identity=name) for name in ("mallory", "trudy")])
     with pytest.raises(PeerRefused):
         two.a.connect(two.b.address(HERE), "data", timeout_s=SOON)
+
+
+def test_who_may_connect_is_worked_out_anew_only_where_it_changed(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("for nothing")
+
+    monkeypatch.setattr(module, "server_context", refuse)
+    two.b.allow([two.a.address("elsewhere")])
+    with pytest.raises(AssertionError):
+        two.b.allow([])
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
+def test_connections_need_no_disk(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
+    assert two.streams()[1].peer == "a"
+
+
+def test_without_descriptors_a_peer_is_lost_for_now(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "client_context", fail)
+        with pytest.raises(PeerLost, match="Too many open files"):
+            two.streams()
+    assert two.streams()[1].peer == "a"
+
+
+@pytest.mark.parametrize("host", ["a..b", 70 * "a", "\0"])
+def test_a_record_with_junk_for_a_host_is_a_lost_peer(two: Two, host: str) -> None:
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        two.a.connect(replace(two.b.address(HERE), host=host), "data", timeout_s=SOON)
 
 
 def test_a_peer_that_is_listed_twice_is_admitted(two: Two) -> None:
@@ -148,7 +186,7 @@ def test_connections_notice_a_peer_that_vanished() -> None:
 
 
 def test_a_server_with_another_certificate_is_refused(two: Two) -> None:
-    forged = replace(two.b.address(HERE), certificate_der=create_certificate().der)
+    forged = replace(two.b.address(HERE), certificate_der=create_certificate("b").der)
     with pytest.raises(WrongPeer, match="b: its certificate is not that of its record"):
         two.a.connect(forged, "data", timeout_s=SOON)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.comm.identity import Identity
-from diloco.comm.ticket import PREFIX, TEXT_LIMIT, Ticket, check_admission, run_id_of
+from diloco.comm.ticket import PREFIX, TEXT_LIMIT, Ticket, check_admission, check_greeting, run_id_of
 from diloco.errors import TicketError
 
 NOW = 1_800_000_000.0
@@ -70,6 +70,16 @@ def test_bound_tickets_admit_one_peer(owner: Identity, peer: Identity) -> None:
     check_admission(bound, bound.run_id, peer.public_key, NOW)
     with pytest.raises(TicketError, match="another peer"):
         check_admission(bound, bound.run_id, owner.public_key, NOW)
+
+
+def test_an_expired_ticket_keeps_out_newcomers_only(ticket: Ticket, owner: Identity, peer: Identity) -> None:
+    greeting, run_id, late = ticket.render().encode(), run_id_of(owner.public_key), NOW + 3601
+    check_greeting(greeting, run_id, peer.public_key, NOW, known=False)
+    check_greeting(greeting, run_id, peer.public_key, late, known=True)
+    with pytest.raises(TicketError, match="expired"):
+        check_greeting(greeting, run_id, peer.public_key, late, known=False)
+    with pytest.raises(TicketError, match="for run"):
+        check_greeting(greeting, bytes(32), peer.public_key, late, known=True)
 
 
 def test_expired_tickets_say_when(ticket: Ticket) -> None:

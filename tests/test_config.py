@@ -70,6 +70,10 @@ def test_the_documented_example_loads(tmp_path):
         (["sync.delay=1", "sync.apply=replace"], "would throw away what is trained meanwhile: use rebase or mix"),
         (["sync.apply=eager", "sync.fragments=2"], "eager overlaps whole phases: leave sync.delay at 0"),
         (["elastic.adaptive=true", "sync.delay=2"], "elastic.adaptive ends an island's phase early"),
+        (
+            ["elastic.adaptive=true", "sync.growth=0.004"],
+            "sync.growth=0.004 makes phases longer, elastic.adaptive ends",
+        ),
         (["sync=4"], "sync=4: this is a section"),
         (["model.preset=tiny", "model.hf=x"], "both set: keep one (null unsets a key)"),
         (["model.hf=x", "model.width=64"], "model.width belongs to a preset"),

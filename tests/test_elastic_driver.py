@@ -8,14 +8,17 @@ import pytest
 import torch
 from islands import COUNT, TestIsland, genesis_state, introduce, wait_for
 
+from diloco.comm.allreduce import Reduction
 from diloco.comm.link import Link, Paths
 from diloco.comm.memory import MemoryNetwork
 from diloco.comm.shaped import ShapedTransport
 from diloco.comm.transport import PeerAddress
+from diloco.elastic import driver, reducing
 from diloco.elastic.fetching import fetch_state
 from diloco.elastic.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.elastic.messages import Begin, Collect, Done, Heartbeat, Message, Promise, Ready
 from diloco.elastic.record import NO_BALLOT, Ballot, Head, Key, Offer, Proposal, Settings
+from diloco.elastic.reducing import Outcome, stall_after
 from diloco.elastic.wire import encode_message
 from diloco.elastic.work import Trained, Work
 
@@ -105,6 +108,44 @@ def test_rounds_go_on_without_an_island_that_is_gone(victim):
         for island in islands:
             contributions(islands[0], island)
         gone.close()
+
+
+def test_an_island_that_runs_out_of_memory_in_a_round_takes_part_in_the_next(monkeypatch):
+    run, failures = Reduction.run, iter([MemoryError("no room")])
+
+    def run_out_once(reduction):
+        for failure in failures:
+            raise failure
+        return run(reduction)
+
+    monkeypatch.setattr(Reduction, "run", run_out_once)
+    with team() as (_, islands):
+        at_round(islands, 3)
+        stand_still(islands)
+        assert_agreed(islands)
+        wait_for(lambda: not any(island.driver._attempts for island in islands), islands)
+        for island in islands:
+            contributions(islands[0], island)
+
+
+def test_patience_doubles_with_every_stall_until_a_round_works():
+    assert stall_after(5.0, None, 2) == 30.0
+    assert stall_after(5.0, None, 2, 3) == 240.0
+    last = Outcome("digest", seconds=10.0)
+    assert (stall_after(5.0, last, 4), stall_after(5.0, last, 4, 1)) == (15.0, 30.0)
+
+
+def test_a_first_deadline_that_is_too_short_is_found_out(monkeypatch):
+    """Over a link on which a chunk takes several times as long."""
+    monkeypatch.setattr(reducing, "FIRST_STALL_S", 0.02)
+    monkeypatch.setattr(driver, "stall_after", lambda silence_s, *rest: stall_after(0.02, *rest))
+
+    def slow(network, name):
+        return ShapedTransport(network.transport(name), Link(4e6, 4e6))
+
+    with team(("A", "B"), transports=slow, pace_s=0.3) as (_, islands):
+        records = islands[0].session.records
+        wait_for(lambda: any(len(record.proposal.contributions) == 2 for record in records()), islands)
 
 
 def test_a_newcomer_fetches_from_several_and_contributes():

@@ -81,6 +81,11 @@ def test_phases_grow_as_the_learning_rate_falls():
     assert warm[0] == 9
 
 
+def test_a_learning_rate_of_zero_makes_the_last_phase_not_endless():
+    inner = InnerConfig(lr=1.0, steps=51, warmup=0, schedule="cosine", final_lr=0.0)
+    assert Schedule.of(SyncConfig(every=50, growth=1e-3), inner).launches == (50, 51)
+
+
 def test_by_time_a_round_is_due_when_the_last_one_was_long_ago():
     plan = schedule_of(SyncConfig(every="2min"), InnerConfig(steps=1000))
     assert plan == TimedSchedule(120.0, 1000)

@@ -8,7 +8,7 @@ from diloco.planning.predict import Workload, phase_steps
 FP32 = 4
 OUTER_VECTORS = {"nesterov": 2, "sgd": 2, "adam": 3}  # parameters and the optimizer's own
 KEPT_RESULTS = 16  # the log's last ones stay in memory
-KEPT_CONTRIBUTIONS_BYTES = 2 << 30  # of a fragment at most, in case that a heavier branch lacks them
+KEPT_CONTRIBUTIONS_BYTES = 2 << 30  # of all fragments at most, in case that a heavier branch lacks them
 # Bytes of a token that a block keeps for its backward pass, for each unit of its width and of its feed-forward;
 # counted in our model. Then the logits of a token: as computed, in fp32, and their gradient.
 KEPT_WIDTH = {"bf16": 37, "fp32": 57}
@@ -76,7 +76,7 @@ def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     feedback = sync.feedback == "on" or (sync.feedback == "auto" and sync.codec in ("sparse", "sign", "dct", "lowrank"))
     vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if feedback else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
-    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES, size * _rounds(config, step_s)) for size in encoded)
+    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * _rounds(config, step_s)) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
     return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
 
