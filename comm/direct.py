@@ -178,7 +178,7 @@ class DirectTransport:
                 raise PeerRefused("its handshake made way for newer ones")
             self.inbox.put(channel, stream)
         except (OSError, TransportError) as error:
-            log.warning("%s refused a connection from %s: %s", self.identity, host, error)
+            log.info("%s refused a connection from %s: %s", self.identity, host, error)
             self._handshakes.remove(connection)
             (stream or connection).close()
 

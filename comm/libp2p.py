@@ -116,8 +116,10 @@ class Libp2pTransport:
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
         if peer not in self._allowed:
-            writer.write(refusal("not among the peers that may connect"))
-            self._drop(writer, peer, "not among the peers that may connect")
+            reason = "not among the peers that may connect"
+            log.info("%s refused a stream from %s: %s", self.identity, peer, reason)  # perhaps its record comes soon
+            writer.write(refusal(reason))
+            writer.close()
         elif not self._handshakes.acquire(blocking=False):
             self._drop(writer, peer, f"{MAX_HANDSHAKES} others are being opened")
         else:

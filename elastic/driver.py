@@ -283,9 +283,10 @@ class Driver:
         """The records that were missed where that is less, else the whole state."""
         transport, donors = self.network.plain, self._donors(peer)
         sizes = dict.fromkeys(self.keeper.vector_names, self.run.fragments.count)
+        if peer not in donors:  # it was heard before its record came
+            self.post(lambda now: self.node.catch_up_failed(peer, now))
+            return
         try:
-            if peer not in donors:
-                raise TransferFailed(f"{peer} has no address")
             missed = [] if anew else list(self._missed(peer, donors, head))
             if missed:
                 self.post(lambda now: self._extend(missed, now))
@@ -295,7 +296,7 @@ class Driver:
             self.post(lambda now: self._switch(snapshot, now))
         except FETCH_ERRORS as error:
             reason = str(error)
-            self.tell(Note("behind", peer, f"could not catch up: {reason}"))
+            self.tell(Note("behind", self.node.me, f"could not catch up yet: {reason}"))
             self.post(lambda now: self.node.catch_up_failed(peer, now))
 
     def _missed(

@@ -132,6 +132,7 @@ def test_silent_strangers_keep_no_member_out(two: Two, monkeypatch: pytest.Monke
 def test_a_handshake_that_makes_way_is_logged(
     two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "MAX_HANDSHAKES", 1)
     with socket.create_connection((HERE, two.b.address(HERE).port), SOON) as stranger:
         two.streams()
@@ -192,6 +193,7 @@ def test_a_server_with_another_certificate_is_refused(two: Two) -> None:
 
 
 def test_an_unknown_client_is_refused(two: Two, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     stranger = DirectTransport("stranger", HERE)
     with pytest.raises(PeerRefused, match="b refused the certificate of stranger"):
         stranger.connect(two.b.address(HERE), "data", timeout_s=SOON)

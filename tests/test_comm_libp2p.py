@@ -1,6 +1,7 @@
 """What is particular to libp2p streams; what all transports share is in test_comm_transport.py."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -128,6 +129,7 @@ def test_the_end_of_the_daemon_ends_an_accept(start: Start, caplog: pytest.LogCa
 
 
 def test_a_stranger_is_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     a, b, stranger = start("a"), start("b"), start("stranger")
     b.allow([a.address()])
     near, far = streams(a, b)

@@ -99,7 +99,12 @@ def what_next(plan: Plan, *, finished: bool) -> list[str]:
     options = ["--islands", str(plan.islands), *plan.network()]
     command = command_line(plan.path, plan.overrides, *options, "--resume")
     longer = changed(plan.overrides, "inner.steps", 2 * plan.config.inner.steps)
-    again = [f"  {command_line(plan.path, longer, *options, '--fresh')}", "      trains again, twice as long"]
+    again = [
+        f"  diloco rewind {plan.folder} ROUND --set inner.steps={2 * plan.config.inner.steps}",
+        "      trains on from that round (the last one, say), as a run of its own",
+        f"  {command_line(plan.path, longer, *options, '--fresh')}",
+        "      trains again, twice as long",
+    ]
     return [
         "next:",
         *(again if finished else [f"  {command}", "      goes on from the last round that any island has"]),
