@@ -1,8 +1,8 @@
 """What a slow link costs an inner loop that waits for its rounds, and one that goes on.
 
-The link is made such that a blocking round takes as long as a phase of training: half of the time is lost. Utilisation
-is H times the median step without a round in flight over the wall time of H steps. Runs with and without take turns,
-and each is compared with its neighbour: a machine is not always equally fast.
+The link is set such that a blocking round, all of it, takes as long as a phase of training: half of the time is lost.
+Utilisation is H times the median step without a round in flight over the wall time of H steps. Runs with and without
+take turns, and each is compared with those before and after it: a machine is not always equally fast.
 """
 
 import itertools
@@ -37,21 +37,33 @@ def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     one_thread()
     warm_up()
     phases = FIRST_PHASES + -(-rounds // TURNS)
-    step_s, turns, line = list[float](), list[dict[str, Any]](), Line()
+    free = train_together(peer, _config(every, phases), Line())
+    step_s, seen = [_step_s(free, every, peer)], list[dict[str, Any]]()
+    line = _line_of_half(peer, every, phases, step_s[0], free["parameters"])
     for _ in range(TURNS):
-        free = train_together(peer, _config(every, phases), Line())
-        step_s.append(max(peer.exchange(statistics.median(_inside(free["moments"], every)))))
-        if line.bits_per_s is None:
-            size = CODECS[CODEC].size(free["parameters"])
-            line = Line(8 * 2 * (peer.count - 1) / peer.count * size / (every * step_s[0]))
-        eager = _config(every, phases + 1, apply="eager")
-        turns.append(_row(train_together(peer, eager, line), every, step_s[-1], peer))
+        seen.append(train_together(peer, _config(every, phases + 1, apply="eager"), line))
+        step_s.append(_step_s(train_together(peer, _config(every, phases), Line()), every, peer))
+    usual_s = [statistics.mean(around) for around in itertools.pairwise(step_s)]
+    turns = [_row(one, every, usual, peer) for one, usual in zip(seen, usual_s, strict=True)]
     blocking = _row(train_together(peer, _config(every, phases + 1), line), every, step_s[-1], peer)
-    assert line.bits_per_s is not None
     return {
-        "step_s": step_s, "link_mbit_per_s": line.bits_per_s / 1e6, "blocking": blocking, "turns": turns,
+        "step_s": step_s, "link_mbit_per_s": (line.bits_per_s or 0) / 1e6, "blocking": blocking, "turns": turns,
         "overlapped": {name: statistics.mean(turn[name] for turn in turns) for name in ("utilisation", "step_ratio")},
     }  # fmt: skip
+
+
+def _line_of_half(peer: BenchPeer, every: int, phases: int, step_s: float, parameters: int) -> Line:
+    """On which a blocking round takes as long as a phase: guessed by its bytes, then set by what a round took."""
+    size, phase_s = CODECS[CODEC].size(parameters), every * step_s
+    guess = 8 * 2 * (peer.count - 1) / peer.count * size / phase_s
+    tried = _row(train_together(peer, _config(every, phases), Line(guess)), every, step_s, peer)
+    round_s = statistics.mean(tried["wall_s_of_phases"]) - phase_s
+    return Line(statistics.mean(peer.exchange(guess * round_s / phase_s)))
+
+
+def _step_s(seen: dict[str, Any], every: int, peer: BenchPeer) -> float:
+    """Of the slower island, the median."""
+    return max(peer.exchange(statistics.median(_inside(seen["moments"], every))))
 
 
 def _inside(moments: list[float], every: int) -> list[float]:
