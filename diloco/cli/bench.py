@@ -137,7 +137,7 @@ def overlap(
     every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 30,
     rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 16,
 ) -> None:
-    """What a slow link costs a loop that waits for its rounds, and one that goes on (four minutes)."""
+    """What a slow link costs a loop that waits for its rounds, and one that goes on (seven minutes)."""
     from diloco.bench.overlap import measure
     from diloco.bench.report import show
 
