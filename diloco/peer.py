@@ -33,6 +33,7 @@ EXPIRES_S = 60.0
 LOOK_S = 1.0
 REACH_S = 3.0  # how often an island that knows of nobody tries those it once knew
 MAX_REMEMBERED = 16
+ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Peer:
         if listen != host:
             where["listen_port"] = where["listen_port"] or _free_port(listen)  # it has to be said beforehand
             where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
+        if listen in (ANYWHERE, "::"):
             log.warning("%s is no address of this machine: it must be led here, to any port", host)
         try:
             return Directory.start(self.identity, self.run_id, bootstrap=self._places, **where)
@@ -242,13 +244,14 @@ def own_name() -> str:
 
 
 def listen_host(host: str) -> str:
-    """For others who see this machine as `host`: there, if that is an address of it; else (a name, an address that a
-    cloud or a router leads here) anywhere."""
+    """For others who see this machine as `host`: there, if that is an address of it or a name for one; else (a cloud or
+    a router leads it here) anywhere."""
     try:
-        _free_port(host)
-    except OSError:
-        return "::" if ":" in host else "0.0.0.0"
-    return host if _family(host) != "dns4" else "0.0.0.0"
+        address = host if ":" in host else socket.gethostbyname(host)
+        _free_port(address)
+    except (OSError, ValueError):  # ValueError: no name at all
+        return "::" if ":" in host else ANYWHERE
+    return address
 
 
 def _free_port(host: str, port: int = 0) -> int:

@@ -16,7 +16,13 @@ ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
 
 @pytest.mark.parametrize(
     ("host", "listens"),
-    [("127.0.0.1", "127.0.0.1"), (ELSEWHERE, "0.0.0.0"), ("2001:db8::7", "::"), ("localhost", "0.0.0.0")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        (ELSEWHERE, "0.0.0.0"),
+        ("2001:db8::7", "::"),
+        ("localhost", "127.0.0.1"),
+        ("a..b", "0.0.0.0"),
+    ],
 )
 def test_who_is_seen_under_an_address_of_another_machine_listens_anywhere(host: str, listens: str) -> None:
     assert listen_host(host) == listens
