@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit browser quick demo prove clean
+.PHONY: help install test lint types unit browser quick demo picture prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ quick: install  ## the tests without the slow ones
 
 demo: install  ## four islands train one model, one is killed and comes back; then a slow link (three minutes)
 	$(BIN)/python examples/demo.py
+
+picture: install  ## draw the rooms from the imports into ARCHITECTURE.md
+	$(BIN)/python tests/house.py --write
 
 prove: install  ## run every claim of the project that needs no GPU, and print one table
 	$(BIN)/python tests/prove.py

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from diloco.checkpoint.background import Rest, no_rest
-from diloco.checkpoint.segments import sync_path
-from diloco.checkpoint.tensorfile import PIECE, write_tensors
+from diloco.checkpoint.log.background import Rest, no_rest
+from diloco.checkpoint.log.segments import sync_path
+from diloco.checkpoint.log.tensorfile import PIECE, write_tensors
 from diloco.errors import SaveError
 
 KEEP = 2

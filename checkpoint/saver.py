@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from diloco.checkpoint.background import Pace, make_way
+from diloco.checkpoint.log.background import Pace, make_way
 from diloco.checkpoint.save import write_save
 from diloco.errors import SaveError
 

@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.alone import Alone
 from diloco.checkpoint.save import saves
-from diloco.comm.codec import warm_up
-from diloco.comm.ticket import Ticket
-from diloco.config import Config
-from diloco.configfile import load_tree, parse_config
-from diloco.entry import (
+from diloco.comm.codec.registry import warm_up
+from diloco.comm.peers.ticket import Ticket
+from diloco.config.file import load_tree, parse_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, DeviceError, SaveError
+from diloco.island.optimizer import named_optimizer
+from diloco.island.user_model import OwnModel
+from diloco.loop import Run
+from diloco.report.events import Events
+from diloco.run.folder import has_log, open_folder, refuse_remote, release
+from diloco.run.genesis import Genesis, read_genesis
+from diloco.run.join import (
     OUTER,
     Search,
     Start,
@@ -29,18 +35,11 @@ from diloco.entry import (
     peer_at,
     write_ticket,
 )
-from diloco.errors import ConfigError, DeviceError, SaveError
-from diloco.events import Events
-from diloco.exchange import Outside
-from diloco.fleetplan import has_log
-from diloco.genesis import Genesis, read_genesis
-from diloco.loop import Run
-from diloco.optimizer import named_optimizer
-from diloco.outer import outer_vectors
-from diloco.own_model import OwnModel
-from diloco.own_save import facts_to_go_on
-from diloco.peer import Connection, Peer, host_towards, own_name
-from diloco.runner import open_folder, refuse_remote, release
+from diloco.run.peer import Connection, Peer, host_towards, own_name
+from diloco.train.alone import Alone
+from diloco.train.exchange import Outside
+from diloco.train.outer import outer_vectors
+from diloco.train.own_save import facts_to_go_on
 from diloco.units import parse_link, parse_rate
 
 TICKET = "diloco1-"  # what tickets begin with

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from diloco.alone import Alone
-from diloco.amend import in_words
 from diloco.checkpoint.save import read_outer, write_save
 from diloco.checkpoint.saver import Saver
-from diloco.config import Config
+from diloco.config.schema import Config
+from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import permute
-from diloco.elastic.ranges import Ranges, first, minus, normal, size
-from diloco.entry import agreement, samples_ahead
+from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError
-from diloco.events import Events
-from diloco.exchange import Outside
-from diloco.genesis import OWN_LOOP
-from diloco.membership import Membership
-from diloco.own_model import OwnModel
-from diloco.own_save import facts_to_go_on, inner_state, restore_inner
-from diloco.place import Place
-from diloco.speed import Meter
-from diloco.together import Together
-from diloco.trainer import describe_device
+from diloco.island.mesh import Place
+from diloco.island.user_model import OwnModel
+from diloco.model.flops import Meter
+from diloco.report.events import Events
+from diloco.run.join import agreement, samples_ahead
+from diloco.train.alone import Alone
+from diloco.train.amend import in_words
+from diloco.train.exchange import Outside
+from diloco.train.own_save import facts_to_go_on, inner_state, restore_inner
+from diloco.train.rounds import Together
+from diloco.train.sync import Membership
+from diloco.train.trainer import describe_device
 
 
 class Run:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diloco.events import Event
-from diloco.watching import Tail
+from diloco.report.events import Event
+from diloco.report.watching import Tail
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("runs/demo")

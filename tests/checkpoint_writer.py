@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.replica import vectors_digest
-from diloco.comm.codec import CODECS
-from diloco.comm.noise import NoiseKey
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.keeper import Keeper, Run
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Held, Memory
-from diloco.elastic.record import Ballot, Contribution, Head, Offer, Proposal, Record, Settings
-from diloco.elastic.restoring import restore
-from diloco.elastic.state import RunState
-from diloco.elastic.wire import encode
-from diloco.outer import apply_record
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import CODECS
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Held, Memory
+from diloco.elastic.protocol.record import Ballot, Contribution, Head, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.keeper import Keeper, Run
+from diloco.elastic.runtime.restoring import restore
+from diloco.train.outer import apply_record
 
 COUNT = 3000
 GENESIS = b"a run for a writer that is killed"

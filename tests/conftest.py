@@ -10,8 +10,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread costs more than it brings
 
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
 
 SMALL: dict[str, Any] = {
     "model": {"preset": "tiny", "blocks": 2, "width": 32, "heads": 2, "feed_forward": 64},

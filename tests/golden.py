@@ -4,9 +4,9 @@ from hashlib import sha256
 
 import torch
 
-from diloco.comm.codec import CODECS, codec_named, result_codec_for
-from diloco.comm.dct import Dct
-from diloco.comm.noise import PAGE, NoiseKey
+from diloco.comm.codec.dct import Dct
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
 
 KEY = NoiseKey(round=3, fragment=0, role="a")
 GOLDEN = {

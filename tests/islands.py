@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.store import Store
-from diloco.comm.codec import CODECS
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.transport import PeerAddress
-from diloco.elastic.driver import Driver, Network, Run
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Memory, Note
-from diloco.elastic.node import Node, Options
-from diloco.elastic.ranges import first
-from diloco.elastic.record import Contribution, Head, Record, Settings
-from diloco.elastic.session import Session
-from diloco.elastic.state import RunState
-from diloco.elastic.work import Trained
+from diloco.checkpoint.log.store import Store
+from diloco.comm.codec.registry import CODECS
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.transport import PeerAddress
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Memory, Note
+from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.ranges import first
+from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.session import Session
+from diloco.elastic.runtime.work import Trained
 
 COUNT = 70_000
 CODEC = "int8"

@@ -8,23 +8,23 @@ from pathlib import Path
 from team import HERE, own_folder, side_by_side
 
 from diloco.bench.speed import Heard
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.pooled import PooledTransport
-from diloco.config import Config
-from diloco.earlier import Earlier, find_earlier
-from diloco.elastic.driver import Driver, Network, Run
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.node import Node
-from diloco.elastic.record import Head
-from diloco.elastic.restoring import restore
-from diloco.elastic.state import RunState
-from diloco.entry import options_for
-from diloco.events import Events
-from diloco.outer import apply_record
-from diloco.place import Place
-from diloco.together import Together
-from diloco.trainer import Trainer
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.config.schema import Config
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import Head
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.restoring import restore
+from diloco.island.mesh import Place
+from diloco.report.events import Events
+from diloco.run.join import options_for
+from diloco.train.outer import apply_record
+from diloco.train.resume import Earlier, find_earlier
+from diloco.train.rounds import Together
+from diloco.train.trainer import Trainer
 
 DIGEST = "0" * 64  # of a genesis that nobody asks for
 

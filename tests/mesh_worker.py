@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from largest import Largest
 
-from diloco.batches import validation_batches
 from diloco.bench.speed import Heard
-from diloco.configfile import parse_config
-from diloco.events import Events
-from diloco.island import next_token_loss
-from diloco.parallel import tied_names, whole
-from diloco.place import take_place
-from diloco.shards import Shards
-from diloco.trainer import Trainer
+from diloco.config.file import parse_config
+from diloco.data.batches import validation_batches
+from diloco.island.flat import Shards
+from diloco.island.island import next_token_loss
+from diloco.island.mesh import take_place
+from diloco.island.parallel import tied_names, whole
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
 

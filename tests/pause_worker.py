@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lives import Life
 from torch.distributed.device_mesh import init_device_mesh
 
-from diloco.comm.memory import MemoryNetwork
-from diloco.configfile import parse_config
-from diloco.place import Place
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.config.file import parse_config
+from diloco.island.mesh import Place
 
 
 def train(tree, stop_at: int) -> dict[int, float]:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from diloco.bench.speed import Heard
 from diloco.checkpoint.save import FACTS, read_inner, saves
 from diloco.checkpoint.saver import Saver
-from diloco.configfile import parse_config
-from diloco.events import Events
-from diloco.place import take_place
-from diloco.trainer import Trainer
+from diloco.config.file import parse_config
+from diloco.island.mesh import take_place
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 
 def leaves(tree) -> dict[str, torch.Tensor]:

@@ -11,22 +11,22 @@ import torch
 
 from diloco.bench.speed import Heard
 from diloco.bench.team import driver_for
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.transport import PeerAddress
-from diloco.config import Config
-from diloco.elastic.driver import Driver, Network
-from diloco.elastic.driver import Run as Chain
-from diloco.elastic.node import Node
-from diloco.entry import options_for
-from diloco.events import Events
-from diloco.genesis import Genesis
-from diloco.membership import Membership
-from diloco.outer import apply_record, outer_vectors
-from diloco.own_model import OwnModel
-from diloco.place import Place
-from diloco.together import Together
-from diloco.trainer import Trainer
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.transport import PeerAddress
+from diloco.config.schema import Config
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.runtime.driver import Driver, Network
+from diloco.elastic.runtime.driver import Run as Chain
+from diloco.island.mesh import Place
+from diloco.island.user_model import OwnModel
+from diloco.report.events import Events
+from diloco.run.genesis import Genesis
+from diloco.run.join import options_for
+from diloco.train.outer import apply_record, outer_vectors
+from diloco.train.rounds import Together
+from diloco.train.sync import Membership
+from diloco.train.trainer import Trainer
 
 HERE = Place(0, 1, torch.device("cpu"), None)
 PATIENT = {"min_islands": 2, "straggler": 100.0, "silence_s": 2.0}  # every round has both islands

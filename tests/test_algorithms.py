@@ -5,11 +5,11 @@ import torch
 from team import HERE, PATIENT, Team
 
 from diloco.bench.speed import Heard
-from diloco.events import Events
-from diloco.island import Island
-from diloco.network import build_network
-from diloco.schedule import learning_rate
-from diloco.trainer import Trainer
+from diloco.island.island import Island
+from diloco.model.build import build_network
+from diloco.report.events import Events
+from diloco.train.schedule import learning_rate
+from diloco.train.trainer import Trainer
 
 H, PASSES, LR, MOMENTUM = 4, 5, 0.7, 0.9
 METHODS = {

@@ -9,30 +9,40 @@ from team import PATIENT, Team, side_by_side
 from test_elastic_node import OFFER, begin, options, said
 from trained_run import ALONE
 
-from diloco.amend import FOLDER, Inbox, InForce, amended, changed, check, in_words, read_amendment, write_amendment
 from diloco.bench.speed import Heard
 from diloco.bench.team import driver_for
-from diloco.board import Board
-from diloco.comm.identity import Identity
-from diloco.elastic.amendment import Amendment
-from diloco.elastic.driver import check as check_driver
-from diloco.elastic.fetching import Snapshot
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Append, Begin, Collect, Done, Failed, FetchResult, Note, Promise
-from diloco.elastic.node import Node
-from diloco.elastic.record import EMPTY, Ballot, Head, Proposal, Record, Settings
-from diloco.elastic.simulator.check import Checker, Violation
-from diloco.elastic.simulator.faults import FIRST_STREAMING, amendments_of
-from diloco.elastic.simulator.world import owner
-from diloco.elastic.state import RunState
-from diloco.elastic.wire import decode_message, encode_message
-from diloco.entry import options_for
+from diloco.comm.peers.identity import Identity
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Append, Begin, Collect, Done, Failed, FetchResult, Note, Promise
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Proposal, Record, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import decode_message, encode_message
+from diloco.elastic.runtime.driver import check as check_driver
+from diloco.elastic.runtime.fetching import Snapshot
 from diloco.errors import ConfigError, RecordInvalid, SaveError, TransferFailed
-from diloco.events import Events
-from diloco.schedule import learning_rate
-from diloco.terminal import sentence
-from diloco.together import Together
-from diloco.trainer import Trainer
+from diloco.report.board import Board
+from diloco.report.events import Events
+from diloco.report.terminal import sentence
+from diloco.run.join import options_for
+from diloco.simulate.protocol.check import Checker, Violation
+from diloco.simulate.protocol.faults import FIRST_STREAMING, amendments_of
+from diloco.simulate.protocol.world import owner
+from diloco.train.amend import (
+    FOLDER,
+    Inbox,
+    InForce,
+    amended,
+    changed,
+    check,
+    in_words,
+    read_amendment,
+    write_amendment,
+)
+from diloco.train.rounds import Together
+from diloco.train.schedule import learning_rate
+from diloco.train.trainer import Trainer
 
 OWNER = owner().public_key.hex()
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B"), Ledger(epoch=1000), owner=OWNER)

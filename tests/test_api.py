@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import diloco
 from diloco.bench.speed import Heard
-from diloco.comm.memory import MemoryNetwork
-from diloco.configfile import parse_config
-from diloco.elastic.node import Node
-from diloco.elastic.record import holder_name
-from diloco.entry import options_for
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.config.file import parse_config
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import holder_name
 from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError
-from diloco.events import Events, read_events
-from diloco.genesis import Genesis
+from diloco.island.layout import Layout
+from diloco.island.user_model import OwnModel
 from diloco.loop import Run, indices
-from diloco.outer import Layout
-from diloco.own_model import OwnModel
-from diloco.together import Together
+from diloco.report.events import Events, read_events
+from diloco.run.genesis import Genesis
+from diloco.run.join import options_for
+from diloco.train.rounds import Together
 
 ROOT = Path(__file__).parent.parent
 

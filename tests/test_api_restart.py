@@ -12,9 +12,9 @@ from torch import nn
 import diloco
 from diloco.bench.speed import Heard
 from diloco.errors import SaveError
-from diloco.events import Events
-from diloco.trained import load_trained
-from diloco.trainer import Trainer
+from diloco.history.load import load_trained
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 
 class Killed(Exception):

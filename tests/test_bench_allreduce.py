@@ -6,7 +6,7 @@ import torch
 from diloco.bench import allreduce
 from diloco.bench.allreduce import Setting, measure
 from diloco.bench.baselines import check_average
-from diloco.comm.noise import PAGE
+from diloco.comm.codec.noise import PAGE
 from diloco.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ import pytest
 from conftest import run_cli
 
 from diloco.bench.link import LADDER, Received, Transfer, goodput, parse_rates, run_transfers
-from diloco.comm.frame import HEADER_BYTES
-from diloco.comm.tlswire import TlsWire
+from diloco.comm.transport.frame import HEADER_BYTES
+from diloco.comm.transport.tlswire import TlsWire
 from diloco.errors import ConfigError
 
 

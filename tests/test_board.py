@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from diloco.board import ECHO_S, HOLD_S, Board, account
-from diloco.terminal import sentence
-from diloco.watching import Lines, Tail, cells, open_islands_view, table
+from diloco.report.board import ECHO_S, HOLD_S, Board, account
+from diloco.report.terminal import sentence
+from diloco.report.watching import Lines, Tail, cells, open_islands_view, table
 
 ONE, TWO = "island-1", "island-2"
 

@@ -12,18 +12,18 @@ import torch
 from islands import GENESIS, TestIsland, apply, genesis_state
 from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
 
-from diloco.checkpoint.begun import Begun
-from diloco.checkpoint.donor import Donor
-from diloco.checkpoint.library import CHUNK_BYTES, Item, Library
-from diloco.checkpoint.store import Store
-from diloco.checkpoint.transfer import MAX_WORKERS, Transfer
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.transport import PeerAddress
-from diloco.elastic.fetching import Manifest, Snapshot, fetch_state
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.keeper import Keeper, Run
-from diloco.elastic.record import Head
-from diloco.elastic.wire import encode
+from diloco.checkpoint.log.begun import Begun
+from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
+from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.transfer.donor import Donor
+from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.transport import PeerAddress
+from diloco.elastic.protocol.record import Head
+from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.fetching import Manifest, Snapshot, fetch_state
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.keeper import Keeper, Run
 from diloco.errors import TransferFailed
 
 COUNT = 2_000_000  # two vectors of 8 chunks
@@ -171,8 +171,8 @@ def test_donors_that_have_moved_on_are_passed_over(donors):
 
 
 def test_chunks_make_way_for_rounds(monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.donor.WAIT_FACTOR", 1e9)
-    monkeypatch.setattr("diloco.checkpoint.donor.MAX_WAIT_S", 1e9)
+    monkeypatch.setattr("diloco.checkpoint.transfer.donor.WAIT_FACTOR", 1e9)
+    monkeypatch.setattr("diloco.checkpoint.transfer.donor.MAX_WAIT_S", 1e9)
     network, hurried = MemoryNetwork(), threading.Event()
     hurried.set()
     donor = Donor(network.transport("a"), holding(STATE), in_a_hurry=hurried.is_set)

@@ -12,19 +12,20 @@ import torch
 from checkpoint_writer import following
 from test_checkpoint_snapshot import written
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.journal import Journal
-from diloco.checkpoint.segments import segment_paths
-from diloco.checkpoint.snapshot import read_manifest, read_vectors, snapshots
-from diloco.comm.ticket import run_id_of
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.keeper import Keeper, Run
-from diloco.elastic.restoring import restore
-from diloco.elastic.simulator.world import owner
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.segments import segment_paths
+from diloco.checkpoint.log.snapshot import read_manifest, read_vectors, snapshots
+from diloco.comm.peers.ticket import run_id_of
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.keeper import Keeper, Run
+from diloco.elastic.runtime.restoring import restore
 from diloco.errors import SnapshotDamaged
-from diloco.genesis import FILE, Genesis, read_genesis, write_genesis
-from diloco.outer import Layout, apply_record
-from diloco.outer_log import verify
+from diloco.history.log import verify
+from diloco.island.layout import Layout
+from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
+from diloco.simulate.protocol.world import owner
+from diloco.train.outer import apply_record
 
 VALUES, ROUNDS = 20, 3
 VERIFIED = int(os.environ.get("DILOCO_FLIPS_VERIFIED", "13"))  # each so-manieth byte is verified, too; 1: all
@@ -69,7 +70,7 @@ def flips(file: Path, positions: Iterable[int], random: Random) -> Iterator[int]
 
 def test_every_changed_byte_is_found_by_verify_and_at_load_and_its_file_named(log, monkeypatch):
     """All of a manifest, a segment and the genesis; some of the vectors."""
-    monkeypatch.setattr("diloco.outer_log.WRITING_S", 0.0)
+    monkeypatch.setattr("diloco.history.log.WRITING_S", 0.0)
     folder, _ = log
     random, newest, (segment, *_) = Random(11), snapshots(folder)[-1], segment_paths(folder)
     shards = sorted(folder.glob("snapshot-*/*.safetensors"))

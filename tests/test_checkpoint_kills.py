@@ -13,12 +13,14 @@ import pytest
 from checkpoint_writer import Reference
 from test_checkpoint_snapshot import fill, small_disk
 
-from diloco.checkpoint.segments import segment_paths
+from diloco.checkpoint.log.segments import segment_paths
 
 KILLS = int(os.environ.get("DILOCO_WRITER_KILLS", "15"))
 PATIENCE_S = 60.0
 context = mp.get_context("forkserver")
-context.set_forkserver_preload(["diloco.checkpoint.diskstore", "diloco.elastic.restoring", "diloco.outer"])
+context.set_forkserver_preload(
+    ["diloco.checkpoint.log.diskstore", "diloco.elastic.runtime.restoring", "diloco.train.outer"]
+)
 
 
 class Life:

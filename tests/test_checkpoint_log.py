@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from test_checkpoint_snapshot import written
 from trained_run import ALONE, Command
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.replica import vectors_digest
-from diloco.checkpoint.snapshot import Frozen, manifests, read_vectors, write_snapshot
-from diloco.comm.ticket import run_id_of
-from diloco.config import Config
-from diloco.elastic.keeper import Keeper
-from diloco.elastic.simulator.world import owner
-from diloco.entry import OUTER, run_of
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.snapshot import Frozen, manifests, read_vectors, write_snapshot
+from diloco.comm.peers.ticket import run_id_of
+from diloco.config.schema import Config
+from diloco.elastic.runtime.keeper import Keeper
 from diloco.errors import SaveError
-from diloco.events import Events
-from diloco.genesis import Genesis, write_genesis
-from diloco.outer_log import find_logs, rows, state_of, verify
-from diloco.trainer import Trainer
+from diloco.history.log import find_logs, rows, state_of, verify
+from diloco.report.events import Events
+from diloco.run.genesis import Genesis, write_genesis
+from diloco.run.join import OUTER, run_of
+from diloco.simulate.protocol.world import owner
+from diloco.train.trainer import Trainer
 
 ROUNDS = 8
 
@@ -99,7 +99,7 @@ def test_a_whole_log_is_verified(log):
 
 
 def test_any_changed_byte_is_found_and_its_file_named(log, monkeypatch):
-    monkeypatch.setattr("diloco.outer_log.WRITING_S", 0.0)
+    monkeypatch.setattr("diloco.history.log.WRITING_S", 0.0)
     folder, _ = log
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         raw = file.read_bytes()

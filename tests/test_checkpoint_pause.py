@@ -16,13 +16,13 @@ from test_launcher import ONE, TWO, events_of, islands, last_agreed, rounds_with
 
 from diloco.bench.speed import Heard
 from diloco.checkpoint.save import read_facts, saves
-from diloco.comm.memory import MemoryNetwork
-from diloco.config import Config
-from diloco.configfile import load_config, parse_config
-from diloco.earlier import TAKEN
-from diloco.events import Event, Events
-from diloco.schedule import learning_rate
-from diloco.trainer import Trainer
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.config.file import load_config, parse_config
+from diloco.config.schema import Config
+from diloco.report.events import Event, Events
+from diloco.train.resume import TAKEN
+from diloco.train.schedule import learning_rate
+from diloco.train.trainer import Trainer
 
 H, STEPS = 4, 16
 SCHEDULES = {

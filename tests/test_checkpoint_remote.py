@@ -16,19 +16,19 @@ from test_checkpoint_segments import BASE, chain, opened, write
 from test_checkpoint_snapshot import frozen, photograph, settle
 from trained_run import Command
 
-from diloco.checkpoint.journal import Journal
-from diloco.checkpoint.mirror import Mirror, restore
-from diloco.checkpoint.remote import Remote
-from diloco.checkpoint.segments import segment_paths
-from diloco.checkpoint.snapshot import manifests, read_manifest, read_vectors, snapshots
-from diloco.configfile import load_config
-from diloco.elastic.restoring import points_of
-from diloco.entry import OUTER
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.segments import segment_paths
+from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
+from diloco.checkpoint.transfer.mirror import Mirror, restore
+from diloco.checkpoint.transfer.remote import Remote
+from diloco.config.file import load_config
+from diloco.elastic.runtime.restoring import points_of
 from diloco.errors import ConfigError, RemoteError
-from diloco.fleetplan import has_log
-from diloco.island_run import found, go_on
-from diloco.peer import Connection
-from diloco.runner import run as run_alone
+from diloco.run.folder import has_log
+from diloco.run.join import OUTER
+from diloco.run.peer import Connection
+from diloco.run.start import found, go_on
+from diloco.run.start import run as run_alone
 
 SERVER = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
 
@@ -196,7 +196,7 @@ def test_what_is_pruned_while_it_is_copied_is_no_failure(tmp_path, monkeypatch):
     paths = segment_paths(tmp_path / "A")
     paths[0].unlink()
     with monkeypatch.context() as before:
-        before.setattr("diloco.checkpoint.mirror.segment_paths", lambda folder: paths)
+        before.setattr("diloco.checkpoint.transfer.mirror.segment_paths", lambda folder: paths)
         mirror.close()
     assert story == [] and restore(tmp_path / "new", remote, told([])) is not None
 
@@ -278,7 +278,7 @@ def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp
 
 
 def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.remote.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("diloco.checkpoint.transfer.remote.FIRST_WAIT_S", 0.0)
     (tmp_path / "far").write_text("in the way")
     config = small(checkpoint={"remote": f"file://{tmp_path}/far"})
     with pytest.raises(RemoteError, match=r"far/.* cannot be written to \(.*: create the bucket"):

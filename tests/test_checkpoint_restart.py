@@ -16,19 +16,19 @@ from islands import CODEC, COUNT, TestIsland, genesis_state, introduce, run_of, 
 from test_elastic_driver import assert_agreed, at_round, stand_still
 from test_launcher import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.journal import Journal
-from diloco.checkpoint.replica import vectors_digest
-from diloco.checkpoint.snapshot import manifests, snapshots
-from diloco.checkpoint.store import Store
-from diloco.comm.codec import CODECS
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.noise import NoiseKey
-from diloco.elastic.keeper import Keeper
-from diloco.elastic.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready
-from diloco.elastic.record import Ballot, Contribution, Offer, Proposal, Record, Settings
-from diloco.elastic.restoring import Restored, restore
-from diloco.elastic.wire import encode
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.snapshot import manifests, snapshots
+from diloco.checkpoint.log.store import Store
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import CODECS
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready
+from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.keeper import Keeper
+from diloco.elastic.runtime.restoring import Restored, restore
 
 NAMES = ("A", "B", "C")
 DIGEST = genesis_state(NAMES).head.digest
@@ -106,7 +106,7 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
 @pytest.mark.parametrize(("rounds", "story"), [(4, "rounds"), (10, "the whole state of round")])
 def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path, monkeypatch, rounds, story):
     """From their disks: nobody has that much in memory. Where that is more than the whole state, it takes that."""
-    monkeypatch.setattr("diloco.checkpoint.log.KEEP_PAYLOADS", 2)
+    monkeypatch.setattr("diloco.checkpoint.log.entries.KEEP_PAYLOADS", 2)
     with living(tmp_path, pace_s=0.15) as (network, team):
         at_round(team, 3)
         away = team.pop()

@@ -19,9 +19,9 @@ from diloco.bench.speed import Heard
 from diloco.checkpoint.save import ASIDE, FACTS, KEEP, read_facts, read_inner, read_outer, saves, write_save
 from diloco.checkpoint.saver import Saver
 from diloco.errors import SaveError
-from diloco.events import Events
-from diloco.trained import load_trained
-from diloco.trainer import Trainer
+from diloco.history.load import load_trained
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 WORKER = Path(__file__).with_name("save_worker.py")
 
@@ -108,7 +108,7 @@ def test_a_model_is_found_while_its_only_save_is_being_replaced(run, monkeypatch
             only.rename(only.with_name(only.name + ASIDE))
         return read_facts(save)
 
-    monkeypatch.setattr("diloco.trained.read_facts", read)
+    monkeypatch.setattr("diloco.history.load.read_facts", read)
     assert load_trained(run).step > 0
 
 

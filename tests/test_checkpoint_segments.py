@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.journal import NOTHING, Journal
-from diloco.checkpoint.log import Entry
-from diloco.checkpoint.segments import SegmentWriter, read_body, scan, segment_paths
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.journal import NOTHING, Journal
+from diloco.checkpoint.log.segments import SegmentWriter, read_body, scan, segment_paths
 
 BASE = "base"
 KINDS = [(2, b"a promise", b""), (3, b"name", b"payload " * 9), (4, b"{}", b"record"), (5, b"", b"")]

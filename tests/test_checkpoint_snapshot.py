@@ -12,12 +12,11 @@ from test_checkpoint_segments import BASE, chain, entry, opened, write
 from trained_run import ALONE
 
 from diloco.bench.speed import Heard
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.journal import Journal
-from diloco.checkpoint.replica import vectors_digest
-from diloco.checkpoint.save import saves
-from diloco.checkpoint.segments import segment_paths
-from diloco.checkpoint.snapshot import (
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import segment_paths
+from diloco.checkpoint.log.snapshot import (
     Frozen,
     clean,
     manifests,
@@ -27,9 +26,10 @@ from diloco.checkpoint.snapshot import (
     write_file,
     write_snapshot,
 )
+from diloco.checkpoint.save import saves
 from diloco.errors import SnapshotDamaged
-from diloco.events import Events, JsonLines, read_events
-from diloco.trainer import Trainer
+from diloco.report.events import Events, JsonLines, read_events
+from diloco.train.trainer import Trainer
 
 
 def frozen(number: int = 20, version: str = "c" * 64, order: tuple[int, ...] | None = None, count: int = 50) -> Frozen:
@@ -249,7 +249,7 @@ def fill(folder: Path) -> Path:
 
 
 def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.diskstore.RETRY_S", 0.0)
+    monkeypatch.setattr("diloco.checkpoint.log.diskstore.RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as folder:
         store, told = opened(folder / "outer")
         photograph(store, 0, BASE)
@@ -283,7 +283,7 @@ def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, m
 
 
 def test_a_folder_that_cannot_be_written_is_told_of_and_used_again_when_it_can(tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.diskstore.RETRY_S", 0.0)
+    monkeypatch.setattr("diloco.checkpoint.log.diskstore.RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as folder:
         store, _ = opened(folder / "outer")
         photograph(store, 0, BASE)

@@ -10,17 +10,17 @@ from random import Random
 
 import pytest
 
-from diloco.checkpoint import donor
-from diloco.checkpoint.asking import ask, describe
-from diloco.checkpoint.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
-from diloco.checkpoint.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
-from diloco.checkpoint.transfer import MAX_ASKED, Board, Transfer, fetch
-from diloco.comm import packing
-from diloco.comm.direct import DirectTransport
-from diloco.comm.frame import Buffer
-from diloco.comm.memory import MemoryNetwork, MemoryTransport
-from diloco.comm.transport import PeerAddress, Stream, Transport
-from diloco.comm.wire import Piece
+from diloco.checkpoint.log.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
+from diloco.checkpoint.transfer import donor
+from diloco.checkpoint.transfer.asking import ask, describe
+from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
+from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, fetch
+from diloco.comm.peers import packing
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.frame import Buffer
+from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.wire import Piece
 from diloco.errors import (
     DonorBusy,
     ItemMissing,

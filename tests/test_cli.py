@@ -15,8 +15,8 @@ import yaml
 from conftest import SMALL, run_cli
 
 from diloco.cli.run import changed
-from diloco.events import read_events
-from diloco.runner import prepare_folder
+from diloco.report.events import read_events
+from diloco.run.folder import prepare_folder
 
 COMMANDS = [
     ["run"],
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_or_starts_again_is_locked_too(tmp_path, fresh):
 
 SIGNALLED = """
 import signal, sys, time
-from diloco.runner import REPEAT_S, stop_on_signal
+from diloco.run.signals import REPEAT_S, stop_on_signal
 with stop_on_signal(loud=True) as stop:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)   # a launcher passing it on

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.comm.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
-from diloco.comm.chunks import CHUNK
-from diloco.comm.codec import CODECS, result_codec_for
-from diloco.comm.codec_base import whole_units
-from diloco.comm.direct import DirectTransport
-from diloco.comm.link import Link, Path, Paths
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.noise import PAGE
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.spans import ReducePlan, Span, spans_by_bandwidth
-from diloco.comm.transport import PeerAddress, Stream, Transport
+from diloco.comm.codec.base import whole_units
+from diloco.comm.codec.chunks import CHUNK
+from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.registry import CODECS, result_codec_for
+from diloco.comm.reduce.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
+from diloco.comm.reduce.spans import ReducePlan, Span, spans_by_bandwidth
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
 
 SOON = 20.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.auto import AutoTransport
-from diloco.comm.direct import DirectTransport
-from diloco.comm.directory import Directory
-from diloco.comm.identity import Identity
-from diloco.comm.inbox import Inbox
-from diloco.comm.libp2p import Libp2pTransport
-from diloco.comm.transport import PeerAddress
+from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.identity import Identity
+from diloco.comm.transport.auto import AutoTransport
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.inbox import Inbox
+from diloco.comm.transport.libp2p import Libp2pTransport
+from diloco.comm.transport.transport import PeerAddress
 from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout, WrongPeer
 
 SOON = 10.0

@@ -11,10 +11,10 @@ from golden import GOLDEN, KEY, golden_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.comm.codec import BLOCK, CODECS
-from diloco.comm.codec_base import whole_units
-from diloco.comm.feedback import ErrorFeedback
-from diloco.comm.noise import PAGE, NoiseKey, add_noise
+from diloco.comm.codec.base import whole_units
+from diloco.comm.codec.feedback import ErrorFeedback
+from diloco.comm.codec.noise import PAGE, NoiseKey, add_noise
+from diloco.comm.codec.registry import BLOCK, CODECS
 from diloco.errors import CodecError
 
 NAMES = [name for name, codec in CODECS.items() if codec.closed]
@@ -60,7 +60,7 @@ def test_compiled_loops_and_torch_give_the_same_bytes(name, kind, monkeypatch):
     codec, values = CODECS[name], INPUTS[kind]
     payload, sums = codec.encode(values, KEY, start=PAGE), torch.ones(len(values))
     codec.accumulate(payload, sums, share=0.3)
-    monkeypatch.setattr("diloco.comm.codec_dense.dense_kernels", lambda device: None)
+    monkeypatch.setattr("diloco.comm.codec.dense.dense_kernels", lambda device: None)
     expected, expected_sums = codec.encode(values, KEY, start=PAGE), torch.ones(len(values))
     codec.accumulate(payload, expected_sums, share=0.3)
     assert torch.equal(payload, expected)
@@ -86,7 +86,7 @@ def test_the_compiled_mean_and_torchs_give_the_same_bytes(name, monkeypatch):
     rows = torch.stack([codec.encode(student_t(count) * scale, KEY) for scale in (1.0, 1e-3, 40.0)])
     compiled, plain = torch.empty_like(rows[0]), torch.empty_like(rows[0])
     codec.mean(rows, (0.5, 0.3, 0.2), KEY, 2 * PAGE, count, compiled)
-    monkeypatch.setattr("diloco.comm.codec_dense.dense_kernels", lambda device: None)
+    monkeypatch.setattr("diloco.comm.codec.dense.dense_kernels", lambda device: None)
     codec.mean(rows, (0.5, 0.3, 0.2), KEY, 2 * PAGE, count, plain)
     assert torch.equal(compiled, plain)
 

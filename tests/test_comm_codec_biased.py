@@ -8,11 +8,11 @@ from golden import GOLDEN, KEY, golden_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.comm.codec import CODECS, codec_named, result_codec_for, warm_up
-from diloco.comm.codec_base import whole_units
-from diloco.comm.feedback import ErrorFeedback
-from diloco.comm.lowrank import HEIGHT, RANK, WIDTH
-from diloco.comm.noise import PAGE, NoiseKey
+from diloco.comm.codec.base import whole_units
+from diloco.comm.codec.feedback import ErrorFeedback
+from diloco.comm.codec.lowrank import HEIGHT, RANK, WIDTH
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for, warm_up
 from diloco.errors import CodecError
 
 BIASED = [name for name, codec in CODECS.items() if codec.needs_feedback]
@@ -50,7 +50,7 @@ def plain(monkeypatch):
 
     def use_torch() -> None:
         for place in ("chunks.chunk_kernels", "sparse.chunk_kernels", "outer_sums.outer_kernels"):
-            monkeypatch.setattr(f"diloco.comm.{place}", lambda device: None)
+            monkeypatch.setattr(f"diloco.comm.codec.{place}", lambda device: None)
 
     return use_torch
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from diloco.comm import direct as module
-from diloco.comm.certificate import create_certificate
-from diloco.comm.direct import MAX_HANDSHAKES, DirectTransport
-from diloco.comm.tlswire import tune
-from diloco.comm.transport import PeerAddress, Stream
+from diloco.comm.transport import direct as module
+from diloco.comm.transport.certificate import create_certificate
+from diloco.comm.transport.direct import MAX_HANDSHAKES, DirectTransport
+from diloco.comm.transport.tlswire import tune
+from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.errors import PeerLost, PeerRefused, WrongPeer
 
 SOON = 10.0

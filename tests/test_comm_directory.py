@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.directory import Directory
-from diloco.comm.identity import Identity
-from diloco.comm.loop import LoopThread
-from diloco.comm.record import CONTEXT, PeerRecord, encode
+from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.loop import LoopThread
+from diloco.comm.peers.record import CONTEXT, PeerRecord, encode
 from diloco.errors import DirectoryError
 
 RUN = b"r" * 32
@@ -97,7 +97,7 @@ class Forger:
     def __init__(self, path: Path, bootstrap: tuple[str, ...]) -> None:
         from hivemind.dht.node import DHTNode
 
-        from diloco.comm.dht import GuardedP2P, close_node
+        from diloco.comm.peers.dht import GuardedP2P, close_node
 
         self.identity = Identity.load(path)
         self.thread = LoopThread("forger")
@@ -107,7 +107,7 @@ class Forger:
         self.thread.at_end(lambda: close_node(self.node))
 
     def store(self, value: object, expires_at: float, subkey: object, run_id: bytes = RUN) -> None:
-        from diloco.comm.dht import dht_key
+        from diloco.comm.peers.dht import dht_key
 
         self.thread.call(self.node.store(dht_key(run_id), value, expires_at, subkey=subkey), 30)
 
@@ -230,8 +230,8 @@ def test_impossible_expiries_are_refused(start: Callable[..., Directory], expire
 
 PROCESS = """
 import os, sys, time
-from diloco.comm.directory import Directory
-from diloco.comm.identity import Identity
+from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.identity import Identity
 
 directory = Directory.start(Identity.load(sys.argv[1]), b"r" * 32)
 worker = os.fork()  # holds on to the daemon's sockets and pipes, as a data loader's workers do
@@ -271,7 +271,7 @@ def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
 
 GUARDED = """
 import os, subprocess, sys, threading, time
-from diloco.comm import guard
+from diloco.comm.peers import guard
 command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "/bin/sh", "-c", sys.argv[1]]
 start = threading.Thread(target=lambda: print(subprocess.Popen(command).pid, flush=True))
 start.start()

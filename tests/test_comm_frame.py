@@ -1,6 +1,6 @@
 import pytest
 
-from diloco.comm.frame import (
+from diloco.comm.transport.frame import (
     CONTINUES,
     END,
     HEADER_BYTES,

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.comm.codec import CODECS
-from diloco.comm.frame import SECURED, Limits, pack_header
-from diloco.comm.identity import Identity
-from diloco.comm.noise import NoiseKey
-from diloco.comm.record import PeerRecord, decode, encode
-from diloco.comm.ticket import Ticket
-from diloco.comm.transport import Stream
-from diloco.comm.wire import Deadline, WireCarrier
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import CODECS
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.record import PeerRecord, decode, encode
+from diloco.comm.peers.ticket import Ticket
+from diloco.comm.transport.frame import SECURED, Limits, pack_header
+from diloco.comm.transport.transport import Stream
+from diloco.comm.transport.wire import Deadline, WireCarrier
 from diloco.errors import CodecError, PeerLost, RecordRefused, StreamEnded, TicketError, TransportError
 
 INPUTS = int(os.environ.get("DILOCO_FUZZ", "3000"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.comm.identity import Identity, peer_id_of, verify
+from diloco.comm.peers.identity import Identity, peer_id_of, verify
 from diloco.errors import IdentityError
 
 

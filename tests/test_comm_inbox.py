@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.comm import inbox as module
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.transport import PeerAddress, Transport
+from diloco.comm.transport import inbox as module
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.errors import TransportError
 
 SOON = 5.0

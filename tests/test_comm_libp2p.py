@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from diloco.comm import libp2p
-from diloco.comm.directory import Directory
-from diloco.comm.identity import Identity
-from diloco.comm.libp2p import Libp2pTransport, Libp2pWire, detach
-from diloco.comm.link import Link
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import PeerAddress, Stream
-from diloco.comm.wire import deadline_in
+from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.identity import Identity
+from diloco.comm.transport import libp2p
+from diloco.comm.transport.libp2p import Libp2pTransport, Libp2pWire, detach
+from diloco.comm.transport.link import Link
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.wire import deadline_in
 from diloco.errors import PeerLost, PeerRefused, StreamClosed, StreamEnded, TransportError
 
 SOON = 10.0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.link import BURST_S, Bucket, Line, Link, Pace, Path, Paths
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.shaped import AHEAD_S, ShapedTransport, cut_piece, sent_at, window_bytes
-from diloco.comm.transport import Frame, Stream
-from diloco.comm.wire import Deadline, Piece, WireCarrier
+from diloco.comm.transport.link import BURST_S, Bucket, Line, Link, Pace, Path, Paths
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.shaped import AHEAD_S, ShapedTransport, cut_piece, sent_at, window_bytes
+from diloco.comm.transport.transport import Frame, Stream
+from diloco.comm.transport.wire import Deadline, Piece, WireCarrier
 from diloco.errors import PeerLost, TransportTimeout
 
 SOON = 20.0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from diloco.comm.frame import END
-from diloco.comm.memory import MemoryNetwork, MemoryTransport
-from diloco.comm.pooled import CHANNEL, MAX_AGE_S, MAX_OF_ONE, Lease, PooledTransport
-from diloco.comm.transport import PeerAddress, Stream
-from diloco.comm.wire import Deadline, Piece
+from diloco.comm.transport.frame import END
+from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
+from diloco.comm.transport.pooled import CHANNEL, MAX_AGE_S, MAX_OF_ONE, Lease, PooledTransport
+from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.wire import Deadline, Piece
 from diloco.errors import PeerLost, StreamClosed, StreamEnded
 
 SOON = 10.0

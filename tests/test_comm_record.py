@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.comm.identity import Identity
-from diloco.comm.record import CONTEXT, LIFETIME_LIMIT_S, RECORD_LIMIT, PeerRecord, authenticate, decode, encode
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.record import CONTEXT, LIFETIME_LIMIT_S, RECORD_LIMIT, PeerRecord, authenticate, decode, encode
 from diloco.errors import RecordRefused
 
 NOW = 1_800_000_000.0

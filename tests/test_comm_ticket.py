@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.comm.identity import Identity
-from diloco.comm.ticket import PREFIX, TEXT_LIMIT, Ticket, check_admission, check_greeting, run_id_of
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import PREFIX, TEXT_LIMIT, Ticket, check_admission, check_greeting, run_id_of
 from diloco.errors import TicketError
 
 NOW = 1_800_000_000.0

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.auto import AutoTransport
-from diloco.comm.direct import DirectTransport
-from diloco.comm.directory import Directory
-from diloco.comm.frame import Limits, pack_header
-from diloco.comm.identity import Identity
-from diloco.comm.inbox import Inbox
-from diloco.comm.libp2p import Libp2pTransport
-from diloco.comm.link import Link, Path, Paths
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import PeerAddress, Stream, Transport
-from diloco.comm.wire import WireCarrier
+from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.identity import Identity
+from diloco.comm.transport.auto import AutoTransport
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.frame import Limits, pack_header
+from diloco.comm.transport.inbox import Inbox
+from diloco.comm.transport.libp2p import Libp2pTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.wire import WireCarrier
 from diloco.errors import (
     FrameError,
     PeerLost,

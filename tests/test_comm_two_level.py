@@ -11,10 +11,10 @@ from golden import RESULT_KEY, digest, encoded_contribution
 from test_comm_allreduce import Group, direct_group, jittery, memory_group, wrapped
 from torch import Tensor
 
-from diloco.comm.codec import result_codec_for
-from diloco.comm.grid import TwoLevelPlan, grid_of
-from diloco.comm.noise import PAGE
-from diloco.comm.two_level import TwoLevelReduction
+from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.registry import result_codec_for
+from diloco.comm.reduce.grid import TwoLevelPlan, grid_of
+from diloco.comm.reduce.two_level import TwoLevelReduction
 from diloco.errors import PlanRefused, ReduceCancelled, ReduceFailed
 
 COUNT = 9 * PAGE + 1234

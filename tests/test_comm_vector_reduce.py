@@ -8,12 +8,12 @@ import torch
 from golden import RESULT_KEY
 from torch import Tensor
 
-from diloco.comm.allreduce import Reduction
-from diloco.comm.codec import CODECS
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.noise import PAGE, NoiseKey
-from diloco.comm.spans import ReducePlan, spans_by_bandwidth
-from diloco.comm.vector_reduce import VectorReduction
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import CODECS
+from diloco.comm.reduce.allreduce import Reduction
+from diloco.comm.reduce.spans import ReducePlan, spans_by_bandwidth
+from diloco.comm.reduce.vector_reduce import VectorReduction
+from diloco.comm.transport.memory import MemoryNetwork
 from diloco.errors import CodecError, ReduceCancelled, ReduceFailed
 
 MEMBERS = ("a", "b", "c")

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from diloco.config import Config
-from diloco.configfile import load_config, parse_config, render_config
+from diloco.config.file import load_config, parse_config, render_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
 DESIGN_EXAMPLE = """

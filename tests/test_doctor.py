@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import doctor
-from diloco.doctor import Finding
+from diloco.cli import examine as doctor
+from diloco.cli.examine import Finding
 
 ROOT = Path(__file__).parent.parent
 

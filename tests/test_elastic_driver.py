@@ -8,19 +8,19 @@ import pytest
 import torch
 from islands import COUNT, TestIsland, genesis_state, introduce, wait_for
 
-from diloco.comm.allreduce import Reduction
-from diloco.comm.link import Link, Paths
-from diloco.comm.memory import MemoryNetwork
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import PeerAddress
-from diloco.elastic import driver, reducing
-from diloco.elastic.fetching import fetch_state
-from diloco.elastic.mailbox import CHANNEL, GREETING, MESSAGE, greet
-from diloco.elastic.messages import Begin, Collect, Done, Heartbeat, Message, Promise, Ready
-from diloco.elastic.record import NO_BALLOT, Ballot, Head, Key, Offer, Proposal, Settings
-from diloco.elastic.reducing import Outcome, stall_after
-from diloco.elastic.wire import encode_message
-from diloco.elastic.work import Trained, Work
+from diloco.comm.reduce.allreduce import Reduction
+from diloco.comm.transport.link import Link, Paths
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress
+from diloco.elastic.protocol.messages import Begin, Collect, Done, Heartbeat, Message, Promise, Ready
+from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Head, Key, Offer, Proposal, Settings
+from diloco.elastic.protocol.wire import encode_message
+from diloco.elastic.runtime import driver, reducing
+from diloco.elastic.runtime.fetching import fetch_state
+from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
+from diloco.elastic.runtime.reducing import Outcome, stall_after
+from diloco.elastic.runtime.work import Trained, Work
 
 NAMES = ("A", "B", "C", "D")
 

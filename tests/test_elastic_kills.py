@@ -10,8 +10,8 @@ import pytest
 
 from diloco.bench.crew import Crew, crew
 from diloco.bench.crew_member import PHASES, Setting
-from diloco.elastic.record import Record
-from diloco.elastic.wire import decode
+from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.wire import decode
 
 pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")

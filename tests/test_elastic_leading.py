@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.elastic.leading import Term, culprits, deadline, outsize, propose, quorum, together, weigh
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Failed, Held, Promise
-from diloco.elastic.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
-from diloco.elastic.state import RunState
+from diloco.elastic.protocol.leading import Term, culprits, deadline, outsize, propose, quorum, together, weigh
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Failed, Held, Promise
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.state import RunState
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
 

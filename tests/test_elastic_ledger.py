@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_elastic_ranges import positions
 
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.ranges import first, minus, normal, size
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.ranges import first, minus, normal, size
 
 HOLDERS = ("A#1", "B#1", "B#2")
 LIMIT = 60

@@ -10,16 +10,17 @@ from functools import partial
 import pytest
 from test_elastic_driver import assert_agreed, at_round, stand_still, team
 
-from diloco.elastic import beating, reducing
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import Begin, Collect, Goodbye, Heartbeat, Promise, Ready, Send
-from diloco.elastic.node import Node, Options
-from diloco.elastic.record import NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Settings
-from diloco.elastic.simulator import world
-from diloco.elastic.simulator.campaign import Campaign, describe, run_one
-from diloco.elastic.state import RunState
-from diloco.elastic.wire import MAX_UNPACKED, PACK_BYTES, PACKED, decode_message, encode_message
+from diloco.elastic.protocol import beating
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Begin, Collect, Goodbye, Heartbeat, Promise, Ready, Send
+from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import MAX_UNPACKED, PACK_BYTES, PACKED, decode_message, encode_message
+from diloco.elastic.runtime import reducing
 from diloco.errors import MessageRefused
+from diloco.simulate.protocol import world
+from diloco.simulate.protocol.campaign import Campaign, describe, run_one
 
 NAMES = tuple("ABCDEFGH")
 STATE = RunState(Head(0, 0, "0" * 64), NAMES, Ledger(epoch=1000))

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.messages import (
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import (
     Append,
     Begin,
     CatchUp,
@@ -21,9 +21,19 @@ from diloco.elastic.messages import (
     Remember,
     Send,
 )
-from diloco.elastic.node import Node, Options
-from diloco.elastic.record import EMPTY, NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Record, Settings
-from diloco.elastic.state import RunState
+from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.record import (
+    EMPTY,
+    NO_BALLOT,
+    Ballot,
+    Contribution,
+    Head,
+    Offer,
+    Proposal,
+    Record,
+    Settings,
+)
+from diloco.elastic.protocol.state import RunState
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
 OFFER = Offer(0, 0, 1, 10, (), incarnation=1)

@@ -1,6 +1,6 @@
 """Who is thought to be alive."""
 
-from diloco.elastic.peers import Peers
+from diloco.elastic.protocol.peers import Peers
 
 ROSTER = ("A", "B", "C", "D", "E")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.elastic.ranges import Ranges, both, first, is_normal, minus, normal, size
+from diloco.elastic.protocol.ranges import Ranges, both, first, is_normal, minus, normal, size
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 ranges = pairs.map(normal)

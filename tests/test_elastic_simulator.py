@@ -11,14 +11,14 @@ from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.elastic.record import Contribution, Key, Offer, Proposal, Record, Settings
-from diloco.elastic.rules import ALL
-from diloco.elastic.simulator import faults, scenario
-from diloco.elastic.simulator.campaign import Campaign, describe, rule_names, run_one
-from diloco.elastic.simulator.check import Checker, Violation
-from diloco.elastic.simulator.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
-from diloco.elastic.simulator.streaming import USUAL, Pace
-from diloco.elastic.simulator.world import Setup, World
+from diloco.elastic.protocol.record import Contribution, Key, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.rules import ALL
+from diloco.simulate.protocol import faults, scenario
+from diloco.simulate.protocol.campaign import Campaign, describe, rule_names, run_one
+from diloco.simulate.protocol.check import Checker, Violation
+from diloco.simulate.protocol.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
+from diloco.simulate.protocol.streaming import USUAL, Pace
+from diloco.simulate.protocol.world import Setup, World
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 BATCH = 100
@@ -184,7 +184,7 @@ def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
 
 def test_the_same_seed_is_the_same_disaster_in_every_process():
     script = (
-        "from diloco.elastic.simulator import faults\n"
+        "from diloco.simulate.protocol import faults\n"
         "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
     )
     told = [

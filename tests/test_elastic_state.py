@@ -4,9 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.record import EMPTY, Contribution, Grant, Head, Offer, Proposal, Record, Settings, canonical
-from diloco.elastic.state import RunState
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.record import (
+    EMPTY,
+    Contribution,
+    Grant,
+    Head,
+    Offer,
+    Proposal,
+    Record,
+    Settings,
+    canonical,
+)
+from diloco.elastic.protocol.state import RunState
 from diloco.errors import RecordInvalid
 
 GENESIS = RunState(Head(0, 0, "0" * 64), ("A", "B"), Ledger(epoch=100))

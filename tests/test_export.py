@@ -9,14 +9,14 @@ import torch
 from conftest import SMALL, run_cli
 from trained_run import TEXT, Command, byte_pairs, train
 
-from diloco import export as exporting
-from diloco import trained as loading
 from diloco.checkpoint.save import saves
-from diloco.configfile import parse_config
+from diloco.config.file import parse_config
 from diloco.errors import SaveError
-from diloco.export import as_qwen3
-from diloco.model import Decoder, Shape
-from diloco.trained import load_trained
+from diloco.history import export as exporting
+from diloco.history import load as loading
+from diloco.history.export import as_qwen3
+from diloco.history.load import load_trained
+from diloco.model.decoder import Decoder, Shape
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(60).view(2, 30) * 4 % 256

@@ -16,13 +16,13 @@ from test_launcher import events_of, islands, wait_until
 from trained_run import train
 
 from diloco.checkpoint.save import read_outer, saves
-from diloco.entry import OUTER
-from diloco.export import export, qwen3_name
-from diloco.genesis import read_genesis
-from diloco.island_run import found
-from diloco.outer_log import find_logs, furthest, rows, state_of
-from diloco.peer import Connection
-from diloco.trained import load_trained, saves_of
+from diloco.history.export import export, qwen3_name
+from diloco.history.load import load_trained, saves_of
+from diloco.history.log import find_logs, furthest, rows, state_of
+from diloco.run.genesis import read_genesis
+from diloco.run.join import OUTER
+from diloco.run.peer import Connection
+from diloco.run.start import found
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

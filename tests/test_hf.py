@@ -3,12 +3,12 @@ import json
 import pytest
 import torch
 
-from diloco.config import ModelConfig
+from diloco.config.schema import ModelConfig
 from diloco.errors import ConfigError, ModelError
-from diloco.island import Island
-from diloco.network import Network, build_network
-from diloco.place import Place
-from diloco.speed import flops_per_token
+from diloco.island.island import Island
+from diloco.island.mesh import Place
+from diloco.model.build import Network, build_network
+from diloco.model.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)

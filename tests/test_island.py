@@ -5,21 +5,21 @@ import torch
 from largest import Largest
 from torch import nn
 
-from diloco.alone import Alone
-from diloco.batches import Batches, open_samples, validation_batches
 from diloco.bench.speed import Heard
-from diloco.buckets import buckets_of
-from diloco.configfile import own_island
-from diloco.elastic.session import at_once
+from diloco.config.file import own_island
+from diloco.data.batches import Batches, open_samples, validation_batches
+from diloco.elastic.runtime.session import at_once
 from diloco.errors import ConfigError, ModelError
-from diloco.events import Events
-from diloco.island import Island, next_token_loss
-from diloco.network import build_network, refuse_float_buffers
-from diloco.outer import Layout
-from diloco.parallel import slices
-from diloco.place import Place
-from diloco.shards import Shards
-from diloco.trainer import Trainer
+from diloco.island.buckets import buckets_of
+from diloco.island.flat import Shards
+from diloco.island.island import Island, next_token_loss
+from diloco.island.layout import Layout
+from diloco.island.mesh import Place
+from diloco.island.parallel import slices
+from diloco.model.build import build_network, refuse_float_buffers
+from diloco.report.events import Events
+from diloco.train.alone import Alone
+from diloco.train.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
@@ -216,7 +216,7 @@ def test_validation_takes_the_same_samples_at_once_or_in_small_batches(small, mo
         return list(validation_batches(samples, config.island, ALONE, count))
 
     (whole,) = batches(3 * batch - 1)
-    monkeypatch.setattr("diloco.batches.AT_ONCE", 0)
+    monkeypatch.setattr("diloco.data.batches.AT_ONCE", 0)
     assert [len(rows) for rows in batches(3 * batch - 1)] == [batch] * 3
     assert torch.equal(torch.cat(batches(3 * batch - 1)), whole)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import run_cli
 
-from diloco.comm.identity import Identity
-from diloco.comm.ticket import Ticket
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import Ticket
 
 
 @pytest.mark.parametrize("given", ["runs/islands/tickt", "diloco2-" + "x" * 300])

@@ -19,16 +19,16 @@ from conftest import SMALL
 from rich.console import Console
 from test_board import a_round, told
 
-from diloco.child import Child
-from diloco.comm.ticket import Ticket
-from diloco.configfile import load_config, overrides_tree
+from diloco.comm.peers.ticket import Ticket
+from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
-from diloco.events import Event, read_events
-from diloco.fleet import RESTARTS, SAVING_S, Fleet, is_saving, spread
-from diloco.fleetplan import Plan
-from diloco.launcher import open_run
-from diloco.runner import REPEAT_S, release
-from diloco.watching import Lines
+from diloco.launch.child import Child
+from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, is_saving, spread
+from diloco.launch.launcher import open_run
+from diloco.launch.plan import Plan
+from diloco.report.events import Event, read_events
+from diloco.report.watching import Lines
+from diloco.run.signals import REPEAT_S, release
 
 ONE, TWO = "island-1", "island-2"
 
@@ -150,7 +150,7 @@ class FakeChild:
 @pytest.fixture
 def fleet(plan, monkeypatch) -> Fleet:
     """A founder that trains, and a second island that dies whenever it is started."""
-    monkeypatch.setattr("diloco.fleet.RESTART_S", 0.0)
+    monkeypatch.setattr("diloco.launch.fleet.RESTART_S", 0.0)
     open_run(plan, fresh=False)
     founder = plan.folder / ONE
     (founder / "ticket").touch()

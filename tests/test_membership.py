@@ -9,13 +9,13 @@ from team import HERE, PATIENT, Team, deadline, introduced, one_step_done, own_f
 
 from diloco.bench.speed import Heard
 from diloco.bench.team import driver_for
-from diloco.comm.memory import MemoryNetwork
-from diloco.elastic.ranges import size
-from diloco.elastic.work import Trained
-from diloco.events import Events
-from diloco.exchange import Exchange
-from diloco.together import Together
-from diloco.trainer import Trainer
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.elastic.protocol.ranges import size
+from diloco.elastic.runtime.work import Trained
+from diloco.report.events import Events
+from diloco.train.exchange import Exchange
+from diloco.train.rounds import Together
+from diloco.train.trainer import Trainer
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def test_by_time_whoever_comes_last_does_not_wait_for_those_who_are_gone(small):
 
 def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch):
     """A guess that was far too small ends the first phases early; then they know better."""
-    monkeypatch.setattr("diloco.config.GUESSED_STEPS", 1)
+    monkeypatch.setattr("diloco.config.schema.GUESSED_STEPS", 1)
     config = small(sync={"every": "2s"}, inner={"steps": 30}, elastic=PATIENT, evaluate={"every": 0})
     team = Team(config)
     team.run()

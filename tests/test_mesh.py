@@ -130,10 +130,10 @@ def test_resuming_changes_nothing(results, mesh):
     ],
 )
 def test_what_tensor_parallelism_cannot_cut_is_refused(shape, tp, complaint, tmp_path):
-    from diloco.config import ModelConfig
+    from diloco.config.schema import ModelConfig
     from diloco.errors import ModelError
-    from diloco.network import build_network
-    from diloco.parallel import check_tensor_parallel
+    from diloco.island.parallel import check_tensor_parallel
+    from diloco.model.build import build_network
 
     if "hf" in shape:
         transformers = pytest.importorskip("transformers")

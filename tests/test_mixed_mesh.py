@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import SMALL
 
-from diloco.events import Event
+from diloco.report.events import Event
 
 pytestmark = pytest.mark.slow
 

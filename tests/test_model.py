@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.config import ModelConfig
+from diloco.config.schema import ModelConfig
 from diloco.errors import ConfigError
-from diloco.model import PRESETS, Decoder, Shape, initial_parameters, rotary_table, rotate, shape_of
+from diloco.model.decoder import PRESETS, Decoder, Shape, initial_parameters, rotary_table, rotate, shape_of
 
 SMALL = Shape(blocks=2, heads=4, width=32, feed_forward=48, vocab=64)
 

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.batches import Batches, open_samples
 from diloco.bench.speed import Heard
-from diloco.config import InnerConfig
+from diloco.config.schema import InnerConfig
+from diloco.data.batches import Batches, open_samples
 from diloco.errors import ConfigError
-from diloco.events import Events
-from diloco.island import Island
-from diloco.muon import hidden_matrices, newton_schulz
-from diloco.network import build_network
-from diloco.optimizer import build_optimizer, named_optimizer, step_if_finite
-from diloco.place import Place
-from diloco.trainer import Trainer
+from diloco.island.island import Island
+from diloco.island.mesh import Place
+from diloco.island.muon import hidden_matrices, newton_schulz
+from diloco.island.optimizer import build_optimizer, named_optimizer, step_if_finite
+from diloco.model.build import build_network
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 MUON = {"optimizer": "muon"}

@@ -3,12 +3,13 @@ from hashlib import sha256
 import pytest
 import torch
 
-from diloco.alone import Alone
-from diloco.config import Config, InnerConfig, OuterConfig, SyncConfig
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.record import Settings
-from diloco.elastic.work import Trained
-from diloco.outer import CHUNK, Layout, apply, outer_pace, outer_settings, outer_vectors, preview
+from diloco.config.schema import Config, InnerConfig, OuterConfig, SyncConfig
+from diloco.elastic.protocol.record import Settings
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.work import Trained
+from diloco.island.layout import Layout
+from diloco.train.alone import Alone
+from diloco.train.outer import CHUNK, apply, outer_pace, outer_settings, outer_vectors, preview
 
 WHOLE = Fragments.whole
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.comm.identity import Identity
-from diloco.comm.ticket import Ticket
-from diloco.peer import Connection, Peer, host_towards, listen_host
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import Ticket
+from diloco.run.peer import Connection, Peer, host_towards, listen_host
 
 ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
 

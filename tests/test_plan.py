@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco.bench.plan import TARGETS, against_table
 from diloco.cli.plan import Bare, Links, plan_command
 from diloco.errors import ConfigError
-from diloco.planning.utilisation import GRID_GBIT, METHODS, Training, bandwidth_for, utilisation
+from diloco.plan.utilisation import GRID_GBIT, METHODS, Training, bandwidth_for, utilisation
 from diloco.units import parse_share
 
 NOTHING = Bare(None, None, None, None, None, None)

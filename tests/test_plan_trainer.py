@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 
 from diloco.bench import real
 from diloco.bench.speed import measure
-from diloco.checkpoint.log import KEEP_PAYLOADS
-from diloco.comm.codec import CODECS, codec_named, result_codec_for
-from diloco.comm.noise import NoiseKey
-from diloco.comm.spans import spans_by_bandwidth
-from diloco.config import Config, SyncConfig
-from diloco.configfile import parse_config
-from diloco.elastic.work import KEEP_BYTES
+from diloco.checkpoint.log.entries import KEEP_PAYLOADS
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
+from diloco.comm.reduce.spans import spans_by_bandwidth
+from diloco.config.file import parse_config
+from diloco.config.schema import Config, SyncConfig
+from diloco.elastic.runtime.work import KEEP_BYTES
 from diloco.errors import ConfigError, DataError
-from diloco.island import next_token_loss
-from diloco.model import PRESETS, Decoder, shape_of
-from diloco.planning import memory
-from diloco.planning.accelerators import ACCELERATORS, accelerator_named, called
-from diloco.planning.plan import NO_LINE, Machine, advice, make_plan
-from diloco.planning.predict import AGREE_HOPS, LINK_SHARE, Line, Situation, data_parallel_utilisation, predict
-from diloco.planning.profiles import Profile, read_profiles
-from diloco.planning.search import EVERY, bandwidth_needed, cost, ladder, search, variants
-from diloco.planning.workload import bytes_of, workload_of
+from diloco.island.island import next_token_loss
+from diloco.model.accelerators import ACCELERATORS, accelerator_named, called
+from diloco.model.decoder import PRESETS, Decoder, shape_of
+from diloco.plan import memory
+from diloco.plan.plan import NO_LINE, Machine, advice, make_plan
+from diloco.plan.predict import AGREE_HOPS, LINK_SHARE, Line, Situation, data_parallel_utilisation, predict
+from diloco.plan.profiles import Profile, read_profiles
+from diloco.plan.search import EVERY, bandwidth_needed, cost, ladder, search, variants
+from diloco.plan.workload import bytes_of, workload_of
 
 
 def config_of(**sections) -> Config:
@@ -347,9 +347,7 @@ def test_data_that_is_elsewhere_needs_its_vocabulary_told(tmp_path):
 
 def test_planning_is_pure():
     names = ("utilisation", "predict", "memory", "search", "plan", "profiles", "accelerators")
-    code = "; ".join(
-        ["import sys", *(f"import diloco.planning.{name}" for name in names), "print('torch' in sys.modules)"]
-    )
+    code = "; ".join(["import sys", *(f"import diloco.plan.{name}" for name in names), "print('torch' in sys.modules)"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

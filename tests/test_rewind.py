@@ -15,21 +15,21 @@ from test_checkpoint_log import command as command
 from test_checkpoint_log import log as log
 from test_launcher import wait_until
 
-from diloco.checkpoint.journal import Journal
-from diloco.checkpoint.replica import vectors_digest
-from diloco.comm.identity import Identity
-from diloco.comm.ticket import run_id_of
-from diloco.configfile import load_config
-from diloco.elastic.restoring import restore
-from diloco.entry import OUTER, run_of
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import run_id_of
+from diloco.config.file import load_config
+from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
-from diloco.events import read_events
-from diloco.fragments import fragments_of
-from diloco.genesis import Genesis, Parent, read_genesis, write_genesis
-from diloco.outer import Layout
-from diloco.outer_log import find_logs, newest_state, origin, rows, state_of, verify
-from diloco.rewind import rewind
-from diloco.schedule import Schedule
+from diloco.history.log import find_logs, newest_state, origin, rows, state_of, verify
+from diloco.history.rewind import rewind
+from diloco.island.fragments import fragments_of
+from diloco.island.layout import Layout
+from diloco.report.events import read_events
+from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
+from diloco.run.join import OUTER, run_of
+from diloco.train.schedule import Schedule
 
 ROUND = 5
 
@@ -160,7 +160,7 @@ def test_a_disk_that_refuses_leaves_nothing(log, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco.rewind.write_snapshot", full)
+    monkeypatch.setattr("diloco.history.rewind.write_snapshot", full)
     with pytest.raises(SaveError, match=r"No space left on device.*nothing was changed"):
         rewind(str(folder.parent), ROUND)
     assert [path.name for path in folder.parent.parent.iterdir()] == ["run"]
@@ -193,7 +193,7 @@ def test_samples_that_somebody_had_leased_are_to_be_had_again(log, monkeypatch):
     state, vectors = state_of(log[0], ROUND)
     leased, _ = state.ledger.grant("A#1", 10)
     state = replace(state, ledger=leased.consume("A#1", ((0, 4),)))
-    monkeypatch.setattr("diloco.rewind.state_of", lambda *_: (state, vectors))
+    monkeypatch.setattr("diloco.history.rewind.state_of", lambda *_: (state, vectors))
     ledger = rewind(str(log[0].parent), ROUND).genesis.state().ledger
     assert ledger.leases == () and ledger.free == ((4, 10),) and ledger.consumed == 4
     assert ledger.epoch == state.ledger.epoch > 0

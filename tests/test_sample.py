@@ -14,9 +14,9 @@ from trained_run import TEXT, Command, byte_pairs, train
 from diloco.cli.sample import HARMLESS
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import ModelError
-from diloco.export import as_qwen3
-from diloco.sample import Choice, choose, continued, spoken
-from diloco.trained import load_trained
+from diloco.history.export import as_qwen3
+from diloco.history.load import load_trained
+from diloco.history.sample import Choice, choose, continued, spoken
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Choice(temperature=0)

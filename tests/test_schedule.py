@@ -2,9 +2,9 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.config import InnerConfig, SyncConfig
-from diloco.elastic.record import Contribution, Offer
-from diloco.schedule import (
+from diloco.config.schema import InnerConfig, SyncConfig
+from diloco.elastic.protocol.record import Contribution, Offer
+from diloco.train.schedule import (
     Apply,
     Launch,
     Schedule,

@@ -25,20 +25,21 @@ from diloco.cli.simulate import (
     simulate_command,
     world_of,
 )
-from diloco.comm.link import Line
-from diloco.comm.link import Path as Way
-from diloco.comm.memory import MemoryNetwork
-from diloco.configfile import load_config
+from diloco.comm.transport.link import Line
+from diloco.comm.transport.link import Path as Way
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.config.file import load_config
 from diloco.errors import ConfigError, PeerLost
-from diloco.fleet import RESTARTS
-from diloco.launcher import open_run
-from diloco.simulation.faults import parse_faults
-from diloco.simulation.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
-from diloco.simulation.netns import Namespaces, enter, refuse_if_not_permitted
-from diloco.simulation.network import VARIABLE, SimulatedNetwork, network_at, slowed, slowness_of
-from diloco.simulation.topology import Rates, Topology
-from diloco.simulation.topologyfile import read_topology
-from diloco.watching import Lines
+from diloco.launch.fleet import RESTARTS
+from diloco.launch.launcher import open_run
+from diloco.report.watching import Lines
+from diloco.run.peer import Connection
+from diloco.simulate.real.faults import parse_faults
+from diloco.simulate.real.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
+from diloco.simulate.real.netns import Namespaces, enter, refuse_if_not_permitted
+from diloco.simulate.real.network import VARIABLE, as_simulated, network_at
+from diloco.simulate.real.topology import Rates, Topology
+from diloco.simulate.real.topologyfile import read_topology
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 IDS = {f"island-{number}": f"id-{number}" for number in range(1, 9)}
@@ -277,8 +278,8 @@ def test_an_island_follows_its_network(world, tmp_path):
     islands = {}
     for number in (1, 4):
         (tmp_path / f"island-{number}").mkdir()
-        network = SimulatedNetwork.of(tmp_path / f"island-{number}")
-        islands[number] = network.shape(memory.transport(f"id-{number}"))
+        connection = as_simulated(Connection(), tmp_path / f"island-{number}")
+        islands[number] = connection.shape(memory.transport(f"id-{number}"))
     one, four = islands[1], islands[4]
     assert one.paths.between("id-1", "id-4") == Way(0.045, 0.005, 0.001, 0.2)
     assert (four.link.up.bytes_per_s, four.link.down.bytes_per_s) == (20e6 / 8, 50e6 / 8)
@@ -301,18 +302,12 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
 
 def test_outside_a_simulation_there_is_no_such_network(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert SimulatedNetwork.of(tmp_path) is None and slowness_of(tmp_path) == 1.0
+    assert as_simulated(Connection(name="mine"), tmp_path) == Connection(name="mine")
 
 
-def test_a_slow_island_sleeps_in_proportion(world, tmp_path, monkeypatch):
+def test_a_slow_island_is_slow(world, tmp_path):
     world(0, slow="3x2.5")
-    assert slowness_of(tmp_path / "island-3") == 2.5 and slowness_of(tmp_path / "island-1") == 1.0
-    clock, slept = iter([10.0, 12.0]), []
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(time, "sleep", slept.append)
-    with slowed(2.5):
-        pass
-    assert slept == [3.0]
+    assert [as_simulated(Connection(), tmp_path / f"island-{n}").slowness for n in (3, 1)] == [2.5, 1.0]
 
 
 def test_a_line_counts_and_changes_its_rate():
@@ -374,7 +369,7 @@ def test_without_permission_namespaces_are_refused_with_the_reason(monkeypatch):
 @pytest.fixture
 def fleet(tmp_path, monkeypatch):
     """Two islands without processes; call it with what befalls them."""
-    monkeypatch.setattr("diloco.fleet.RESTART_S", 0.0)
+    monkeypatch.setattr("diloco.launch.fleet.RESTART_S", 0.0)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}))
 

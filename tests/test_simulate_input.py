@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.simulation.faults import parse_faults
-from diloco.simulation.topology import Topology
-from diloco.simulation.topologyfile import read_topology
+from diloco.simulate.real.faults import parse_faults
+from diloco.simulate.real.topology import Topology
+from diloco.simulate.real.topologyfile import read_topology
 
 GOOD = """\
 regions:

@@ -13,11 +13,11 @@ from diloco.bench.speed import Heard
 from diloco.cli.simulate import (
     summary,
 )
-from diloco.events import Events
-from diloco.simulation.page import page, write_page
-from diloco.simulation.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
-from diloco.simulation.timeline import Flow, Span, flat, flows, sending, timeline
-from diloco.together import Together
+from diloco.report.events import Events
+from diloco.simulate.real.page import page, write_page
+from diloco.simulate.real.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
+from diloco.simulate.real.timeline import Flow, Span, flat, flows, sending, timeline
+from diloco.train.rounds import Together
 
 # what is told
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from diloco.configfile import parse_config
-from diloco.simulation.page import page
-from diloco.simulation.story import Computed, IslandStory, Story, computed, slowest_step_s, usual_round_s
-from diloco.simulation.timeline import STATES, Flow, flows
-from diloco.simulation.topology import Topology
+from diloco.config.file import parse_config
+from diloco.simulate.real.page import page
+from diloco.simulate.real.story import Computed, IslandStory, Story, computed, slowest_step_s, usual_round_s
+from diloco.simulate.real.timeline import STATES, Flow, flows
+from diloco.simulate.real.topology import Topology
 
 
 def samples(*counts: tuple[float, int, int]) -> list[dict]:

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.batches import Batches
 from diloco.bench.speed import Heard
 from diloco.checkpoint.save import saves
+from diloco.data.batches import Batches
 from diloco.errors import SaveError, TrainingDiverged
-from diloco.events import Events
-from diloco.island import materialise, next_token_loss
-from diloco.network import build_network
-from diloco.place import Place
-from diloco.schedule import learning_rate
-from diloco.trainer import Trainer
+from diloco.island.island import materialise, next_token_loss
+from diloco.island.mesh import Place
+from diloco.model.build import build_network
+from diloco.report.events import Events
+from diloco.train.schedule import learning_rate
+from diloco.train.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
@@ -37,6 +37,14 @@ def test_tells_the_story_of_a_run(small):
     assert [event["step"] for event in heard.events if event["event"] == "round"] == [5, 10, 12]
     assert outcome.validation_losses[-1] < outcome.validation_losses[0]
     assert [event["tokens"] for event in heard.events if event["event"] == "round"] == [1280, 1280, 512]
+
+
+def test_a_slowed_island_sleeps_after_each_step(small, monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr("diloco.train.trainer.time.sleep", slept.append)
+    trainer = Trainer(small(inner={"steps": 4}), ALONE, Events(), slowness=3.0)
+    trainer.advance()
+    assert len(slept) == 1 and slept[0] > 0
 
 
 def test_island_and_outer_state_agree_after_a_round(small):

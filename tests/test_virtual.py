@@ -7,15 +7,15 @@ import pytest
 from test_cli import run_cli
 
 from diloco.cli.virtual import Virtual, setting_of, virtual_command
-from diloco.elastic.reducing import FLAT_UP_TO
+from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
-from diloco.planning.predict import Host, Line
-from diloco.virtual.costs import flat, two_level
-from diloco.virtual.outcome import simulate
-from diloco.virtual.reductions import Reductions
-from diloco.virtual.scale import COUNTS, rows
-from diloco.virtual.setting import Setting, name_of
-from diloco.virtual.world import Life, World
+from diloco.plan.predict import Host, Line
+from diloco.simulate.virtual.costs import flat, two_level
+from diloco.simulate.virtual.outcome import simulate
+from diloco.simulate.virtual.reductions import Reductions
+from diloco.simulate.virtual.scale import COUNTS, rows
+from diloco.simulate.virtual.setting import Setting, name_of
+from diloco.simulate.virtual.world import Life, World
 
 FEW = Setting(4, Line(100e6, 100e6, 0.04), values=25_000_000, phase_s=60.0, spread=0.0, jitter=0.0, seconds=600.0)
 CHURN = Setting(70, FEW.line, values=25_000_000, phase_s=40.0, mtbf_s=25.0, back_s=60.0, seconds=220.0, seed=3)

@@ -7,9 +7,9 @@ import os
 import pytest
 from rich.console import Console
 
-from diloco.events import Events, JsonLines, read_events
-from diloco.terminal import PlainView, curve, open_view
-from diloco.trackers import TensorBoard, WandB
+from diloco.report.events import Events, JsonLines, read_events
+from diloco.report.terminal import PlainView, curve, open_view
+from diloco.report.trackers import TensorBoard, WandB
 
 STEP = {"step": 10, "loss": 2.5, "lr": 1e-3, "tokens_per_s": 5000.0, "mfu": None, "skipped": 0}
 START = {

@@ -9,10 +9,10 @@ import torch
 
 from diloco.bench.speed import Heard
 from diloco.cli import main
-from diloco.config import Config
-from diloco.events import Events
-from diloco.place import Place
-from diloco.trainer import Trainer
+from diloco.config.schema import Config
+from diloco.island.mesh import Place
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 TEXT = "the cat sat on the mat\nthe dog sat on the cat\n"

@@ -1,1 +1,4 @@
-"""Benchmarks. Each returns a `Report`: raw figures, and checks that hold them to a limit."""
+"""Benchmarks: each states what it measures, and is checked against its limit.
+
+May import: everything but cli. Start with `report.py`, then any one of them.
+"""

@@ -21,15 +21,15 @@ from diloco.bench.baselines import average, check_average, contribution, gloo_se
 from diloco.bench.link import measure_goodput
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
-from diloco.comm.codec import BLOCK, CODECS
-from diloco.comm.direct import DirectTransport
-from diloco.comm.link import Link, Path, Paths
-from diloco.comm.noise import NoiseKey
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
-from diloco.comm.transport import Transport
-from diloco.comm.vector_reduce import VectorReduction
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import BLOCK, CODECS
+from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
+from diloco.comm.reduce.vector_reduce import VectorReduction
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import Transport
 from diloco.errors import ConfigError
 from diloco.units import parse_link
 

@@ -17,16 +17,16 @@ from diloco.bench.crew import crew
 from diloco.bench.crew_member import Setting
 from diloco.bench.recover import await_commits
 from diloco.bench.report import Check, Report
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.journal import NOTHING, Journal
-from diloco.checkpoint.replica import host_copy
-from diloco.checkpoint.segments import segment_paths
-from diloco.checkpoint.snapshot import Frozen, snapshots
-from diloco.config import Config
-from diloco.configfile import parse_config
-from diloco.events import Events
-from diloco.place import take_place
-from diloco.trainer import Trainer
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.journal import NOTHING, Journal
+from diloco.checkpoint.log.replica import host_copy
+from diloco.checkpoint.log.segments import segment_paths
+from diloco.checkpoint.log.snapshot import Frozen, snapshots
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
+from diloco.island.mesh import take_place
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 WARM_UP = 3  # steps
 CODEC = "int4"

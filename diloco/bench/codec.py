@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from diloco.bench.report import Check, Report
-from diloco.comm.codec import CODECS, Codec, codec_named, result_codec_for
-from diloco.comm.noise import PAGE, NoiseKey
-from diloco.place import pick_device
-from diloco.trainer import describe_device
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import CODECS, Codec, codec_named, result_codec_for
+from diloco.island.mesh import pick_device
+from diloco.train.trainer import describe_device
 
 KEY = NoiseKey(round=1, fragment=0, role="bench")
 REPEATS = {"cpu": 25, "cuda": 200}

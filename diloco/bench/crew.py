@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from diloco.bench.crew_member import Event, Setting, work
-from diloco.comm.transport import PeerAddress
+from diloco.comm.transport.transport import PeerAddress
 
 HELLO_S = 120.0
 STAND_STILL_S = 30.0

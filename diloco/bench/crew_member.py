@@ -17,30 +17,30 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.diskstore import DiskStore
-from diloco.checkpoint.store import Store
-from diloco.comm.codec import warm_up
-from diloco.comm.direct import DirectTransport
-from diloco.comm.link import Link, Paths
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import PeerAddress, Transport
-from diloco.elastic.driver import Driver, Network, Run
-from diloco.elastic.fetching import Snapshot, entry_of, fetch_state
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.leading import Decide
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.mailbox import greet
-from diloco.elastic.messages import Append, Collect, Commit, Effect, Note, Reduce, Send
-from diloco.elastic.node import Node, Options
-from diloco.elastic.ranges import first, size
-from diloco.elastic.record import Contribution, Head, Record, Settings
-from diloco.elastic.restoring import Restored, restore
-from diloco.elastic.session import Session
-from diloco.elastic.state import RunState
-from diloco.elastic.work import Trained
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.store import Store
+from diloco.comm.codec.registry import warm_up
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Paths
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.elastic.protocol.leading import Decide
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Note, Reduce, Send
+from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.ranges import first, size
+from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.fetching import Snapshot, entry_of, fetch_state
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.mailbox import greet
+from diloco.elastic.runtime.restoring import Restored, restore
+from diloco.elastic.runtime.session import Session
+from diloco.elastic.runtime.work import Trained
 from diloco.errors import TransferFailed, TransportError
-from diloco.outer import apply_record
+from diloco.train.outer import apply_record
 
 GENESIS = b"a run without a model"
 TOKENS = 1000

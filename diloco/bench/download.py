@@ -14,7 +14,7 @@ from typing import Any
 from diloco.bench.crew import Crew, crew
 from diloco.bench.crew_member import Event, Setting
 from diloco.bench.report import Check, Report
-from diloco.checkpoint.snapshot import snapshots
+from diloco.checkpoint.log.snapshot import snapshots
 
 DONORS = ("A", "B", "C")
 NEWCOMER = "E"

@@ -13,10 +13,10 @@ from typing import Any
 
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
-from diloco.comm.direct import DirectTransport
-from diloco.comm.link import Link, Path, Paths
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ConfigError
 from diloco.units import parse_delay, parse_rate
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from diloco.bench.report import Check, Report
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
 from diloco.data import Samples
-from diloco.events import Events
-from diloco.island import compute_dtype, next_token_loss
-from diloco.model import Decoder, initial_parameters, shape_of
-from diloco.place import take_place
-from diloco.trainer import Trainer
+from diloco.island.island import compute_dtype, next_token_loss
+from diloco.island.mesh import take_place
+from diloco.model.decoder import Decoder, initial_parameters, shape_of
+from diloco.report.events import Events
+from diloco.train.trainer import Trainer
 
 STEPS_A_BLOCK = 10  # one progress report each
 LIMIT = {"cpu": 1.03, "cuda": 1.01}

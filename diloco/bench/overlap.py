@@ -12,9 +12,9 @@ from typing import Any
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import Line, one_thread, train_together
-from diloco.comm.codec import CODECS, warm_up
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.comm.codec.registry import CODECS, warm_up
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
 
 CODEC = "int8"
 TURNS = 4

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from diloco.bench.report import Check, Report
-from diloco.planning.utilisation import GRID_GBIT, Training, bandwidth_for
+from diloco.plan.utilisation import GRID_GBIT, Training, bandwidth_for
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 COLUMNS = (("data-parallel", 16), ("diloco", 16), ("streaming", 16), ("overlap", 16), ("overlap", 4))

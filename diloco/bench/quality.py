@@ -16,9 +16,9 @@ from typing import Any
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import Line, one_thread, train_alone, train_together
-from diloco.comm.codec import warm_up
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.comm.codec.registry import warm_up
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 
 WAIT_S = 3600.0  # for the slowest of the others

@@ -7,8 +7,8 @@ from typing import Any
 
 from diloco.bench.report import Check
 from diloco.bench.simulated import FAR, NEAR, Setting, simulated
-from diloco.planning.predict import Host, Prediction, Situation, predict
-from diloco.planning.workload import workload_of
+from diloco.plan.predict import Host, Prediction, Situation, predict
+from diloco.plan.workload import workload_of
 
 ISLANDS = 2  # each with one thread: no more than there are cores
 SETTINGS = (

@@ -15,13 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from diloco.config import Config
-from diloco.configfile import parse_config
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
 from diloco.errors import DilocoError
-from diloco.events import Event
-from diloco.planning.predict import Line
-from diloco.simulation.story import Told, usual_round_s
-from diloco.watching import Tail
+from diloco.plan.predict import Line
+from diloco.report.events import Event
+from diloco.report.watching import Tail
+from diloco.simulate.real.story import Told, usual_round_s
 
 EVERY, DELAY = 20, 10
 SLOWNESS = 8  # times: a step is mostly a pause

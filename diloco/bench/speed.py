@@ -6,10 +6,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from diloco.bench.report import Report
-from diloco.configfile import parse_config
-from diloco.events import Event, Events
-from diloco.place import take_place
-from diloco.trainer import Trainer, describe_device
+from diloco.config.file import parse_config
+from diloco.island.mesh import take_place
+from diloco.report.events import Event, Events
+from diloco.train.trainer import Trainer, describe_device
 
 WARM_UP = 10
 

@@ -17,24 +17,24 @@ from torch import Tensor
 
 from diloco.bench.peers import BenchPeer
 from diloco.bench.speed import Heard
-from diloco.comm.direct import DirectTransport
-from diloco.comm.link import Link, Path, Paths
-from diloco.comm.pooled import PooledTransport
-from diloco.comm.shaped import ShapedTransport
-from diloco.comm.transport import Transport
-from diloco.config import Config
-from diloco.elastic.driver import Driver, Network, Run
-from diloco.elastic.fragments import Fragments
-from diloco.elastic.ledger import Ledger
-from diloco.elastic.node import Node
-from diloco.elastic.record import Head, Record
-from diloco.elastic.state import RunState
-from diloco.entry import options_for
-from diloco.events import Events
-from diloco.outer import apply_record
-from diloco.place import Place, pick_device
-from diloco.together import Together
-from diloco.trainer import Trainer
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import Transport
+from diloco.config.schema import Config
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import Head, Record
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.island.mesh import Place, pick_device
+from diloco.report.events import Events
+from diloco.run.join import options_for
+from diloco.train.outer import apply_record
+from diloco.train.rounds import Together
+from diloco.train.trainer import Trainer
 
 GENESIS = b"a run among friends"
 

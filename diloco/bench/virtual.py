@@ -4,9 +4,9 @@ from typing import Any
 
 from diloco.bench.report import Check, Report
 from diloco.bench.simulated import EVERY, FAR, NEAR, Setting, simulated
-from diloco.planning.predict import Host
-from diloco.virtual.outcome import simulate
-from diloco.virtual.setting import Setting as Modelled
+from diloco.plan.predict import Host
+from diloco.simulate.virtual.outcome import simulate
+from diloco.simulate.virtual.setting import Setting as Modelled
 
 ISLANDS = 4
 ROUNDS = 30  # in virtual time

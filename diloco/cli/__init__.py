@@ -1,4 +1,7 @@
-"""The command line. Light on purpose: `diloco --help` must answer at once, so commands import what they need inside."""
+"""The command line. Light on purpose: `diloco --help` must answer at once, so commands import what they need inside.
+
+May import: everything. Start with `app.py`.
+"""
 
 import os
 import sys

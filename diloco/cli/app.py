@@ -104,7 +104,7 @@ def config(
     set_: Overrides = None,
 ) -> None:
     """Print every setting of a run with its meaning."""
-    from diloco.configfile import load_config, render_config
+    from diloco.config.file import load_config, render_config
 
     print(render_config(load_config(config, set_ or [])), end="")
 
@@ -233,7 +233,7 @@ def sample(
     Of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
     """
     from diloco.cli.sample import sample_command
-    from diloco.sample import Choice
+    from diloco.history.sample import Choice
 
     choice = Choice(temperature, top_k, seed)
     sample_command(run, prompt, tokens=tokens, choice=choice, tokenizer=tokenizer, device=device)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
-from diloco.export import export, refuse_target
-from diloco.trained import Trained, find_run, load_trained, tokenizer_of
+from diloco.history.export import export, refuse_target
+from diloco.history.load import Trained, find_run, load_trained, tokenizer_of
 from diloco.units import format_count
 
 

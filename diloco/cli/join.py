@@ -4,10 +4,10 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.cli.run import ending, mesh_of, parse_rate
-from diloco.comm.ticket import Ticket
-from diloco.configfile import overrides_tree, own_island
+from diloco.comm.peers.ticket import Ticket
+from diloco.config.file import overrides_tree, own_island
 from diloco.errors import ConfigError, TicketError
-from diloco.processes import start_if_several
+from diloco.launch.mesh_processes import start_if_several
 from diloco.units import parse_rate as parse_bits
 
 
@@ -27,8 +27,9 @@ def join_command(
     text = read_ticket(ticket)
     parsed = Ticket.parse(text, time.time())
     start_if_several(island)
-    from diloco.island_run import join
-    from diloco.peer import Connection, host_towards, own_name
+    from diloco.run.peer import Connection, host_towards, own_name
+    from diloco.run.start import join
+    from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
@@ -36,7 +37,7 @@ def join_command(
     up, down = (cap(option, "--max-up" if option is max_up else "--max-down") for option in (max_up, max_down))
     here = host or host_towards(parsed.addresses)
     connection = Connection(here, up or rate, down or rate, delay_s, name, mesh=mesh_of(island))
-    outcome = join(text, own, connection, folder)
+    outcome = join(text, own, as_simulated(connection, folder), folder)
     if outcome.leader:
         Console(highlight=False).print(ending(outcome, str(folder)), soft_wrap=True, markup=False)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from diloco.outer_log import Findings, Row, checkout, find_logs, furthest, lines, names_of, origin, rows, verify
+from diloco.history.log import Findings, Row, checkout, find_logs, furthest, lines, names_of, origin, rows, verify
 
 COLUMNS = ("round", "fragment", "step", "tokens", "bytes", "digest", "contributors")
 

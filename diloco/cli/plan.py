@@ -6,14 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-from diloco.config import Config
-from diloco.configfile import load_config
+from diloco.config.file import load_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.planning.accelerators import CPU, accelerator_named, called
-from diloco.planning.plan import NO_LINE, Machine, Plan, make_plan
-from diloco.planning.predict import Line
-from diloco.planning.profiles import read_profiles
-from diloco.planning.utilisation import METHODS, Training, bandwidth_for
+from diloco.model.accelerators import CPU, accelerator_named, called
+from diloco.plan.plan import NO_LINE, Machine, Plan, make_plan
+from diloco.plan.predict import Line
+from diloco.plan.profiles import read_profiles
+from diloco.plan.utilisation import METHODS, Training, bandwidth_for
 from diloco.units import parse_count, parse_duration, parse_link, parse_rate, parse_share
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _plan(config: Config, links: Links, targets: tuple[float, ...]) -> Plan:
     if links.islands is None:
         raise ConfigError("--islands is missing: say how many will take part")
     line, machine = _line(links), _machine(config, links)
-    from diloco.planning.workload import workload_of
+    from diloco.plan.workload import workload_of
 
     return make_plan(config, workload_of(config), machine, islands=links.islands, line=line, targets=targets)
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diloco.config import SyncConfig
-from diloco.planning.plan import NO_LINE, Plan, Row, advice, percent
-from diloco.planning.predict import Line
-from diloco.planning.search import cost, kind
+from diloco.config.schema import SyncConfig
+from diloco.plan.plan import NO_LINE, Plan, Row, advice, percent
+from diloco.plan.predict import Line
+from diloco.plan.search import cost, kind
 from diloco.units import format_count, format_duration, format_rate, format_size
 
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from diloco.cli.log import say, story
-from diloco.restore import Restored, restore_run
+from diloco.history.restore import Restored, restore_run
 
 
 def restore_command(url: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from diloco.cli.log import say
-from diloco.rewind import Branch, rewind
+from diloco.history.rewind import Branch, rewind
 
 
 def rewind_command(run: str, number: int, out: Path | None, overrides: list[str]) -> None:

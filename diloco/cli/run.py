@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diloco.board import account
-from diloco.config import IslandConfig
-from diloco.configfile import load_config
+from diloco.config.file import load_config
+from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
-from diloco.fleetplan import Plan, islands_in, network_options
-from diloco.processes import start_if_several
+from diloco.launch.mesh_processes import start_if_several
+from diloco.launch.plan import Plan, network_options
+from diloco.report.board import account
+from diloco.report.watching import open_islands_view
+from diloco.run.folder import islands_in
 from diloco.units import parse_link
-from diloco.watching import open_islands_view
 
 if TYPE_CHECKING:
-    from diloco.trainer import Outcome
+    from diloco.train.trainer import Outcome
 
 
 def run_command(
@@ -39,7 +40,7 @@ def run_command(
         if value is not None:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
     start_if_several(config.island)
-    from diloco.runner import run
+    from diloco.run.start import run
 
     outcome = run(config, resume=resume, fresh=fresh)
     if outcome.leader:
@@ -66,10 +67,12 @@ def islands_command(
         many_islands(Plan(config, path, tuple(overrides), islands, link, host, restart, resume), fresh=fresh)
         return
     start_if_several(config.island)
-    from diloco.island_run import found, go_on
-    from diloco.peer import Connection
+    from diloco.run.peer import Connection
+    from diloco.run.start import found, go_on
+    from diloco.simulate.real.network import as_simulated
 
     connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config.island))
+    connection = as_simulated(connection, Path(config.dir))
     outcome = go_on(config, connection) if resume else found(config, connection, fresh=fresh)
     if outcome.leader:
         again = command_line(path, overrides, "--islands", "1", *network_options(link, host), "--resume")
@@ -79,7 +82,7 @@ def islands_command(
 
 def many_islands(plan: Plan, *, fresh: bool) -> None:
     """Ends with 0 if the run is finished and all who saw its end hold the same state."""
-    from diloco.launcher import end_of, run_islands
+    from diloco.launch.launcher import end_of, run_islands
 
     if plan.resume and (end := end_of(plan)) is not None:
         text = "\n".join([f"this run is already finished: {end}", *what_next(plan, finished=True)])

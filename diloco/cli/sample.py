@@ -5,9 +5,9 @@ from itertools import islice
 from math import isfinite
 
 from diloco.errors import ConfigError
-from diloco.place import pick_device
-from diloco.sample import Choice, continued, encode_prompt, spoken
-from diloco.trained import begins_with, find_run, load_trained, tokenizer_of
+from diloco.history.load import begins_with, find_run, load_trained, tokenizer_of
+from diloco.history.sample import Choice, continued, encode_prompt, spoken
+from diloco.island.mesh import pick_device
 
 # A young model says anything, and a terminal would obey.
 HARMLESS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n")), "\ufffd")

@@ -1,14 +1,15 @@
 from pathlib import Path
 
-from diloco.amend import FOLDER, amended, amendment_files, check, in_words, read_amendment, write_amendment
 from diloco.cli.log import say
-from diloco.comm.identity import Identity
-from diloco.elastic.amendment import Amendment
-from diloco.elastic.state import RunState
-from diloco.entry import OUTER
+from diloco.comm.peers.identity import Identity
+from diloco.data.samples import OWN_LOOP
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError, SaveError
-from diloco.genesis import FILE, OWN_LOOP, Genesis, read_genesis
-from diloco.outer_log import find_logs, newest_state
+from diloco.history.log import find_logs, newest_state
+from diloco.run.genesis import FILE, Genesis, read_genesis
+from diloco.run.join import OUTER
+from diloco.train.amend import FOLDER, amended, amendment_files, check, in_words, read_amendment, write_amendment
 
 
 def set_command(run: str, overrides: list[str]) -> None:

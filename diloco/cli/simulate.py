@@ -11,8 +11,8 @@ from rich.console import Console
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.simulation.fleet import SimulatedFleet, SimulatedPlan, World
-    from diloco.simulation.story import Story
+    from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World
+    from diloco.simulate.real.story import Story
 
 MAX_ISLANDS = 64
 DEFAULT_ISLANDS = 4
@@ -20,7 +20,7 @@ LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leav
 
 
 def protocol_command(*, seeds: int, first: int, islands: int | None, without: str | None, jobs: int) -> None:
-    from diloco.elastic.simulator.campaign import Campaign, Outcome, describe, rule_names, run
+    from diloco.simulate.protocol.campaign import Campaign, Outcome, describe, rule_names, run
 
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")
@@ -63,10 +63,10 @@ def simulate_command(
     if report is not None:
         refuse_report(report)
     world = world_of(given)
-    from diloco.configfile import load_config
-    from diloco.simulation.drawing import need_matplotlib
-    from diloco.simulation.fleet import SimulatedPlan
-    from diloco.simulation.story import Story, story_of
+    from diloco.config.file import load_config
+    from diloco.simulate.real.drawing import need_matplotlib
+    from diloco.simulate.real.fleet import SimulatedPlan
+    from diloco.simulate.real.story import Story, story_of
 
     need_matplotlib()
     loaded = [(path, load_config(path, overrides)) for path in configs]
@@ -87,10 +87,10 @@ def simulate_command(
 
 
 def world_of(given: Given) -> "World":
-    from diloco.simulation.faults import joining, parse_faults
-    from diloco.simulation.fleet import World
-    from diloco.simulation.topology import Topology
-    from diloco.simulation.topologyfile import read_topology
+    from diloco.simulate.real.faults import joining, parse_faults
+    from diloco.simulate.real.fleet import World
+    from diloco.simulate.real.topology import Topology
+    from diloco.simulate.real.topologyfile import read_topology
     from diloco.units import parse_link
 
     if given.topology is not None:
@@ -115,7 +115,7 @@ def world_of(given: Given) -> "World":
 
 
 def refuse_backend(backend: str) -> None:
-    from diloco.simulation.netns import refuse_if_not_permitted
+    from diloco.simulate.real.netns import refuse_if_not_permitted
 
     if backend not in ("shaped", "netns"):
         raise ConfigError(f"--backend {backend}: there are shaped and netns")
@@ -146,9 +146,9 @@ def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
 
 
 def run_one(plan: "SimulatedPlan", world: "World", *, netns: bool) -> "SimulatedFleet":
-    from diloco.board import account
-    from diloco.simulation.fleet import simulate
-    from diloco.watching import open_islands_view
+    from diloco.report.board import account
+    from diloco.report.watching import open_islands_view
+    from diloco.simulate.real.fleet import simulate
 
     view = open_islands_view()
     try:
@@ -161,8 +161,8 @@ def run_one(plan: "SimulatedPlan", world: "World", *, netns: bool) -> "Simulated
 
 def show(stories: "list[Story]", page: Path) -> None:
     """The last one in words, all of them on the page."""
-    from diloco.simulation.page import write_page
-    from diloco.simulation.story import write_json
+    from diloco.simulate.real.page import write_page
+    from diloco.simulate.real.story import write_json
 
     page.parent.mkdir(parents=True, exist_ok=True)
     write_page(stories, page)
@@ -172,7 +172,7 @@ def show(stories: "list[Story]", page: Path) -> None:
 
 
 def summary(story: "Story") -> Iterator[str]:
-    from diloco.planning.plan import percent
+    from diloco.plan.plan import percent
     from diloco.units import format_duration, format_size
 
     yield f"{story.name}: {story.setting}; {story.rounds} rounds in {format_duration(story.seconds)}"

@@ -1,8 +1,8 @@
 from pathlib import Path
 from typing import Literal, cast
 
-from diloco.batches import TokenisingProgress
 from diloco.data import import_raw, tokenize
+from diloco.data.batches import TokenisingProgress
 from diloco.errors import DataError
 from diloco.units import format_count
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from diloco.comm.spans import MAX_MEMBERS
-from diloco.elastic.simulator.check import Violation
+from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.errors import ConfigError
-from diloco.planning.plan import percent
-from diloco.planning.predict import CODEC_NS, Line
+from diloco.plan.plan import percent
+from diloco.plan.predict import CODEC_NS, Line
+from diloco.simulate.protocol.check import Violation
+from diloco.simulate.virtual.outcome import Outcome, simulate
+from diloco.simulate.virtual.scale import Row, rows
+from diloco.simulate.virtual.setting import Setting
 from diloco.units import format_duration, format_rate, format_size, parse_count, parse_duration, parse_link, parse_share
-from diloco.virtual.outcome import Outcome, simulate
-from diloco.virtual.scale import Row, rows
-from diloco.virtual.setting import Setting
 
 MAX_ISLANDS = 10_000
 

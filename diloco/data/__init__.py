@@ -3,6 +3,8 @@
 >>> samples = Samples(stdlib_source(), sequence=256, seed=0, validation_fraction=0.05)
 >>> samples.train(position=0, count=16).shape  # the same rows on every island
 (16, 257)
+
+May import: island (where a batch goes) and below. Start with `samples.py`, then `batches.py`.
 """
 
 from diloco.data.convert import Progress, tokenize

@@ -13,6 +13,8 @@ from diloco.errors import DataError
 
 Rows = npt.NDArray[np.int64]
 
+OWN_LOOP = "own loop"  # instead of a fingerprint: the data of a user's own loop has no length before it is read
+
 
 class Samples:
     """The first `train_count` samples are for training, the last `validation_count` for validation."""

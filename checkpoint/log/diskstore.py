@@ -1,0 +1,348 @@
+"""A log and snapshots in a folder of this island's own.
+
+The guarantee: what was handed in before `then(act)` is on disk when `act` is called, unless the disk refuses, which is
+told at once. So a crash loses what was being written, and never what somebody was told of. Nobody waits for the disk:
+one thread writes what has come up since it last looked and syncs once for all of it, another one writes snapshots.
+
+Records are durable when they are on disk together with a snapshot that they lead on from: the log's *anchor*. After
+the disk has refused something, and after a move to another branch, it has none until the next snapshot is written.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.checkpoint.log.background import Pace, make_way
+from diloco.checkpoint.log.begun import Begun
+from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.log.library import Item
+from diloco.checkpoint.log.pruning import prune
+from diloco.checkpoint.log.results import Results
+from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_number, segment_paths
+from diloco.checkpoint.log.snapshot import Frozen, clean, manifests, write_snapshot
+from diloco.checkpoint.log.store import Store
+from diloco.comm.transport.frame import Buffer
+
+KEEP = 2  # snapshots, and the log since the older one
+SEGMENT_BYTES = 256 << 20
+RETRY_S = 5.0  # after the disk has refused
+
+log = logging.getLogger(__name__)
+Tell = Callable[[str, str], None]  # what happened, in which words
+
+
+@dataclass(frozen=True)
+class Job:
+    """For the thread that writes: a frame, a head that moves, something to do when all before is durable."""
+
+    kind: Kind | None = None
+    head: bytes = b""
+    body: Buffer = b""
+    entry: Entry | None = None
+    moves: tuple[str, int] | None = None
+    rotate: bool = False
+    act: Callable[[], None] | None = None
+
+
+class DiskStore(Store):
+    keeps = True
+
+    def __init__(self, folder: Path, tell: Tell, *, keep: int = KEEP, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Reads all that is there, cuts off what a dying writer left torn, and says so. OSError where that fails."""
+        folder.mkdir(parents=True, exist_ok=True)
+        clean(folder)
+        self.folder, self.tell = folder, tell
+        self.begun = Begun(folder / "download")
+        self.journal = Journal.read(folder)
+        for trouble in self.journal.troubles:
+            if trouble.torn is not None:
+                cut(trouble.path, trouble.torn)
+            tell("torn" if trouble.torn is not None else "damaged", str(trouble))
+        self.durable = 0  # the highest round that this folder gives back after a crash
+        self.failing = ""  # why nothing is durable at present
+        self._keep, self._segment_bytes = keep, segment_bytes
+        self._genesis, self._head = "", ("", 0)
+        self._anchored = False
+        self._stretch: set[str] = set()  # without an anchor: heads from which on all records are here
+        self._segment: SegmentWriter | None = None
+        self._memory = self.journal.memory
+        self._retry_at = 0.0
+        self._changed = threading.Condition()
+        self._results = Results(self.journal, self._changed, tell)
+        self._jobs: list[Job] = []
+        self._frozen: Frozen | None = None
+        self._pace = Pace()
+        self._busy = self._photographing = self._closing = self._dead = False
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, genesis: str, version: str, round: int, *, known: bool) -> None:
+        """From here on it is written to. `known`: this head can be had from what is here."""
+        self._genesis, self._head, self._anchored = genesis, (version, round), known
+        self.durable = round if known else 0
+        try:
+            self._open_segment()
+        except OSError as error:
+            self._fail(error)
+        for name, work in (("store", self._write_all), ("snapshot", self._photograph_all)):
+            thread = threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # what is handed in
+
+    def put(self, payload: str, data: Buffer) -> None:
+        self._hand_in(Job(Kind.PAYLOAD, payload.encode(), data))
+
+    def remember(self, memory: bytes) -> None:
+        self._hand_in(Job(Kind.MEMORY, memory))
+
+    def append(self, entry: Entry, *, rotate: bool = False) -> None:
+        moves = entry.digest, entry.round
+        self._hand_in(Job(Kind.RECORD, record_frame(entry), entry.header, entry, moves, rotate))
+
+    def mend(self, entry: Entry) -> None:
+        self._hand_in(Job(Kind.RECORD, record_frame(entry), entry.header, entry))
+
+    def follow(self, version: str, round: int) -> None:
+        self._hand_in(Job(moves=(version, round), rotate=True))
+
+    def vouch(self, version: str, digest: str) -> None:
+        self._hand_in(Job(Kind.STATE, f"{version} {digest}".encode()))
+
+    def then(self, act: Callable[[], None]) -> None:
+        with self._changed:
+            waits = bool(self._jobs or self._busy) and not self._dead
+            if waits:
+                self._jobs.append(Job(act=act))
+        if not waits:
+            act()
+
+    def snapshot(self, frozen: Frozen) -> None:
+        """What comes while one is written takes the place of what waits."""
+        with self._changed:
+            self._frozen = frozen
+            self._changed.notify_all()
+
+    @property
+    def photographing(self) -> bool:
+        """A snapshot is being written, or waits."""
+        with self._changed:
+            return self._frozen is not None or self._photographing
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """The log has no anchor."""
+        with self._changed:
+            coming = self.photographing
+            possible = self._segment is not None and time.monotonic() > self._retry_at
+            return possible and not self._anchored and not coming
+
+    def _hand_in(self, job: Job) -> None:
+        with self._changed:
+            if not self._dead:
+                self._jobs.append(job)
+                self._changed.notify_all()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A thread that dies is told of, and nobody waits for it."""
+        try:
+            work()
+        except Exception as error:
+            log.exception("the store failed")
+            self._say_failing(f"its writer failed ({error!r})")
+            with self._changed:
+                self._dead, jobs, self._jobs = True, self._jobs, []
+            for job in jobs:
+                if job.act is not None:
+                    job.act()
+
+    # what is asked for
+
+    def entries(self) -> list[Entry]:
+        with self._changed:
+            return self.journal.leading_to(self._head[0])
+
+    def has(self, payload: str) -> bool:
+        with self._changed:
+            return self.journal.has(payload)
+
+    def knows(self, record: str) -> bool:
+        with self._changed:
+            entry = self.journal.entries.get(record)
+            return entry is not None and self.journal.has(entry.payload)
+
+    def item(self, payload: str) -> Item | None:
+        return self._results.item(payload)
+
+    def written(self) -> tuple[str, int]:
+        """The file being written, and how much of it."""
+        segment = self._segment
+        return ("", 0) if segment is None else (segment.path.name, segment.size)
+
+    def broken_after(self) -> str | None:
+        versions = [manifest.version for manifest, _ in manifests(self.folder)]
+        with self._changed:
+            return self.journal.broken_after(versions, self._head[0])
+
+    def close(self) -> None:
+        """What was handed in is written; so is a snapshot that has been begun or waits."""
+        self._pace.hurry()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # the log
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                jobs, self._jobs = self._jobs, []
+                self._busy = bool(jobs)
+            if not jobs:
+                break
+            self._carry_out(jobs)
+        if self._segment is not None:
+            with suppress(OSError):  # all of it is synced
+                self._segment.close()
+
+    def _carry_out(self, jobs: list[Job]) -> None:
+        """One sync for all of them."""
+        try:
+            if self._segment is None and time.monotonic() > self._retry_at:
+                self._lose_anchor()
+                self._open_segment()
+            for job in jobs:
+                self._write(job)
+            if self._segment is not None:
+                self._segment.sync()
+                self._note_durable()
+        except OSError as error:
+            self._fail(error)
+            for job in jobs:
+                self._keep_in_mind(job)
+        for job in jobs:
+            if job.act is not None:
+                job.act()
+
+    def _write(self, job: Job) -> None:
+        if self._segment is None:
+            self._keep_in_mind(job)
+            return
+        if job.moves is not None and job.entry is None:  # the anchor will be lost: what came before still has it
+            self._segment.sync()
+            self._note_durable()
+        self._keep_in_mind(job)
+        if job.kind is not None:
+            place = self._segment.write(job.kind, job.head, job.body)
+            with self._changed:
+                if job.entry is not None:
+                    self.journal.add(job.entry)
+                else:
+                    self.journal.take(job.kind, job.head, place)
+        # never between a result and its record: they are pruned together
+        if job.rotate or (job.entry is not None and self._segment.size > self._segment_bytes):
+            self._segment.close()
+            self._open_segment()
+
+    def _keep_in_mind(self, job: Job) -> None:
+        if job.kind is Kind.MEMORY:
+            self._memory = job.head
+        if job.moves is not None:
+            with self._changed:
+                self._head = job.moves
+                if job.entry is None:
+                    self._lose_anchor()
+                self._stretch.add(self._head[0])
+
+    def _open_segment(self) -> None:
+        number = max(map(segment_number, segment_paths(self.folder)), default=0) + 1
+        self._segment = SegmentWriter(self.folder, number)
+        header = header_frame(Header(self._genesis, *self._head))
+        place = self._segment.write(Kind.HEADER, header)
+        if self._memory is not None:
+            self._segment.write(Kind.MEMORY, self._memory)
+        self._segment.sync()
+        with self._changed:
+            self.journal.take(Kind.HEADER, header, place)
+            self._stretch.add(self._head[0])
+
+    def _lose_anchor(self) -> None:
+        with self._changed:
+            self._anchored = False
+            self._stretch.clear()
+
+    def _note_durable(self) -> None:
+        with self._changed:
+            if not self._anchored:
+                return
+            self._stretch.clear()
+            self.durable = self._head[1]
+        if self.failing:
+            self.failing = ""
+            self.tell("durable again", f"round {self.durable} is safe in {self.folder}")
+
+    def _fail(self, error: OSError) -> None:
+        if self._segment is not None:
+            self._segment.abandon()
+        self._segment, self._retry_at = None, time.monotonic() + RETRY_S
+        self._lose_anchor()
+        self._say_failing(f"{error.filename or self.folder} cannot be written ({error.strerror})")
+
+    def _say_failing(self, reason: str) -> None:
+        log.warning("%s: %s", self.folder, reason)
+        if not self.failing:
+            self.failing = reason
+            lost = f"training goes on, but a crash now would lose what this island did after round {self.durable}"
+            self.tell("not durable", f"{reason}: {lost}")
+
+    # snapshots
+
+    def _photograph_all(self) -> None:
+        make_way()
+        while True:
+            with self._changed:
+                self._photographing = False
+                while self._frozen is None and not self._closing:
+                    self._changed.wait()
+                frozen, self._frozen = self._frozen, None
+                self._photographing = frozen is not None
+            if frozen is None:
+                return
+            self._photograph(frozen)
+
+    def _rest(self) -> None:
+        """Not while the log has no anchor: nothing is durable until there is one."""
+        if self._anchored:
+            self._pace.rest()
+        else:
+            self._pace.begin()
+
+    def _photograph(self, frozen: Frozen) -> None:
+        self._pace.begin()
+        try:
+            write_snapshot(self.folder, frozen, rest=self._rest)
+        except OSError as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            text = f"the snapshot of round {frozen.round} could not be written ({error.strerror})"
+            if self._anchored:
+                self.tell("snapshot failed", f"{text}: the log keeps everything since the one before")
+            else:
+                self._say_failing(text)
+            return
+        with self._changed:
+            self._anchored = self._anchored or frozen.version in self._stretch
+        self._hand_in(Job())  # what was written since is durable from now on
+        try:
+            prune(self.folder, self.journal, self._changed, self._keep)
+        except OSError as error:
+            log.warning("%s: old snapshots and segments stay: %s", self.folder, error)

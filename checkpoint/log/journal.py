@@ -1,0 +1,193 @@
+"""What the segments of an island's log hold: records with the bytes of their results, promises, digests of states.
+
+Records form chains by their parents' digests. An island only ever moves to a greater head, so of two records with one
+parent the one that was written last counts. The bytes of a result come before its record, and in the same segment.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.segments import Damage, Frame, Place, read_body, scan, segment_paths
+from diloco.errors import SaveError
+
+FORMAT = 1
+NOTHING = hashlib.sha256(b"").hexdigest()  # the result of a record that changes no vector
+
+
+class Kind(IntEnum):
+    """Of a frame."""
+
+    HEADER = 1
+    MEMORY = 2  # what a restart must not forget: promises, a result that is held
+    PAYLOAD = 3
+    RECORD = 4
+    STATE = 5  # digest of all vectors at a head
+
+
+@dataclass(frozen=True)
+class Header:
+    """Opens every segment."""
+
+    genesis: str
+    base: str  # the head that its records follow
+    round: int
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """`round`: of the record concerned, where it can be told."""
+
+    path: Path
+    text: str
+    round: int | None = None
+    torn: int | None = None  # cut the file here
+
+    def __str__(self) -> str:
+        which = "" if self.round is None else f", round {self.round}"
+        return f"{self.path.name}{which}: {self.text}"
+
+
+@dataclass
+class Journal:
+    entries: dict[str, Entry] = field(default_factory=dict)
+    children: dict[str, str] = field(default_factory=dict)
+    payloads: dict[str, Place] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)  # digests of vectors, by the head they belong to
+    headers: dict[Path, Header] = field(default_factory=dict)
+    memory: bytes | None = None
+    troubles: list[Trouble] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Journal":
+        """Every byte is checked; nothing is changed."""
+        journal, damages = cls(), []
+        for path in segment_paths(folder):
+            found = scan(path)
+            for frame in found.frames:
+                journal.take(frame.kind, frame.head, frame.body)
+            damages += [(damage, journal.newest_round) for damage in found.damages]
+            if found.torn is not None:
+                size = path.stat().st_size - found.torn
+                text = f"its last {size} bytes are torn: their writer died, or they are damaged"
+                journal.troubles.append(Trouble(path, text, torn=found.torn))
+        rounds = {entry.payload: entry.round for entry in journal.entries.values()}
+        journal.troubles += [_trouble(damage, rounds, newest) for damage, newest in damages]
+        return journal
+
+    @property
+    def newest_round(self) -> int:
+        return next(reversed(self.entries.values())).round if self.entries else 0
+
+    def take(self, kind: int, head: bytes, body: Place) -> None:
+        """A frame that is whole, in the order of writing."""
+        match kind:
+            case Kind.HEADER:
+                self.headers[body.path] = _read_header(body.path, head)
+            case Kind.MEMORY:
+                self.memory = head
+            case Kind.PAYLOAD:
+                self.payloads[head.decode()] = body
+            case Kind.RECORD:
+                if (raw := read_body(body)) is not None:
+                    self.add(Entry(header=raw, **json.loads(head)))
+            case Kind.STATE:
+                version, digest = head.decode().split()
+                self.states[version] = digest
+
+    def add(self, entry: Entry) -> None:
+        self.entries.pop(entry.digest, None)
+        self.entries[entry.digest] = entry
+        self.children[entry.parent] = entry.digest
+
+    def has(self, payload: str) -> bool:
+        return payload == NOTHING or payload in self.payloads
+
+    def payload(self, digest: str) -> bytes | None:
+        """The bytes, if they are here and are what was written."""
+        if digest == NOTHING:
+            return b""
+        place = self.payloads.get(digest)
+        raw = None if place is None else read_body(place)
+        return raw if raw is not None and hashlib.sha256(raw).hexdigest() == digest else None
+
+    def chain(self, version: str) -> list[Entry]:
+        """What follows this head, as far as the bytes are here."""
+        found: list[Entry] = []
+        while (digest := self.children.get(version)) is not None:
+            entry = self.entries[digest]
+            if not self.has(entry.payload):
+                break
+            found.append(entry)
+            version = digest
+        return found
+
+    def leading_to(self, head: str) -> list[Entry]:
+        found: list[Entry] = []
+        while (entry := self.entries.get(head)) is not None:
+            found.append(entry)
+            head = entry.parent
+        return found[::-1]
+
+    def broken_after(self, versions: list[str], head: str) -> str | None:
+        """The head after which something is missing between the snapshots of these versions, by age, and this head.
+
+        Where an island took another head over as a whole, a segment begins that no record leads to: that is no damage.
+        """
+        leading = self.leading_to(head)
+        first = leading[0].parent if leading else head
+        on_chain = {first, *(entry.digest for entry in leading)}
+        begun = first in versions or any(header.base == first for header in self.headers.values())
+        before = [version for version in versions if version not in on_chain]
+        starts = [version for version in versions if version in on_chain][:1] if begun else before[-1:]
+        if not starts:
+            return None
+        last = [*starts, *(entry.digest for entry in self.chain(starts[0]))][-1]
+        return None if last == head else last
+
+    def forget(self, path: Path) -> None:
+        """A segment that is no longer there."""
+        self.headers.pop(path, None)
+        for digest in [digest for digest, place in self.payloads.items() if place.path == path]:
+            del self.payloads[digest]
+
+
+def header_frame(header: Header) -> bytes:
+    return _json(vars(header))
+
+
+def record_frame(entry: Entry) -> bytes:
+    named = {name: value for name, value in vars(entry).items() if name != "header"}
+    return _json(named)
+
+
+def _read_header(path: Path, head: bytes) -> Header:
+    tree = json.loads(head)
+    if tree["format"] != FORMAT:
+        raise SaveError(f"{path} has format {tree['format']}, this diloco writes {FORMAT}: use the same version")
+    return Header(**tree)
+
+
+def _trouble(damage: Damage, rounds: dict[str, int], newest: int) -> Trouble:
+    where = f"damaged at byte {damage.offset}"
+    if damage.frame is None:
+        return Trouble(damage.path, f"{where}, after the record of round {newest}")
+    return _trouble_in(damage.frame, damage.path, where, rounds)
+
+
+def _trouble_in(frame: Frame, path: Path, where: str, rounds: dict[str, int]) -> Trouble:
+    match frame.kind:
+        case Kind.PAYLOAD:
+            return Trouble(path, f"the bytes of a result are {where}", rounds.get(frame.head.decode()))
+        case Kind.RECORD:
+            return Trouble(path, f"a record is {where}", json.loads(frame.head)["round"])
+    return Trouble(path, where)
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,146 @@
+"""What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each.
+
+A `Parcel` describes an item: whoever has the right one can take the chunks from anybody. It comes from peers, so it is
+checked, and its sizes are bounded, before anything of that size is made.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco.comm.peers import packing
+from diloco.comm.peers.packing import Malformed, Reader
+from diloco.comm.transport.frame import Buffer
+from diloco.comm.transport.wire import as_bytes
+from diloco.errors import ParcelRefused
+
+CHUNK_BYTES = 1 << 20
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 12, 1 << 22
+MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description of 4 MiB
+MAX_NAME_BYTES = 255
+DIGEST_BYTES = 32
+MAX_PARCEL_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Always sound: one that cannot be right is ParcelRefused. Whether its size is the expected one, its user knows."""
+
+    name: str
+    size: int
+    chunk_bytes: int
+    digests: tuple[bytes, ...]  # SHA-256 of each chunk
+
+    def __post_init__(self) -> None:
+        count = chunk_count(self.name, self.size, self.chunk_bytes)
+        if len(self.digests) != count or any(len(digest) != DIGEST_BYTES for digest in self.digests):
+            raise ParcelRefused(f"{self.name!r}: {len(self.digests)} digests for {count} chunks")
+
+    def chunk(self, number: int) -> slice:
+        return slice(number * self.chunk_bytes, min((number + 1) * self.chunk_bytes, self.size))
+
+    def encode(self) -> bytes:
+        head = packing.text(self.name, MAX_NAME_BYTES)
+        return head + packing.integer(self.size, 8) + packing.integer(self.chunk_bytes, 4) + b"".join(self.digests)
+
+    @classmethod
+    def decode(cls, raw: Buffer) -> "Parcel":
+        if len(raw) > MAX_PARCEL_BYTES:
+            raise ParcelRefused(f"a description of {len(raw)} bytes, at most {MAX_PARCEL_BYTES} are accepted")
+        try:
+            return cls._read(Reader(bytes(raw)))
+        except Malformed as bad:
+            raise ParcelRefused(f"no description of an item: {bad}") from None
+
+    @classmethod
+    def _read(cls, reader: Reader) -> "Parcel":
+        name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
+        count = chunk_count(name, size, chunk_bytes)
+        digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
+        reader.finish()
+        return cls(name, size, chunk_bytes, digests)
+
+
+def chunk_count(name: str, size: int, chunk_bytes: int) -> int:
+    """ParcelRefused for what no item can be."""
+    try:
+        packing.text(name, MAX_NAME_BYTES)
+    except Malformed as bad:
+        raise ParcelRefused(f"no name of an item: {bad}") from None
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise ParcelRefused(f"{name!r}: chunk_bytes={chunk_bytes} is not from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+    if not 0 <= size <= MAX_CHUNKS * chunk_bytes:
+        raise ParcelRefused(f"{name!r}: {size} bytes are no {MAX_CHUNKS} chunks of {chunk_bytes}")
+    return -(-size // chunk_bytes)
+
+
+class Item:
+    """A chunk's digest is worked out when it is first asked for: gigabytes take seconds."""
+
+    def __init__(self, name: str, data: Buffer, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.name = name
+        self.data = as_bytes(data).toreadonly()
+        self.size = len(self.data)
+        self.chunk_bytes = chunk_bytes
+        self._digests: list[bytes | None] = [None] * chunk_count(name, self.size, chunk_bytes)
+
+    @property
+    def count(self) -> int:
+        return len(self._digests)
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple(self.digest(number) for number in range(self.count))
+
+    def digest(self, number: int) -> bytes:
+        known = self._digests[number]
+        if known is None:  # two threads may both work it out, and find the same
+            known = self._digests[number] = hashlib.sha256(self.chunk(number)).digest()
+        return known
+
+    def chunk(self, number: int) -> memoryview:
+        return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+
+    def description(self) -> Parcel:
+        return Parcel(self.name, self.size, self.chunk_bytes, self.digests)
+
+
+class Library:
+    """Items by name, for any thread. Data is not copied: nobody may change it while the item is here.
+
+    `on_missing` makes an item, or its bytes, when somebody asks for a name that is not here. It is called in the
+    threads that serve peers, with whatever name a peer thought of, once for each request; what it gives is not kept.
+    """
+
+    def __init__(self, on_missing: Callable[[str], Buffer | Item | None] | None = None) -> None:
+        self._on_missing = on_missing
+        self._items: dict[str, Item] = {}
+        self._lock = threading.Lock()
+
+    def put(self, name: str, data: Buffer, *, chunk_bytes: int = CHUNK_BYTES) -> Item:
+        """Takes the place of an item of that name: whoever fetches that one is told that it is not here any more."""
+        item = Item(name, data, chunk_bytes)
+        with self._lock:
+            self._items[name] = item
+        return item
+
+    def held(self, name: str) -> Item | None:
+        """If it need not be made."""
+        with self._lock:
+            return self._items.get(name)
+
+    def get(self, name: str) -> Item | None:
+        item = self.held(name)
+        if item is None and self._on_missing is not None:
+            made = self._on_missing(name)
+            return made if made is None or isinstance(made, Item) else Item(name, made)
+        return item
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            self._items.pop(name, None)
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._items)

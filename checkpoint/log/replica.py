@@ -1,0 +1,108 @@
+"""This island's copy of the outer state's vectors, and pinned copies of it for those who fetch them.
+
+The vectors change by committed updates only, through an `apply` that is handed in. `version` is the digest of the chain
+that they contain.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.background import Rest, no_rest
+from diloco.checkpoint.log.library import Library
+from diloco.checkpoint.log.tensorfile import PIECE
+
+PIN_S = 120.0  # after its last use, a pinned copy makes way
+FRESH_S = 3.0  # so long, newcomers are given the copy that is there
+
+
+class Replica:
+    def __init__(self, vectors: Mapping[str, Tensor], library: Library, version: str, meta: bytes) -> None:
+        """`meta` is what else a fetcher needs to know of this version: opaque here."""
+        self.vectors, self.library = dict(vectors), library
+        self.version, self.meta = version, meta
+        self._lock = threading.Condition()
+        self._pins: dict[str, tuple[float, float]] = {}  # when made, when last asked for
+        self._pinned_meta: dict[str, bytes] = {}
+
+    def apply(self, change: Callable[[Mapping[str, Tensor]], None], version: str, meta: bytes) -> None:
+        with self._lock:
+            change(self.vectors)
+            self.version, self.meta = version, meta
+            self._unpin_old()
+            self._lock.notify_all()
+
+    def replace(self, vectors: Mapping[str, Tensor], version: str, meta: bytes) -> None:
+        with self._lock:
+            for name, vector in self.vectors.items():
+                vector.copy_(vectors[name])
+            self.version, self.meta = version, meta
+            self._lock.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[Mapping[str, Tensor]]:
+        with self._lock:
+            yield self.vectors
+
+    def digest(self) -> str:
+        """Of all bits of the vectors."""
+        with self._lock:
+            return vectors_digest(self.vectors)
+
+    def pin(self, version: str = "") -> bytes | None:
+        """Keep a copy of this version for others (the present one if none is named); its meta. None: it is past."""
+        with self._lock:
+            now = time.monotonic()
+            self._unpin_old()
+            version = version or self._fresh(now) or self.version
+            if version not in self._pins:
+                if version != self.version:
+                    return None
+                for name, vector in self.vectors.items():
+                    self.library.put(vector_name(version, name), memoryview(host_copy(vector).numpy()))  # type: ignore[arg-type]
+                self._pinned_meta[version] = self.meta
+            self._pins[version] = self._pins.get(version, (now, now))[0], now
+            return self._pinned_meta[version]
+
+    def _fresh(self, now: float) -> str:
+        return next((version for version, (made, _) in self._pins.items() if now - made < FRESH_S), "")
+
+    def _unpin_old(self) -> None:
+        for version, (_, used_at) in list(self._pins.items()):
+            if time.monotonic() - used_at > PIN_S:
+                del self._pins[version], self._pinned_meta[version]
+                for name in self.vectors:
+                    self.library.drop(vector_name(version, name))
+
+
+def vector_name(version: str, name: str) -> str:
+    return f"state/{version}/{name}"
+
+
+def host_copy(vector: Tensor) -> Tensor:
+    """The vectors may lie on a device."""
+    return vector.to("cpu", copy=True)
+
+
+def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
+    return bytes_digest(
+        {
+            name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for name, vector in vectors.items()
+        },
+        rest,
+    )
+
+
+def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(vectors):
+        for at in range(0, len(vectors[name]), PIECE):
+            digest.update(vectors[name][at : at + PIECE])
+            rest()
+    return digest.hexdigest()

@@ -1,0 +1,233 @@
+"""Append-only files of checksummed frames: `log-00000001.seg`, `log-00000002.seg`, …
+
+A frame is magic, kind, the lengths of head and body, the head, a checksum over all of that, the body, a checksum over
+it. So damage in one frame hides no other, and a head can be believed without reading its body. What a file ends with
+that is no whole frame was being written when its writer died: a torn tail.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from diloco.comm.transport.frame import Buffer
+from diloco.comm.transport.wire import as_bytes
+
+MAGIC = b"dLog"
+FIXED = struct.Struct("<4sBIQ")  # magic, kind, head bytes, body bytes
+CHECK = struct.Struct("<Q")
+MAX_HEAD = 64 << 20
+READ_BYTES = 4 << 20
+
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a frame's body lies."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    kind: int
+    head: bytes
+    start: int  # where the frame begins
+    body: Place
+
+    @property
+    def end(self) -> int:
+        return self.body.offset + self.body.length + CHECK.size
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes of a file that are not what was written. `frame`: whose body it is, where its head is whole."""
+
+    path: Path
+    offset: int
+    frame: Frame | None = None
+
+
+@dataclass
+class Scan:
+    """What a file holds. `torn`: from there on it was never completely written, or its last frame is damaged."""
+
+    frames: list[Frame] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    torn: int | None = None
+
+
+def segment_paths(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(folder.glob("log-*.seg"))
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"log-{number:08}.seg"
+
+
+def segment_number(path: Path) -> int:
+    return int(path.stem.removeprefix("log-"))
+
+
+def scan(path: Path) -> Scan:
+    """All of a file, every byte checked. Nothing is changed."""
+    found = Scan()
+    with path.open("rb") as file:
+        size, position = path.stat().st_size, 0
+        while position < size:
+            frame = _frame_at(file.fileno(), path, position, size)
+            whole = frame is not None and _body_is_whole(file.fileno(), frame.body)
+            if frame is not None and whole:
+                found.frames.append(frame)
+                position = frame.end
+                continue
+            following = frame.end if frame is not None and frame.end < size else None
+            if following is None or _frame_at(file.fileno(), path, following, size) is None:
+                following = _next_frame(file.fileno(), path, position + 1, size)
+            if following is None:
+                found.torn = position
+                break
+            found.damages.append(Damage(path, position, frame))
+            position = following
+    return found
+
+
+def _frame_at(file: int, path: Path, start: int, size: int) -> Frame | None:
+    """A frame whose head is whole and whose body fits the file."""
+    fixed = os.pread(file, FIXED.size, start)
+    if len(fixed) < FIXED.size or not fixed.startswith(MAGIC):
+        return None
+    _, kind, head_bytes, body_bytes = FIXED.unpack(fixed)
+    body_at = start + FIXED.size + head_bytes + CHECK.size
+    if head_bytes > MAX_HEAD or body_at + body_bytes + CHECK.size > size:
+        return None
+    rest = os.pread(file, head_bytes + CHECK.size, start + FIXED.size)
+    head = rest[:head_bytes]
+    if len(rest) < head_bytes + CHECK.size or rest[head_bytes:] != _check(fixed, head):
+        return None
+    return Frame(kind, head, start, Place(path, body_at, body_bytes))
+
+
+def _body_is_whole(file: int, place: Place) -> bool:
+    check = xxhash.xxh3_64()
+    for part in _parts(file, place.offset, place.length):
+        check.update(part)
+    stored = os.pread(file, CHECK.size, place.offset + place.length)
+    return stored == CHECK.pack(check.intdigest())
+
+
+def _parts(file: int, offset: int, length: int) -> Iterator[bytes]:
+    end = offset + length
+    while offset < end:
+        part = os.pread(file, min(READ_BYTES, end - offset), offset)
+        if not part:
+            return  # the file is shorter by now
+        yield part
+        offset += len(part)
+
+
+def _next_frame(file: int, path: Path, position: int, size: int) -> int | None:
+    while position < size:
+        window = os.pread(file, READ_BYTES, position)
+        at = window.find(MAGIC)
+        while at >= 0:
+            if _frame_at(file, path, position + at, size) is not None:
+                return position + at
+            at = window.find(MAGIC, at + 1)
+        if len(window) < READ_BYTES:
+            return None
+        position += len(window) - len(MAGIC) + 1
+    return None
+
+
+def read_body(place: Place) -> bytes | None:
+    """None where the bytes are not those that were written, or are gone."""
+    with suppress(OSError), place.path.open("rb") as file:
+        raw = b"".join(_parts(file.fileno(), place.offset, place.length))
+        if os.pread(file.fileno(), CHECK.size, place.offset + place.length) == _check(raw):
+            return raw
+    return None
+
+
+class SegmentWriter:
+    """One new file. Any OSError ends its use: `abandon` then takes back what was not synced."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.path = segment_path(folder, number)
+        self.size = self._synced = 0
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            sync_path(folder)
+        except OSError:
+            self.abandon()
+            raise
+
+    def write(self, kind: int, head: bytes, body: Buffer = b"") -> Place:
+        """Not durable before `sync`."""
+        view = as_bytes(body)
+        fixed = FIXED.pack(MAGIC, kind, len(head), len(view))
+        self._write(fixed + head + _check(fixed, head))
+        place = Place(self.path, self.size, len(view))
+        self._write(view)
+        self._write(_check(view))
+        return place
+
+    def _write(self, data: Buffer) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.write(self._file, left)
+            self.size += written
+            left = left[written:]
+
+    def sync(self) -> None:
+        if self.size > self._synced:
+            _sync_data(self._file)
+            self._synced = self.size
+
+    def close(self) -> None:
+        self.sync()
+        os.close(self._file)
+        self._file = -1
+
+    def abandon(self) -> None:
+        if self._file < 0:
+            return
+        with suppress(OSError):  # else a torn tail stays, which the next opening cuts off
+            os.ftruncate(self._file, self._synced)
+            if not self._synced:
+                self.path.unlink()
+        with suppress(OSError):
+            os.close(self._file)
+        self._file = -1
+
+
+def cut(path: Path, length: int) -> None:
+    """A torn tail."""
+    with path.open("rb+") as file:
+        file.truncate(length)
+        os.fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """A file's bytes, or a folder's names, are on the disk when it returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check(*parts: Buffer) -> bytes:
+    check = xxhash.xxh3_64()
+    for part in parts:
+        check.update(part)
+    return CHECK.pack(check.intdigest())

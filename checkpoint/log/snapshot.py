@@ -1,0 +1,195 @@
+"""Snapshots of the outer state: safetensors files and a manifest with their digests, in a folder that appears at once.
+
+`snapshot-00000020-1f0c9a3b/` has `manifest.json` and `parameters-00000.safetensors`, … of each vector. Its bytes follow
+from the state alone, so they are the same on every island. What the state is besides vectors (`meta`) is opaque here.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.background import Rest, no_rest
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import sync_path
+from diloco.checkpoint.log.tensorfile import PIECE, header, write_tensors
+from diloco.comm.transport.wire import as_bytes
+from diloco.errors import SnapshotDamaged
+
+FORMAT = 1
+SHARD_VALUES = 1 << 28  # of one file: 1 GiB
+MAX_MANIFEST = 64 << 20
+PART, GONE, DAMAGED = ".part", ".gone", ".damaged"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A state as it was: nobody changes these vectors any more."""
+
+    round: int
+    version: str  # digest of the chain
+    order: tuple[int, ...]  # snapshots of one island are ordered by it
+    meta: Any  # JSON
+    vectors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    vector: str
+    start: int
+    count: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    format: int
+    round: int
+    version: str
+    order: tuple[int, ...]
+    meta: Any
+    vectors: dict[str, int]  # values of each
+    state: str  # digest of all vectors
+    shards: tuple[Shard, ...]
+
+    def encode(self) -> bytes:
+        """With its own digest; one text for one manifest, so that every byte counts."""
+        tree = asdict(self)
+        return _json({**tree, "digest": hashlib.sha256(_json(tree)).hexdigest()}) + b"\n"
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """Published ones, damaged or not, oldest first by round."""
+    return sorted(path for path in folder.glob("snapshot-*") if path.suffix not in (PART, GONE, DAMAGED))
+
+
+def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VALUES, rest: Rest = no_rest) -> Path:
+    """Durable when it returns. After an OSError nothing of it is left."""
+    final = folder / f"snapshot-{frozen.round:08}-{frozen.version[:8]}"
+    if final.exists():
+        return final
+    part = final.with_name(final.name + PART)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        shards = [
+            _write_shard(part, name, start, vector[start : start + shard_values], f"{start // shard_values:05}", rest)
+            for name, vector in sorted(frozen.vectors.items())
+            for start in range(0, len(vector), shard_values)
+        ]
+        sizes = {name: len(vector) for name, vector in sorted(frozen.vectors.items())}
+        state = vectors_digest(frozen.vectors, rest)
+        manifest = Manifest(
+            FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, tuple(shards)
+        )  # fmt: skip
+        write_file(part / "manifest.json", manifest.encode())
+        sync_path(part)
+        part.rename(final)
+        sync_path(folder)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return final
+
+
+def _write_shard(folder: Path, name: str, start: int, values: Tensor, number: str, rest: Rest) -> Shard:
+    file, digest = f"{name}-{number}.safetensors", hashlib.sha256()
+    write_tensors(folder / file, {name: values}, rest, digest.update)
+    return Shard(file, name, start, len(values), digest.hexdigest())
+
+
+def read_manifest(snapshot: Path) -> Manifest:
+    path = snapshot / "manifest.json"
+    try:
+        raw = path.read_bytes() if path.stat().st_size <= MAX_MANIFEST else b""
+        tree = json.loads(raw)
+        shards = tuple(Shard(**shard) for shard in tree["shards"])
+        manifest = Manifest(
+            tree["format"], tree["round"], tree["version"], tuple(tree["order"]), tree["meta"], tree["vectors"],
+            tree["state"], shards,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SnapshotDamaged(f"{path} cannot be read ({type(error).__name__})") from None
+    if manifest.encode() != raw:
+        raise SnapshotDamaged(f"{path} is not what was written: its digest does not fit")
+    if manifest.format != FORMAT:
+        raise SnapshotDamaged(f"{path} has format {manifest.format}, this diloco writes {FORMAT}: use the same version")
+    return manifest
+
+
+def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
+    """Of those that can be read, by age of their states."""
+    found = []
+    for path in snapshots(folder):
+        with suppress(SnapshotDamaged):
+            found.append((read_manifest(path), path))
+    return sorted(found, key=lambda pair: pair[0].order)
+
+
+def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Every byte is compared with its digest."""
+    vectors = {name: torch.empty(count) for name, count in manifest.vectors.items()}
+    for shard in manifest.shards:
+        _read_shard(snapshot / shard.file, shard, vectors[shard.vector][shard.start : shard.start + shard.count])
+    return vectors
+
+
+def _read_shard(path: Path, shard: Shard, out: Tensor) -> None:
+    head, room = header({shard.vector: out}), as_bytes(memoryview(out.numpy()))  # type: ignore[arg-type]
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            digest.update(file.read(len(head)))
+            read = 0
+            for piece in (room[at : at + PIECE] for at in range(0, len(room), PIECE)):
+                read += file.readinto(piece)
+                digest.update(piece)
+            right_size = read == len(room) and not file.read(1)
+    except OSError as error:
+        raise SnapshotDamaged(f"{path} cannot be read ({error.strerror})") from None
+    if not right_size or digest.hexdigest() != shard.sha256:
+        raise SnapshotDamaged(f"{path} is not what was written: its digest does not fit")
+
+
+def set_aside(snapshot: Path) -> Path:
+    """One that is damaged: it counts no more."""
+    aside = snapshot.with_name(snapshot.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    return snapshot.rename(aside)
+
+
+def remove(snapshot: Path) -> None:
+    """Never half: what is being removed has another name first."""
+    if snapshot.suffix not in (PART, GONE):
+        snapshot = snapshot.rename(snapshot.with_name(snapshot.name + GONE))
+    shutil.rmtree(snapshot)
+
+
+def clean(folder: Path) -> None:
+    """What a writer left when it died."""
+    for path in [path for path in folder.glob("snapshot-*") if path.suffix in (PART, GONE)]:
+        remove(path)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Durable, and never seen half written."""
+    part = path.with_name(path.name + PART)
+    with part.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    part.rename(path)
+    sync_path(path.parent)
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,291 @@
+"""A large item from several donors at once: faster ones give more, and one that vanishes costs the chunks in flight."""
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from diloco.checkpoint.log.library import MAX_NAME_BYTES, Parcel
+from diloco.checkpoint.transfer.asking import hear, unless_busy, up_to
+from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, READY, SLICE_S
+from diloco.comm.peers import packing
+from diloco.comm.transport.transport import PeerAddress, Place, Stream, Transport
+from diloco.comm.transport.wire import as_bytes, deadline_in
+from diloco.errors import (
+    DonorBusy,
+    FrameError,
+    TransferFailed,
+    TransferStopped,
+    TransportError,
+    WrongBytes,
+)
+
+MAX_WORKERS = 8
+MAX_ASKED = 8  # chunks asked for in advance of a donor: a long way must not leave the link empty
+MAX_HOLDERS = 2  # donors asked for one chunk at the end: more would share our link for nothing
+
+log = logging.getLogger(__name__)
+
+
+class Board:
+    """Which chunks are missing and who has been asked for which. Its user holds a lock."""
+
+    def __init__(self, missing: Iterable[int], workers: int) -> None:
+        self._missing = deque(missing)
+        self._holders: dict[int, set[str]] = {}  # of the chunks under way, first asked first
+        self._workers = workers
+
+    @property
+    def done(self) -> bool:
+        return not self._missing and not self._holders
+
+    def take(self, donor: str, asked: int) -> int | None:
+        """The next chunk to ask a donor for that has been asked for so many; towards the end, one that another is
+        slow with, so that none waits for the slowest."""
+        if self._missing and asked < max(1, min(MAX_ASKED, len(self._missing) // self._workers)):
+            number = self._missing.popleft()
+        elif asked or (late := self._late(donor)) is None:
+            return None
+        else:
+            number = late
+        self._holders.setdefault(number, set()).add(donor)
+        return number
+
+    def _late(self, donor: str) -> int | None:
+        free = (n for n, holders in self._holders.items() if donor not in holders and len(holders) < MAX_HOLDERS)
+        return next(free, None)
+
+    def deliver(self, number: int) -> bool:
+        """Whether it was still wanted."""
+        return self._holders.pop(number, None) is not None
+
+    def give_back(self, donor: str) -> None:
+        for number, holders in list(self._holders.items()):
+            holders.discard(donor)
+            if not holders:
+                del self._holders[number]
+                self._missing.append(number)
+
+
+@dataclass
+class Line:
+    """What is under way with one donor."""
+
+    name: str
+    address: PeerAddress
+    stream: Stream | None = None
+    asked: deque[int] = field(default_factory=deque)
+    since: float = math.inf  # when the wait for its next answer began
+
+    def close(self) -> None:
+        self.since = math.inf
+        if self.stream is not None:
+            self.stream.close()
+
+
+class Transfer:
+    """One fetch. `run()` blocks; `taken` says how many bytes each donor gave, `failures` who was given up and why."""
+
+    def __init__(
+        self,
+        parcel: Parcel,
+        donors: Mapping[str, PeerAddress],
+        transport: Transport,
+        out: memoryview,
+        *,
+        have: set[int] | None = None,
+        patience_s: float = 30.0,
+    ) -> None:
+        self.parcel, self.out = parcel, as_bytes(out)
+        if self.out.readonly or len(self.out) != parcel.size:
+            raise ValueError(f"{parcel.name!r} needs {parcel.size} bytes to write to, not {len(self.out)}")
+        self.have = set() if have is None else have
+        self.taken = dict.fromkeys(donors, 0)
+        self.failures: dict[str, str] = {}
+        self._transport, self._patience_s = transport, patience_s
+        self._working = min(MAX_WORKERS, len(donors))
+        self._lines = [Line(name, address) for name, address in donors.items()]
+        self._spare = deque(self._lines)
+        missing = [number for number in range(len(parcel.digests)) if number not in self.have]
+        self._board = Board(missing, self._working)
+        self.bytes_here = parcel.size - sum(len(self.out[parcel.chunk(number)]) for number in missing)
+        self._changed = threading.Condition()
+        self._over = threading.Event()
+        self._connecting: set[threading.Thread] = set()
+        self._error: BaseException | None = None
+
+    def run(self, stop: Callable[[], bool], on_progress: Callable[[int, int], None]) -> None:
+        """Both are called in this thread, about ten times a second; while they take their time, no stall is noticed."""
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._working)]
+        try:
+            for thread in threads:
+                thread.start()
+            while self._wait():
+                on_progress(self.bytes_here, self.parcel.size)
+                if stop():
+                    raise TransferStopped(f"{self.parcel.name!r}: stopped with {self.bytes_here} bytes here")
+                self._cut_silent_lines()
+            on_progress(self.bytes_here, self.parcel.size)
+        finally:
+            self._finish()
+            for thread in threads:
+                self._join(thread)
+
+    def _wait(self) -> bool:
+        """For a change. False when all is here."""
+        with self._changed:
+            if self._board.done:
+                return False
+            if self._error is not None:
+                raise self._error
+            if not self._working:
+                reasons = "; ".join(self.failures.values()) or "nobody to ask"
+                raise TransferFailed(f"{self.parcel.name!r} cannot be had: {reasons}", self.failures)
+            self._changed.wait(SLICE_S)
+        return True
+
+    def _cut_silent_lines(self) -> None:
+        now = time.monotonic()
+        for line in self._lines:
+            if now - line.since > self._patience_s:
+                self._give_up(line, f"{line.name} has completed no answer for {self._patience_s} s")
+                line.close()
+
+    def _give_up(self, line: Line, reason: str) -> None:
+        with self._changed:
+            if self._over.is_set() or line.name in self.failures:
+                return  # our own doing, or a consequence of the first reason
+            self.failures[line.name] = reason
+        log.warning("%r is not fetched from %s any more: %s", self.parcel.name, line.name, reason)
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._over.set()
+            self._changed.notify_all()
+        for line in self._lines:
+            line.close()
+
+    def _join(self, thread: threading.Thread) -> None:
+        """One that still connects is left behind: it closes what it gets, and `out` is out of its reach."""
+        while thread.is_alive() and thread not in self._connecting:
+            thread.join(SLICE_S)
+
+    def _work(self) -> None:
+        try:
+            while (line := self._next_line()) is not None:
+                self._use(line)
+        except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: run() raises it
+            self._error = error
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _next_line(self) -> Line | None:
+        with self._changed:
+            return self._spare.popleft() if self._spare and not self._over.is_set() else None
+
+    def _use(self, line: Line) -> None:
+        try:
+            deadline = deadline_in(self._patience_s)
+            self._take_from(line, unless_busy(lambda: self._connect(line), deadline, self._over))
+        except (TransferFailed, TransportError) as error:
+            self._give_up(line, str(error))
+        finally:
+            line.close()
+            with self._changed:
+                self._board.give_back(line.name)
+                self._changed.notify_all()
+
+    def _connect(self, line: Line) -> Stream:
+        line.stream = stream = self._open(line.address)
+        line.since = time.monotonic()
+        if self._over.is_set():
+            line.close()
+        try:
+            hear(stream, READY, up_to(0), self.parcel.name)
+        except DonorBusy:
+            line.close()
+            raise
+        line.since = math.inf
+        return stream
+
+    def _open(self, address: PeerAddress) -> Stream:
+        me = threading.current_thread()
+        self._connecting.add(me)
+        try:
+            return self._transport.connect(address, CHANNEL, timeout_s=self._patience_s)
+        finally:
+            self._connecting.discard(me)
+
+    def _take_from(self, line: Line, stream: Stream) -> None:
+        room = memoryview(bytearray(min(self.parcel.chunk_bytes, self.parcel.size)))
+        while self._ask_ahead(line, stream):
+            number = line.asked[0]
+            chunk = room[: len(self.out[self.parcel.chunk(number)])]
+            hear(stream, BYTES, _into(chunk), self.parcel.name)
+            if hashlib.sha256(chunk).digest() != self.parcel.digests[number]:
+                raise WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")
+            self._deliver(line, chunk)
+
+    def _ask_ahead(self, line: Line, stream: Stream) -> bool:
+        """Whether there is an answer to wait for."""
+        name = packing.text(self.parcel.name, MAX_NAME_BYTES)
+        while (number := self._next_chunk(line)) is not None:
+            line.asked.append(number)
+            line.since = min(line.since, time.monotonic())
+            stream.send(CHUNK, name + packing.integer(number, 4) + self.parcel.digests[number])
+        return bool(line.asked)
+
+    def _next_chunk(self, line: Line) -> int | None:
+        with self._changed:
+            while not self._over.is_set():
+                number = self._board.take(line.name, len(line.asked))
+                if number is not None or line.asked:
+                    return number
+                self._changed.wait()
+        return None
+
+    def _deliver(self, line: Line, chunk: memoryview) -> None:
+        """`out` gets checked bytes only, and each chunk once: two donors may have been asked for it."""
+        number = line.asked.popleft()
+        line.since = time.monotonic() if line.asked else math.inf
+        with self._changed:
+            if not self._over.is_set() and self._board.deliver(number):
+                self.out[self.parcel.chunk(number)] = chunk
+                self.have.add(number)
+                self.taken[line.name] += len(chunk)
+                self.bytes_here += len(chunk)
+                self._changed.notify_all()
+
+
+def fetch(
+    parcel: Parcel,
+    donors: Mapping[str, PeerAddress],
+    transport: Transport,
+    out: memoryview,
+    *,
+    have: set[int] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, int], None] | None = None,
+    patience_s: float = 30.0,
+) -> dict[str, int]:
+    """Fills `out` from all donors at once and says how many bytes each gave. A donor that is lost, refuses, sends wrong
+    bytes or completes no chunk for `patience_s` is left out from then on; TransferFailed when none remains. `have` are
+    the chunks that are in `out` already, and those that have come: with it, a fetch can be taken up again."""
+    transfer = Transfer(parcel, donors, transport, out, have=have, patience_s=patience_s)
+    transfer.run(stop, on_progress or (lambda here, size: None))
+    return transfer.taken
+
+
+def _into(room: memoryview) -> Place:
+    def place(kind: int, head: bytes, length: int) -> memoryview:
+        if length != (len(room) if kind == BYTES else 0):
+            raise FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")
+        return room[:length]
+
+    return place

@@ -1,0 +1,195 @@
+"""Copies an island's snapshots and its log to a remote store, in the background, and back onto an empty disk.
+
+Snapshots are the same bytes on every island, so they lie side by side and whoever is first brings one; a manifest comes
+after its shards, so what has one is whole. Each island's log lies in a folder of its own (`URL/ISLAND/log-….seg`). Only
+segments that are closed are copied: what a remote store lacks is the log since the last one. What the run is
+(`genesis.json`) lies beside them; keys never leave their machine.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+
+from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
+from diloco.checkpoint.log.snapshot import Manifest, read_manifest, read_vectors, snapshots
+from diloco.checkpoint.transfer.remote import Remote
+from diloco.errors import RemoteError, SnapshotDamaged
+
+EVERY_S = 10.0
+MANIFEST = "manifest.json"
+GENESIS = "genesis.json"
+
+Tell = Callable[[str, str], None]
+
+
+class Mirror:
+    """Of a folder; `island` names this one's log."""
+
+    def __init__(self, folder: Path, remote: Remote, island: str, tell: Tell, *, every_s: float = EVERY_S) -> None:
+        self._folder, self._remote, self._island, self._tell, self._every_s = folder, remote, island, tell, every_s
+        self._closing = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self._try(finished=False)
+
+    def _try(self, *, finished: bool) -> None:
+        """A store that fails is told of once; training does not need it."""
+        try:
+            self.copy(finished=finished)
+        except RemoteError as error:
+            if finished:
+                self._tell("remote failing", f"{error}; the last of this island's log is not there")
+            elif not self._failing:
+                self._tell("remote failing", f"{error}; trying again")
+            self._failing = True
+            return
+        if self._failing:
+            self._failing = False
+            self._tell("remote again", f"{self._remote.url} has everything again")
+
+    def copy(self, *, finished: bool) -> None:
+        """What the store lacks; then what it need not keep any more. `finished`: nobody writes here any more."""
+        there = self._remote.sizes()
+        here = snapshots(self._folder)
+        if (self._folder / GENESIS).exists():
+            self._push(self._folder / GENESIS, GENESIS, there)
+        for snapshot in here:
+            self._push_snapshot(snapshot, there)
+        segments = segment_paths(self._folder)
+        closed = segments if finished else segments[:-1]
+        for path in closed:
+            self._push(path, f"{self._island}/{path.name}", there)
+        self._prune(there, {path.name for path in here}, {path.name for path in segments})
+
+    def _push_snapshot(self, snapshot: Path, there: dict[str, int]) -> None:
+        if f"{snapshot.name}/{MANIFEST}" in there:
+            return
+        try:
+            shards = read_manifest(snapshot).shards
+        except SnapshotDamaged:
+            if snapshot.exists():
+                raise RemoteError(f"{snapshot} cannot be read: it was not copied to {self._remote.url}") from None
+            return
+        for file in [*(shard.file for shard in shards), MANIFEST]:
+            self._push(snapshot / file, f"{snapshot.name}/{file}", there)
+
+    def _push(self, path: Path, name: str, there: dict[str, int]) -> None:
+        """What has been pruned here meanwhile need not be there."""
+        try:
+            if there.get(name) != path.stat().st_size:
+                self._remote.push(path, name)
+        except RemoteError:
+            if path.exists():
+                raise
+        except OSError:
+            if path.exists():
+                raise RemoteError(f"{path} cannot be read: it was not copied to {self._remote.url}") from None
+
+    def _prune(self, there: dict[str, int], kept: set[str], segments: set[str]) -> None:
+        """Snapshots older than all that are here; segments that are gone here. A manifest goes first."""
+        snapshot_names = {name.split("/")[0] for name in there if name.startswith("snapshot-")}
+        oldest = min(kept, default="")
+        for old in sorted(name for name in snapshot_names if name < oldest):
+            for name in sorted((name for name in there if name.startswith(f"{old}/")), key=lambda n: MANIFEST not in n):
+                self._remote.remove(name)
+        for name in there:
+            folder, _, file = name.partition("/")
+            if folder == self._island and file.startswith("log-") and file not in segments:
+                self._remote.remove(name)
+
+    def close(self) -> None:
+        """After the log was closed: the rest of it is copied, too."""
+        self._closing.set()
+        self._thread.join()
+        self._try(finished=True)
+
+
+def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
+    """The newest state that the store holds, into a folder that has none: a snapshot, and the log that leads furthest
+    on from it. None: there is nothing that is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = remote.sizes()
+    if GENESIS in there:
+        remote.pull(GENESIS, folder / GENESIS)
+    for _, name in sorted(_orders(folder, remote, there, tell), reverse=True):
+        try:
+            manifest = _pull_snapshot(folder, remote, name)
+        except SnapshotDamaged as damaged:
+            tell("damaged", str(damaged))
+            continue
+        rounds = _pull_log(folder, remote, there, manifest)
+        tell("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
+        return manifest
+    return None
+
+
+def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> list[tuple[tuple[int, ...], str]]:
+    """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
+    found, draft = [], folder / "manifest.part"
+    for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
+        draft.mkdir(exist_ok=True)
+        try:
+            remote.pull(name, draft / MANIFEST)
+            found.append((read_manifest(draft).order, name.split("/")[0]))
+        except SnapshotDamaged:
+            tell("damaged", f"{remote.url}/{name} is not what was written")
+    shutil.rmtree(draft, ignore_errors=True)
+    return found
+
+
+def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
+    part = folder / f"{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        remote.pull(f"{name}/{MANIFEST}", part / MANIFEST)
+        manifest = read_manifest(part)
+        for shard in manifest.shards:
+            if Path(shard.file).name != shard.file:
+                raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
+            remote.pull(f"{name}/{shard.file}", part / shard.file)
+        read_vectors(part, manifest)
+        part.rename(folder / name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return manifest
+
+
+def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
+    """How many rounds it leads on. Promises of whoever wrote it stay behind."""
+    islands = sorted({name.split("/")[0] for name in there if "/log-" in name})
+    best, draft = 0, folder / "log.part"
+    for island in islands:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        for name in [name for name in there if name.startswith(f"{island}/log-")]:
+            remote.pull(name, draft / name.partition("/")[2])
+        best = _take_over(folder, Journal.read(draft), manifest, best)
+    shutil.rmtree(draft, ignore_errors=True)
+    return best
+
+
+def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
+    """Where it leads further than the best so far; how far that is now."""
+    entries = list(takewhile(lambda e: journal.payload(e.payload) is not None, journal.chain(manifest.version)))
+    if len(entries) <= best:
+        return best
+    genesis = next(iter(journal.headers.values())).genesis
+    for path in segment_paths(folder):
+        path.unlink()
+    writer = SegmentWriter(folder, 1)
+    writer.write(Kind.HEADER, header_frame(Header(genesis, manifest.version, manifest.round)))
+    for entry in entries:
+        payload = journal.payload(entry.payload)
+        assert payload is not None, "it was looked at just now"
+        writer.write(Kind.PAYLOAD, entry.payload.encode(), payload)
+        writer.write(Kind.RECORD, record_frame(entry), entry.header)
+    writer.close()
+    return len(entries)

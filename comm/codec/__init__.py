@@ -1,0 +1,4 @@
+"""How vectors become bytes: codecs by name, rounding noise, error feedback.
+
+May import: errors. Start with `registry.py`, then `base.py`.
+"""

@@ -1,0 +1,178 @@
+"""What every codec does: vectors to bytes of an exact size and back, sums, and no belief in bytes from elsewhere.
+
+A vector is cut into *pages* of 32768 values at absolute positions, a page into *units* that are encoded together, each
+to the same number of bytes. The bytes depend only on the values, the position and the key, so however a vector is cut
+into spans and chunks of whole pages, the bytes are the same. Only the last page of a vector may be short; its last
+unit is filled up with zeros.
+
+Decoding uses individually rounded fp32 operations in a fixed order, so that ARM, x86 and CUDA agree bit for bit. So
+does encoding, unless a codec says otherwise.
+"""
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec.noise import PAGE, NoiseKey, add_noise
+from diloco.errors import CodecError
+
+REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38 (dct, lowrank: 1e36): it was not encoded"
+NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
+TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
+
+
+@dataclass(frozen=True)
+class Noise:
+    key: NoiseKey
+    first_page: int
+
+    def add_to(self, values: Tensor) -> Tensor:
+        return add_noise(values, self.key, self.first_page)
+
+    def whole_numbers(self, like: Tensor, below: int) -> Tensor:
+        """The noise as int32 in [0, below), in the shape of `like`."""
+        return self.add_to(torch.zeros_like(like)).mul_(below).to(torch.int32)
+
+
+class Codec(ABC):
+    name: str
+    unit: int  # values that are encoded together; a page is a whole number of units
+    needs_feedback = False  # biased: what it leaves out is lost unless error feedback sends it later
+    closed = True  # a mean of such vectors can travel in the same codec
+
+    @property
+    @abstractmethod
+    def unit_bytes(self) -> int:
+        """A multiple of 4: scales are read where they lie."""
+
+    def size(self, count: int) -> int:
+        """Exactly this many bytes carry `count` values."""
+        return -(-count // self.unit) * self.unit_bytes
+
+    def encode(
+        self, values: Tensor, key: NoiseKey, start: int = 0, *, out: Tensor | None = None, defer: bool = False
+    ) -> Tensor:
+        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page.
+
+        NaN and infinity are refused, for which a GPU must be waited for. With `defer` nobody waits: the bytes then say
+        NaN where the values do, and the caller asks `refuse_bad` before it uses them.
+        """
+        assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
+        if values.requires_grad or not values.is_contiguous():
+            values = values.detach().contiguous()
+        count = values.numel()
+        size = self.size(count)
+        payload = torch.empty(size, dtype=torch.uint8, device=values.device) if out is None else out
+        assert payload.numel() == size
+        if count:
+            self._fill(payload, values, Noise(key, start // PAGE))
+        if not defer:
+            self.refuse_bad(payload, count, REFUSED)
+        return payload
+
+    def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
+        """The values behind `size(count)` bytes."""
+        values = torch.empty(count, device=payload.device) if out is None else out
+        assert len(values) == count and values.is_contiguous()
+        values = values.detach()
+        self._check(payload, count)
+        if count:
+            self._add(payload, values, 1.0, fresh=True)
+        return values
+
+    def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
+        """Add the decoded values to `into`, each scale times `share` (as fp32) in place of the scale."""
+        self._check(payload, len(into))
+        into = into.detach()
+        assert into.is_contiguous()
+        if len(into):
+            self._add(payload, into, share, fresh=False)
+
+    def mean(
+        self,
+        payloads: Tensor,
+        shares: Sequence[float],
+        key: NoiseKey,
+        start: int,
+        count: int,
+        out: Tensor,
+        result: "Codec | None" = None,
+    ) -> None:
+        """The sum of `shares` of what the rows of `payloads` say, added up in their order, encoded by `result`.
+
+        `result` is this codec if none is named. A row may be longer than its payload. The caller has asked
+        `refuse_bad` of each, and does of the result.
+        """
+        result = result or self
+        if not count or (result is self and self._mean_fused(payloads, shares, key, start // PAGE, count, out)):
+            return
+        total = torch.zeros(count, device=payloads.device)
+        for payload, share in zip(payloads, shares, strict=True):
+            self._add(payload[: self.size(count)], total, share, fresh=False)
+        result.encode(total, key, start, out=out, defer=True)
+
+    def _mean_fused(
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
+    ) -> bool:
+        """In one kernel, where there is one."""
+        return False
+
+    def _check(self, payload: Tensor, count: int) -> None:
+        if payload.dtype != torch.uint8 or payload.numel() != self.size(count):
+            raise CodecError(f"{self.name}: {count} values take {self.size(count)} bytes, not {payload.numel()}")
+        self.refuse_bad(payload, count)
+
+    def refuse_bad(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
+        """Bytes from elsewhere may say anything: whether every one of `count` values would be finite."""
+        if not self._is_finite(payload, count):
+            raise CodecError(f"{self.name}: {what_then}")
+
+    @abstractmethod
+    def bound(self, rows: Tensor) -> Tensor:
+        """The largest error that a value may show after decoding; fp32 [units, unit] in and out."""
+
+    @abstractmethod
+    def _is_finite(self, payload: Tensor, count: int) -> bool: ...
+
+    @abstractmethod
+    def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
+        """Encode one or more values; what is not finite stays so."""
+
+    @abstractmethod
+    def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
+        """Add what a payload that was not refused says; `fresh` memory is taken for zeros."""
+
+
+def cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:
+    """(pages, lo, hi): whole pages, up to `group` together, and then the short last one."""
+    whole = count // PAGE
+    for page in range(0, whole, group):
+        pages = min(group, whole - page)
+        yield pages, page * PAGE, (page + pages) * PAGE
+    if whole * PAGE < count:
+        yield 1, whole * PAGE, count
+
+
+def whole_units(values: Tensor, unit: int) -> Tensor:
+    """As [units, unit], the last one filled up with zeros."""
+    if missing := -len(values) % unit:
+        values = torch.cat((values, values.new_zeros(missing)))
+    return values.view(-1, unit)
+
+
+@cache
+def compiled_module(name: str, compiler: str) -> ModuleType | None:
+    """A module of kernels, ready to run, if the machine has what compiles them."""
+    if importlib.util.find_spec(compiler) is None:
+        return None
+    kernels = importlib.import_module(f"diloco.comm.codec.{name}")
+    if hasattr(kernels, "prepare"):
+        kernels.prepare()
+    return kernels

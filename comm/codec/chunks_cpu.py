@@ -1,0 +1,274 @@
+"""The largest of each chunk on a CPU, bit for bit what `diloco.comm.codec.chunks` and `sparse` compute with torch.
+
+Like `diloco.comm.codec.cpu`: no GIL, multiplication and addition apart. Nothing compiled is shared between the two
+files: code on disk would not notice a change of the other.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.comm.codec.cpu import compiled, first_run, noise_of, spread
+from diloco.comm.codec.noise import PAGE, NoiseKey
+
+CHUNK = 4096
+HEAD = 4  # bytes of a scale
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITE = np.int32(0x7F800000)
+TINY = np.int32(0x0D800000)  # the bits of 2^-100
+SHRINK, STEPS = np.float32(1 - 2.0**-22), np.float32(127 - 2.0**-12)
+LEVELS = np.float32(127)
+NAN, NOTHING = np.float32(np.nan), np.float32(0)
+NEAREST = np.full(PAGE, 0.5, np.float32)  # in place of noise
+
+Floats = NDArray[np.float32]
+Numbers = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+
+
+@compiled
+def _magnitudes(values: Floats, found: Numbers) -> Any:
+    """As bits, which compare as they do; the tiny ones and those beyond the end are zero. Returns the largest."""
+    bits, largest = values.view(np.int32), np.int32(0)
+    for i in range(len(bits)):
+        magnitude = np.int32(bits[i] & MAGNITUDE)
+        found[i] = magnitude if magnitude >= TINY else np.int32(0)
+        largest = max(largest, magnitude)
+    found[len(bits) :] = 0
+    return largest
+
+
+@compiled
+def _at_least(found: Numbers, floor: Any) -> Any:
+    count = np.int32(0)
+    for i in range(CHUNK):
+        count += np.int32(found[i] >= floor)
+    return count
+
+
+@compiled
+def _floor(found: Numbers, keep: int) -> Any:
+    """A magnitude that `keep` values reach and fewer exceed, bit by bit: counting is fast, sorting is not."""
+    floor = np.int32(0)
+    if _at_least(found, np.int32(1)) <= keep:
+        return floor
+    for shift in range(30, -1, -1):
+        guess = np.int32(floor | np.int32(1 << shift))
+        count = _at_least(found, guess)
+        if count >= keep:
+            floor = guess
+        if count == keep:
+            break
+    return floor
+
+
+@compiled
+def _pick(found: Numbers, places: Numbers) -> None:
+    """The places of the largest, rising; of equals the first."""
+    floor, keep = _floor(found, len(places)), len(places)
+    equals, taken = keep - _at_least(found, np.int32(floor + 1)), 0
+    for i in range(CHUNK):
+        if found[i] >= floor and (found[i] > floor or equals > 0):
+            equals -= found[i] == floor
+            places[taken] = i
+            taken += 1
+            if taken == keep:
+                break
+
+
+@compiled
+def _write_places(places: Numbers, room: Bytes) -> None:
+    """12 bits each: a byte each, then nibbles, the first half's low and the second's high. Or a bitmap."""
+    keep = len(places)
+    if len(room) == CHUNK // 8:
+        room[:] = 0
+        for i in range(keep):
+            room[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+        return
+    for i in range(keep):
+        room[i] = places[i] & 255
+    for i in range(keep // 2):
+        room[keep + i] = (places[i] >> 8) | (places[keep // 2 + i] >> 8 << 4)
+
+
+@compiled
+def _read_places(room: Bytes, places: Numbers) -> bool:
+    """Whether they rise: so that none is there twice."""
+    keep = len(places)
+    if len(room) == CHUNK // 8:
+        taken = 0
+        for i in range(CHUNK):
+            if room[i >> 3] >> (i & 7) & 1:
+                if taken < keep:
+                    places[taken] = i
+                taken += 1
+        return taken == keep
+    last = np.int32(-1)
+    for i in range(keep):
+        nibbles = np.int32(room[keep + i % (keep // 2)])
+        places[i] = np.int32(room[i]) | ((nibbles >> 4 if i >= keep // 2 else nibbles & 15) << 8)
+        if places[i] <= last:
+            return False
+        last = places[i]
+    return True
+
+
+@compiled
+def _rise(payload: Bytes, chunk_bytes: int, first: int, width: int, keep: int) -> bool:
+    places, rise = np.empty(keep, np.int32), True
+    for at in range(first, len(payload), chunk_bytes):
+        rise = rise and _read_places(payload[at : at + width], places)
+    return rise
+
+
+@compiled
+def _tree_sum(row: Floats) -> Any:
+    """In the one order that a GPU can follow too: halves upon halves. `row` is used up."""
+    width = len(row) // 2
+    while width:
+        for i in range(width):
+            row[i] += row[width + i]
+        width //= 2
+    return row[0]
+
+
+@compiled
+def _mean_of(magnitudes: Floats, large: Any, which: bool) -> Any:
+    """Of the large ones, or of the others. Divided first: the sum of all may be beyond the largest number."""
+    row, count = np.zeros(len(magnitudes), np.float32), 0
+    for i in range(len(row)):
+        if large[i] == which:
+            row[i] = magnitudes[i] / np.float32(len(row))
+            count += 1
+    return _tree_sum(row) / (np.float32(count) / np.float32(len(row))) if count else NOTHING
+
+
+@compiled
+def _encode_sparse(values: Floats, chunk_bytes: int, keep: int, payload: Bytes) -> None:
+    found, places = np.empty(CHUNK, np.int32), np.empty(keep, np.int32)
+    magnitudes, large = np.empty(keep, np.float32), np.empty(keep, np.bool_)
+    for chunk in range(-(-len(values) // CHUNK)):
+        part = values[chunk * CHUNK : (chunk + 1) * CHUNK]
+        raw = payload[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        scales, codes, lane = raw[: 2 * HEAD].view(np.float32), raw[-keep // 4 :], keep // 4
+        largest = _magnitudes(part, found)
+        _pick(found, places)
+        _write_places(places, raw[2 * HEAD : -keep // 4])
+        large[:] = True
+        for i in range(keep):
+            magnitudes[i] = np.int32(found[places[i]]).view(np.float32)
+        middle = _mean_of(magnitudes, large, True)
+        codes[:] = 0
+        for i in range(keep):
+            large[i] = magnitudes[i] >= middle
+            negative = places[i] < len(part) and part[places[i] : places[i] + 1].view(np.int32)[0] < 0
+            codes[i % lane] |= np.uint8((2 * large[i] + negative) << (i // lane * 2))
+        scales[0], scales[1] = _mean_of(magnitudes, large, False), _mean_of(magnitudes, large, True)
+        if largest >= INFINITE:
+            scales[:] = NAN
+
+
+@compiled
+def _add_sparse(payload: Bytes, chunk_bytes: int, keep: int, share: Any, into: Floats) -> None:
+    places, levels, lane = np.empty(keep, np.int32), np.empty(4, np.float32), keep // 4
+    for chunk in range(-(-len(into) // CHUNK)):
+        part = into[chunk * CHUNK : (chunk + 1) * CHUNK]
+        raw = payload[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        scales, codes = raw[: 2 * HEAD].view(np.float32), raw[-keep // 4 :]
+        for i in range(2):
+            levels[2 * i] = scales[i] * share
+            levels[2 * i + 1] = -levels[2 * i]
+        _read_places(raw[2 * HEAD : -keep // 4], places)
+        for i in range(keep):
+            if places[i] < len(part):
+                part[places[i]] += levels[codes[i % lane] >> (i // lane * 2) & 3]
+
+
+@compiled
+def _encode_kept(values: Floats, table: Floats, starts: Any, chunk_bytes: int, keep: int, payload: Bytes) -> None:
+    found, places = np.empty(CHUNK, np.int32), np.empty(keep, np.int32)
+    for chunk in range(-(-len(values) // CHUNK)):
+        part = values[chunk * CHUNK : (chunk + 1) * CHUNK]
+        raw = payload[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        scale, numbers = raw[:HEAD].view(np.float32), raw[-keep:].view(np.int8)
+        noise = starts[chunk * CHUNK // PAGE] + chunk * CHUNK % PAGE
+        largest = _magnitudes(part, found)
+        peak, sound = np.int32(largest).view(np.float32), TINY <= largest < INFINITE
+        scale[0] = peak * SHRINK / LEVELS if sound else NAN if largest >= INFINITE else NOTHING
+        steps = STEPS / peak if sound else NOTHING
+        _pick(found, places)
+        _write_places(places, raw[HEAD:-keep])
+        for i in range(keep):
+            value = part[places[i]] if sound and places[i] < len(part) else NOTHING
+            numbers[i] = np.int8(np.int32(np.floor(value * steps + table[noise + places[i]])))
+
+
+@compiled
+def _add_kept(payload: Bytes, chunk_bytes: int, keep: int, share: Any, into: Floats) -> None:
+    places = np.empty(keep, np.int32)
+    for chunk in range(-(-len(into) // CHUNK)):
+        part = into[chunk * CHUNK : (chunk + 1) * CHUNK]
+        raw = payload[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        scale, numbers = raw[:HEAD].view(np.float32)[0] * share, raw[-keep:].view(np.int8)
+        _read_places(raw[HEAD:-keep], places)
+        for i in range(keep):
+            if places[i] < len(part):
+                part[places[i]] += np.float32(numbers[i]) * scale
+
+
+def prepare() -> None:
+    """Compile everything, or load it from disk."""
+    first_run(_run_everything)
+
+
+def _run_everything() -> None:
+    key, values = NoiseKey(0, 0, "prepare"), torch.ones(CHUNK + 1)
+    for keep, width in ((64, 96), (512, 512)):
+        payload = torch.empty(2, HEAD + width + keep, dtype=torch.uint8)
+        encode_kept(values, key, 0, keep, payload)
+        assert rise(payload, HEAD, width, keep)
+        add_kept(payload, keep, 1.0, values)
+    payload = torch.empty(2, 120, dtype=torch.uint8)
+    encode_sparse(values, 64, payload)
+    add_sparse(payload, 64, 1.0, values)
+
+
+# All payloads from here on: [chunks, bytes]
+
+
+def encode_sparse(values: Tensor, keep: int, payload: Tensor) -> None:
+    source, target, width = values.numpy(), payload.numpy().reshape(-1), payload.shape[1]
+
+    def work(lo: int, hi: int) -> None:
+        raw = target[lo * PAGE // CHUNK * width : hi * PAGE // CHUNK * width]
+        _encode_sparse(source[lo * PAGE : hi * PAGE], width, keep, raw)
+
+    spread(work, len(source))
+
+
+def encode_kept(values: Tensor, key: NoiseKey | None, first_page: int, keep: int, payload: Tensor) -> None:
+    """Rounded to nearest if there is no key."""
+    source, target, width = values.numpy(), payload.numpy().reshape(-1), payload.shape[1]
+    table, starts = noise_of(key, first_page, len(values)) if key else (NEAREST, np.zeros(len(target), np.int64))
+
+    def work(lo: int, hi: int) -> None:
+        raw = target[lo * PAGE // CHUNK * width : hi * PAGE // CHUNK * width]
+        _encode_kept(source[lo * PAGE : hi * PAGE], table, starts[lo:hi], width, keep, raw)
+
+    spread(work, len(source))
+
+
+def add_sparse(payload: Tensor, keep: int, share: float, into: Tensor) -> None:
+    _add_sparse(payload.numpy().reshape(-1), payload.shape[1], keep, np.float32(share), into.numpy())
+
+
+def add_kept(payload: Tensor, keep: int, share: float, into: Tensor) -> None:
+    _add_kept(payload.numpy().reshape(-1), payload.shape[1], keep, np.float32(share), into.numpy())
+
+
+def rise(payload: Tensor, first: int, width: int, keep: int) -> bool:
+    """Whether the places, which begin at byte `first` of a chunk, can be what an honest sender wrote."""
+    return bool(_rise(payload.numpy().reshape(-1), payload.shape[1], first, width, keep))

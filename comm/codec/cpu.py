@@ -1,0 +1,284 @@
+"""int8 and int4 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec.dense` computes with torch.
+
+Numba compiles these loops on first use (a second; kept on disk) and needs no compiler on the machine. They hold no GIL,
+so several threads encode and decode at once. Multiplication and addition stay apart: Numba fuses them only when asked.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pickle import PickleError
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.core.caching import NullCache
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.comm.codec.noise import PAGE, NoiseKey, start_of, table_of
+
+BLOCK = 256
+HALF = 128
+PAGE_BLOCKS = PAGE // BLOCK
+SCALE_BYTES = 4
+WORTH_A_THREAD = 32 * PAGE  # values; below that, starting one costs more than it saves
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITE = np.int32(0x7F800000)  # magnitudes from here on are infinity and NaN, and compare as integers do
+TINY = np.float32(2.0**-100)
+SHRINK = np.float32(1 - 2.0**-22)
+HAIR = np.float32(2.0**-12)
+NOTHING = np.float32(0)
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.int8]
+log = logging.getLogger(__name__)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as nowhere:  # neither the package's folder nor the user's cache can be written
+        log.info("compiled code is not kept on disk: %s", nowhere)
+    _dispatchers.append(dispatcher)
+    return dispatcher
+
+
+_dispatchers: list[Any] = []
+
+
+def prepare() -> None:
+    """Compile everything, or load it from disk. Takes seconds the first time: not to be done within a round."""
+    first_run(_run_everything)
+
+
+def first_run(work: Callable[[], None]) -> None:
+    """Of compiled code, however damaged what is kept of it on disk."""
+    try:
+        work()
+    except (EOFError, OSError, PickleError, ImportError, ValueError, IndexError) as damaged:
+        log.warning("compiled code on disk is damaged (%s): compiling anew, without keeping it", damaged)
+        for dispatcher in _dispatchers:
+            dispatcher._cache = NullCache()
+        work()
+
+
+def _run_everything() -> None:
+    key, count = NoiseKey(0, 0, "prepare"), BLOCK + 1
+    for levels, size in ((127, BLOCK), (7, HALF)):
+        payloads = torch.zeros(2, 2 * (size + SCALE_BYTES), dtype=torch.uint8)
+        values = torch.ones(count)
+        encode(values, key, 0, levels, payloads[0])
+        assert is_finite(payloads[0], levels)
+        accumulate(payloads[0], values, 1.0, levels, fresh=False)
+        mean(payloads, (0.5, 0.5), count, key, 0, levels, torch.empty_like(payloads[0]))
+
+
+@compiled
+def _page_bytes(levels: int) -> int:
+    return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+
+
+@compiled
+def _round(row: Floats, steps: Any, noise: Floats, numbers: Bytes) -> None:
+    for i in range(BLOCK):
+        numbers[i] = np.int8(np.int32(np.floor(row[i] * steps + noise[i])))
+
+
+@compiled
+def _pack(numbers: Bytes, out: Bytes) -> None:
+    for i in range(HALF):
+        out[i] = (numbers[i] & 15) | (numbers[HALF + i] << 4)
+
+
+@compiled
+def _unpack(packed: Bytes, numbers: Bytes) -> None:
+    for i in range(HALF):
+        numbers[i] = np.int8(packed[i] << 4) >> 4
+        numbers[HALF + i] = packed[i] >> 4
+
+
+@compiled
+def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
+    """What a block with this largest magnitude (its bits) is divided by, and what its values are multiplied with."""
+    peak = np.int32(largest).view(np.float32)
+    if largest >= INFINITE:
+        return np.float32(np.nan), NOTHING  # the mark of a block that cannot be encoded
+    if peak < TINY:
+        return NOTHING, NOTHING
+    return peak * SHRINK / levels, (levels - HAIR) / peak
+
+
+@compiled
+def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
+    """Whole blocks: loops of constant length, over the whole array's indices, are a third faster than over slices."""
+    width = len(packed) // max(1, len(scales))
+    bits, numbers = values.view(np.int32), np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        at, to = block * BLOCK, block * width
+        largest = np.int32(0)
+        for i in range(BLOCK):
+            largest = max(largest, np.int32(bits[at + i] & MAGNITUDE))
+        scales[block], steps = _scale_and_steps(largest, levels)
+        if width == BLOCK:
+            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], packed[to : to + BLOCK])
+        else:
+            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], numbers)
+            _pack(numbers, packed[to : to + HALF])
+
+
+@compiled
+def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
+    """`packed` begins behind the page's scales."""
+    width, whole = len(packed) // len(scales), len(values) // BLOCK
+    _encode_blocks(values, noise, levels, packed[: whole * width], scales[:whole])
+    if whole < len(scales):
+        last = np.zeros(BLOCK, np.float32)
+        last[: len(values) - whole * BLOCK] = values[whole * BLOCK :]
+        _encode_blocks(last, noise[whole * BLOCK :], levels, packed[whole * width :], scales[whole:])
+
+
+@compiled
+def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
+    page_bytes = _page_bytes(levels)
+    for page in range(-(-len(values) // PAGE)):
+        part = values[page * PAGE : (page + 1) * PAGE]
+        raw = packed[page * page_bytes : (page + 1) * page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        noise = table[starts[page] :]
+        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
+
+
+@compiled
+def _is_finite(packed: Bytes, levels: Any) -> bool:
+    """Whether every value that these scales allow is finite."""
+    width = BLOCK if levels > 8 else HALF
+    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + width)
+    for first in range(0, len(packed), page_bytes):
+        raw = packed[first : first + page_bytes]
+        scales = raw[: len(raw) // (SCALE_BYTES + width) * SCALE_BYTES].view(np.float32)
+        for i in range(len(scales)):
+            if not abs(scales[i] * (levels + np.float32(1))) < np.inf:
+                return False
+    return True
+
+
+@compiled
+def _add(row: Floats, numbers: Bytes, scale: Any) -> None:
+    for i in range(len(row)):
+        row[i] += np.float32(numbers[i]) * scale
+
+
+@compiled
+def _set(row: Floats, numbers: Bytes, scale: Any) -> None:
+    for i in range(len(row)):
+        row[i] = NOTHING + np.float32(numbers[i]) * scale  # as if added to zero: never -0
+
+
+@compiled
+def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fresh: bool) -> None:
+    width = len(packed) // len(scales)
+    unpacked = np.empty(BLOCK, np.int8)
+    for block in range(len(scales)):
+        row = into[block * BLOCK : (block + 1) * BLOCK]
+        numbers, scale = packed[block * width : (block + 1) * width], scales[block] * share
+        if width == HALF:
+            _unpack(numbers, unpacked)
+            if fresh:
+                _set(row, unpacked, scale)
+            else:
+                _add(row, unpacked, scale)
+        elif fresh:
+            _set(row, numbers, scale)
+        else:
+            _add(row, numbers, scale)
+
+
+@compiled
+def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: bool) -> None:
+    page_bytes = _page_bytes(levels)
+    for page in range(-(-len(into) // PAGE)):
+        part = into[page * PAGE : (page + 1) * PAGE]
+        raw = packed[page * page_bytes : (page + 1) * page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part, fresh)
+
+
+@compiled
+def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
+    """Page by page, so that the sums stay in the cache."""
+    page_bytes = _page_bytes(levels)
+    sums = np.empty(PAGE, np.float32)
+    for page in range(-(-count // PAGE)):
+        first = page * page_bytes
+        part, raw = sums[: min(PAGE, count - page * PAGE)], packed[first : first + page_bytes]
+        cut = SCALE_BYTES * -(-len(part) // BLOCK)
+        for member in range(len(payloads)):
+            theirs = payloads[member][first : first + len(raw)]
+            _accumulate_page(theirs[cut:], theirs[:cut].view(np.float32), shares[member], part, member == 0)
+        noise = table[starts[page] :]
+        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
+
+
+def mean(
+    payloads: Tensor, shares: Sequence[float], count: int, key: NoiseKey, first_page: int, levels: int, out: Tensor
+) -> None:
+    """The encoded sum of shares of what the rows of `payloads` say. The caller has looked at their scales."""
+    table, starts = noise_of(key, first_page, count)
+    rows, target = payloads.numpy().view(np.int8), out.numpy().view(np.int8)
+    _mean(rows, np.array(shares, np.float32), count, table, starts, np.float32(levels), target)
+
+
+def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
+    """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
+    table, starts = noise_of(key, first_page, len(values))
+    source, target = values.numpy(), payload.numpy().view(np.int8)
+    page_bytes = _page_bytes(levels)
+
+    def work(lo: int, hi: int) -> None:
+        part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
+        _encode(part, table, starts[lo:hi], np.float32(levels), raw)
+
+    spread(work, len(values))
+
+
+def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
+    """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
+    source, target = payload.numpy().view(np.int8), into.numpy()
+    page_bytes = _page_bytes(levels)
+
+    def work(lo: int, hi: int) -> None:
+        part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
+        _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
+
+    spread(work, len(into))
+
+
+def noise_of(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
+    """The table, and where each page starts. Not compiled: code on disk would not notice a change of noise.py."""
+    first, second, seed = key.seeds
+    pages = np.arange(first_page, first_page + -(-count // PAGE), dtype=np.int64)
+    return table_of(first, second).numpy(), start_of(pages, seed)
+
+
+def is_finite(payload: Tensor, levels: int) -> bool:
+    return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
+
+
+def spread(work: Callable[[int, int], None], count: int) -> None:
+    """Work on pages [lo, hi), in as many threads as torch uses when that is worth it."""
+    pages, threads = -(-count // PAGE), min(torch.get_num_threads(), count // WORTH_A_THREAD)
+    if threads < 2:
+        return work(0, pages)
+    cuts = [pages * i // threads for i in range(threads + 1)]
+    for _ in _threads().map(work, cuts, cuts[1:]):
+        pass
+    return None
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="codec")

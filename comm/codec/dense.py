@@ -1,0 +1,281 @@
+"""Value by value: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding.
+
+An encoded page is the scales of its blocks of 256 values (fp32; none for fp32 and bf16), then the packed values of its
+blocks. On a CPU a page goes through all its operations in scratch memory that stays in the cache.
+"""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec.base import TINY, Codec, Noise, compiled_module, cuts, whole_units
+from diloco.comm.codec.noise import PAGE, NoiseKey
+
+BLOCK = 256
+HALF = BLOCK // 2
+GROUP = 8  # pages that a CPU works on at once: they stay in the cache, and pay for each operation's start
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory to work in, [blocks, BLOCK] each."""
+
+    floats: Tensor
+    bytes: Tensor
+
+    @classmethod
+    def new(cls, blocks: int, device: torch.device) -> "Scratch":
+        floats = torch.empty(blocks, BLOCK, device=device)
+        return cls(floats, torch.empty(blocks, BLOCK, dtype=torch.int8, device=device))
+
+    def of(self, blocks: int) -> "Scratch":
+        return Scratch(self.floats[:blocks], self.bytes[:blocks])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of whole pages, or the short last one, with its encoded bytes."""
+
+    first_page: int
+    values: Tensor
+    scales: Tensor  # fp32 [pages, blocks a page], a view of the bytes
+    packed: Tensor  # uint8 [pages, bytes a page], a view of the bytes
+    scratch: Scratch
+
+
+class Blockwise(Codec):
+    unit = BLOCK
+    bits: int  # of one packed value
+    scale_bytes: int = 4  # of one block
+
+    @property
+    def unit_bytes(self) -> int:
+        return BLOCK * self.bits // 8 + self.scale_bytes
+
+    def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
+        for part in self._parts(values, payload):
+            here = Noise(noise.key, noise.first_page + part.first_page)
+            self._encode(whole_units(part.values, BLOCK), here, part)
+
+    def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
+        if fresh:
+            into.zero_()
+        factor = torch.tensor(share, dtype=torch.float32, device=payload.device)
+        for part in self._parts(into, payload):
+            decoded = self._decode(part, part.scales.reshape(-1, 1) * factor if self.scale_bytes else factor)
+            part.values.add_(decoded.flatten()[: len(part.values)])
+
+    def _is_finite(self, payload: Tensor, count: int) -> bool:
+        views = (self._split(payload, *cut) for cut in cuts(count, max(count, 1)))
+        return all(torch.isfinite(self._largest_possible(*view)).all() for view in views)
+
+    def _split(self, payload: Tensor, pages: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        raw = payload[lo // PAGE * self.size(PAGE) :][: self.size(hi - lo)].view(pages, -1)
+        cut = self.scale_bytes * -(-(hi - lo) // BLOCK) // pages
+        return raw[:, :cut].view(torch.float32), raw[:, cut:]
+
+    def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
+        """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
+        on_cpu = values.device.type == "cpu"
+        for pages, lo, hi in cuts(len(values), GROUP if on_cpu else len(values)):
+            blocks = -(-(hi - lo) // BLOCK)
+            scratch = _scratch().of(blocks) if on_cpu else Scratch.new(blocks, values.device)
+            yield Part(lo // PAGE, values[lo:hi], *self._split(payload, pages, lo, hi), scratch)
+
+    @abstractmethod
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        """Numbers that are finite only if every decoded value is."""
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        """Fill the part's scales and packed values from fp32 [blocks, BLOCK]; what is not finite stays so."""
+
+    @abstractmethod
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        """The values, fp32 [blocks, BLOCK], with these scales; may lie in the part's scratch memory."""
+
+
+class Fp32(Blockwise):
+    name, bits, scale_bytes = "fp32", 32, 0
+
+    def bound(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows)
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return packed.view(torch.float32)
+
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        part.packed.view(torch.float32).copy_(rows.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        return torch.mul(part.packed.view(torch.float32).reshape(-1, BLOCK), scales, out=part.scratch.floats)
+
+
+class Bf16(Blockwise):
+    """The upper half of the bits; adding the noise to the lower half first makes the cut a stochastic rounding."""
+
+    name, bits, scale_bytes = "bf16", 16, 0
+
+    def bound(self, rows: Tensor) -> Tensor:
+        return (rows.abs() * 2.0**-7).clamp(min=2.0**-133)  # one step of 7 bits, or of the denormals
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return packed.view(torch.bfloat16)
+
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        bits = part.scratch.floats.copy_(rows).view(torch.int32)
+        sign = bits & -0x80000000
+        infinite = bits.bitwise_and_(0x7FFFFFFF) >= 0x7F800000
+        bits.add_(noise.whole_numbers(rows, 65536)).clamp_(max=0x7F7FFFFF)  # never up to infinity
+        bits.masked_fill_(infinite, 0x7FC00000).bitwise_or_(sign).bitwise_right_shift_(16)
+        part.packed.view(torch.int16).copy_(bits.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        bits = part.scratch.floats.view(torch.int32)
+        bits.copy_(part.packed.view(torch.int16).reshape(-1, BLOCK)).bitwise_left_shift_(16)
+        return part.scratch.floats.mul_(scales)
+
+
+class Scaled(Blockwise):
+    """A block's largest magnitude is `levels` times its scale; values are whole numbers of scales."""
+
+    levels: int
+
+    def bound(self, rows: Tensor) -> Tensor:
+        peak = rows.abs().amax(1, keepdim=True)
+        return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return scales * float(self.levels + 1)  # bytes from elsewhere may say one more than we ever do
+
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        peak = torch.abs(rows, out=part.scratch.floats).amax(1, keepdim=True)
+        empty = peak < TINY
+        shrunk = peak * (1 - 2.0**-22)  # so that levels times the rounded scale is never beyond the largest number
+        scales = (shrunk / torch.full_like(peak, float(self.levels))).masked_fill_(empty, 0.0)
+        part.scales.copy_(scales.view(part.scales.shape))
+        self._pack(self._numbers(rows, peak, empty, noise, part.scratch), part)
+
+    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
+        """floor(y + noise) in [-levels, levels]. A hair below `levels` at the peak, so that no rounding passes it."""
+        steps = (torch.full_like(peak, self.levels - 2.0**-12) / peak).masked_fill_(empty, 0.0)
+        return noise.add_to(torch.mul(rows, steps, out=scratch.floats)).floor_()
+
+    def _pack(self, numbers: Tensor, part: Part) -> None:
+        """As nibbles: the first half of a block low, the second high."""
+        small = part.scratch.bytes.copy_(numbers)
+        nibbles = (small[:, :HALF] & 15).bitwise_or_(small[:, HALF:] << 4)
+        part.packed.view(torch.int8).copy_(nibbles.view(len(part.packed), -1))
+
+
+class Integer(Scaled):
+    """Has kernels of its own where Triton (CUDA) or Numba (CPU) can compile them; elsewhere torch does."""
+
+    def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
+        kernels = dense_kernels(values.device.type)
+        if kernels is None:
+            return super()._fill(payload, values, noise)
+        return kernels.encode(values, noise.key, noise.first_page, self.levels, payload)
+
+    def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
+        kernels = dense_kernels(into.device.type)
+        if kernels is None:
+            return super()._add(payload, into, share, fresh=fresh)
+        return kernels.accumulate(payload, into, share, self.levels, fresh)
+
+    def _mean_fused(
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
+    ) -> bool:
+        kernels = dense_kernels(payloads.device.type)
+        if kernels is None or not hasattr(kernels, "mean"):
+            return False
+        kernels.mean(payloads, shares, count, key, first_page, self.levels, out)
+        return True
+
+    def _is_finite(self, payload: Tensor, count: int) -> bool:
+        kernels = dense_kernels(payload.device.type)
+        if kernels is None or not hasattr(kernels, "is_finite"):
+            return super()._is_finite(payload, count)
+        finite: bool = kernels.is_finite(payload, self.levels)
+        return finite
+
+
+class Int8(Integer):
+    name, bits, levels = "int8", 8, 127
+
+    def _pack(self, numbers: Tensor, part: Part) -> None:
+        part.packed.view(torch.int8).copy_(numbers.view(len(part.packed), -1))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        pages = part.scratch.floats.view(len(part.packed), -1)
+        return pages.copy_(part.packed.view(torch.int8)).view(-1, BLOCK).mul_(scales)
+
+
+class Int4(Integer):
+    name, bits, levels = "int4", 4, 7
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        nibbles, small = part.packed.reshape(-1, HALF).view(torch.int8), part.scratch.bytes
+        torch.bitwise_left_shift(nibbles, 4, out=small[:, :HALF]).bitwise_right_shift_(4)
+        torch.bitwise_right_shift(nibbles, 4, out=small[:, HALF:])
+        return part.scratch.floats.copy_(small).mul_(scales)
+
+
+class Fp4(Scaled):
+    """Sign and three exponent bits: 0 and 2^-6 … 1 of the block's largest magnitude.
+
+    Between two powers of two the mantissa is the share of the way up, so adding noise to it rounds stochastically.
+    Below 2^-6 the share is taken after adding 2^-6, which moves [0, 2^-6) to [2^-6, 2^-5).
+    """
+
+    name, bits, levels = "fp4", 4, 1
+
+    def bound(self, rows: Tensor) -> Tensor:
+        peak = rows.abs().amax(1, keepdim=True)
+        return torch.maximum(rows.abs(), peak * 2.0**-6) * (1 + 1e-5) + TINY
+
+    def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
+        """Codes: sign in bit 3, exponent in bits 0 to 2."""
+        share = torch.div(scratch.floats, peak, out=scratch.floats).masked_fill_(empty, 0.0)  # it holds |rows|
+        small = share < 2.0**-6
+        share.add_(small.float().mul_(2.0**-6))
+        exponent = share.view(torch.int32).add_(noise.whole_numbers(rows, 2**23)).bitwise_right_shift_(23)
+        code = exponent.sub_(127 - 7).sub_(small.to(torch.int32)).clamp_(0, 7)
+        negative = (rows < 0).logical_and_(code > 0)  # no -0: whether rows < 0 there is a matter of denormals
+        return code.bitwise_or_(negative.to(torch.int32).bitwise_left_shift_(3))
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return scales
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        """A code's low bits are an exponent: 2^(code - 7), or nothing for code 0."""
+        packed, small = part.packed.reshape(-1, HALF), part.scratch.bytes.view(torch.uint8)
+        torch.bitwise_and(packed, 15, out=small[:, :HALF])
+        torch.bitwise_right_shift(packed, 4, out=small[:, HALF:])
+        code = small.to(torch.int32)
+        power = code & 7
+        bits = (
+            (power + (127 - 7)).bitwise_left_shift_(23).mul_(power > 0).bitwise_or_((code & 8).bitwise_left_shift_(28))
+        )
+        return torch.mul(bits.view(torch.float32), scales, out=part.scratch.floats)
+
+
+def dense_kernels(device: str) -> ModuleType | None:
+    compiler, module = {"cuda": ("triton", "cuda"), "cpu": ("numba", "cpu")}.get(device, ("", ""))
+    return compiled_module(module, compiler) if module else None
+
+
+def _scratch() -> Scratch:
+    """This thread's own, a group of pages large."""
+    if not hasattr(_per_thread, "scratch"):
+        _per_thread.scratch = Scratch.new(GROUP * PAGE // BLOCK, torch.device("cpu"))
+    scratch: Scratch = _per_thread.scratch
+    return scratch
+
+
+_per_thread = threading.local()

@@ -1,0 +1,37 @@
+"""Error feedback around any codec: what an encoding loses is added to the next one.
+
+e <- decay e + x, send C(e), e <- e - what C(e) says. SparseLoCo forgets a little (decay 0.95): what was left out long
+ago describes parameters that have moved on.
+"""
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import Codec
+
+
+class ErrorFeedback:
+    """The residual changes at `commit` only: an encoding whose round fails has lost nothing."""
+
+    def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
+        self.codec, self.decay = codec, decay
+        self.residual = torch.zeros(count)
+        self._pending: Tensor | None = None
+
+    def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
+        wanted = values + self.residual.to(values.device) * self.decay
+        payload = self.codec.encode(wanted, key)
+        self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
+        return payload
+
+    def commit(self) -> None:
+        """The last encoding is in the log: what it lost becomes the residual."""
+        if self._pending is not None:
+            self.residual, self._pending = self._pending, None
+
+    def state(self) -> dict[str, Tensor]:
+        return {"residual": self.residual} | ({"pending": self._pending} if self._pending is not None else {})
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        self.residual, self._pending = state["residual"], state.get("pending")

@@ -1,0 +1,4 @@
+"""Who is who: identities, records, tickets, and the directory in hivemind's DHT.
+
+May import: errors. Start with `directory.py`, then `record.py`.
+"""

@@ -1,0 +1,205 @@
+"""The part of the directory that touches hivemind. Import it late: hivemind takes seconds and brings torch along.
+
+hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
+honest peer would ever have stored: it does not look at whether a record has expired.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic.v1 as pydantic
+from hivemind.dht.node import DHTID, DHTNode
+from hivemind.dht.protocol import DHTProtocol, ValidationError
+from hivemind.dht.schema import SchemaValidator, conbytes
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.utils.multiaddr import Multiaddr
+
+from diloco.comm.peers import guard
+from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity
+from diloco.comm.peers.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long
+from diloco.errors import RecordRefused
+
+FIELD = "peers"
+# What hivemind raises when the network, a peer or p2pd fails; RuntimeError is its "bootstrap failed".
+FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, RuntimeError, OSError, EOFError)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    bootstrap: Sequence[str] = ()
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    announce: Sequence[str] = ()  # multiaddrs under which others see this peer, where they differ from its own
+    behind_nat: bool = False  # look for relays and open a port on the router
+    # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes
+    reachability: str | None = None
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]
+    """hivemind leaves p2pd behind when its parent is killed; under the guard it ends with the parent."""
+
+    @staticmethod
+    def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
+        command = P2P._make_process_args(*arguments, **options)
+        return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
+
+    @property
+    def guard_pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.returncode is None
+
+    async def ended(self) -> None:
+        await self._child.wait()
+
+    async def open_stream(
+        self, peer: str, addresses: Sequence[str], protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to the peer of this id: p2pd has verified that it holds the id's key."""
+        peer_id, places = _dialable(peer, addresses)
+        if places:
+            await self._client.connect(peer_id, places)
+        opening = asyncio.ensure_future(self.call_binary_stream_handler(peer_id, protocol))
+        try:
+            _, reader, writer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # p2pd cannot be told that nobody waits any more, and hivemind would forget the open connection to it
+            opening.add_done_callback(_close_unused)
+            raise
+        return reader, writer
+
+
+class RunValidator(SchemaValidator):  # type: ignore[misc]
+    """Holds every record of this DHT to its form, its signature, its subkey and its expiry, and counts refusals."""
+
+    def __init__(self, run_id: bytes, refusals: Counter[str]) -> None:
+        super().__init__(_schema(), allow_extra_keys=False, prefix=run_id.hex())
+        self._run_id, self._refusals = run_id, refusals
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            if not super().validate(record):
+                raise RecordRefused("malformed", "not what this run keeps in its DHT")
+            load = DHTProtocol.serializer.loads
+            peer = authenticate_entry(load(record.subkey), load(record.value), self._run_id)
+            check_not_too_long(peer, time.time())
+            if record.expiration_time != peer.expires_at:
+                raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
+        except RecordRefused as refused:
+            self._refusals[refused.reason] += 1
+            return False
+        except TypeError:  # hivemind's schema validator, on a subkey that cannot be hashed
+            self._refusals["malformed"] += 1
+            return False
+        return True
+
+
+def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerRecord:
+    """The record in one entry of the run's dictionary, if it is its own peer's and of this run."""
+    if not isinstance(value, bytes):
+        raise RecordRefused("malformed", "it is not bytes")
+    record = authenticate(value)
+    if record.public_key != subkey:
+        raise RecordRefused("foreign key", "it was copied to another peer's place")
+    if record.run_id != run_id:
+        raise RecordRefused("foreign run", "it was copied from another run")
+    return record
+
+
+def dht_key(run_id: bytes) -> str:
+    """The name under which hivemind's SchemaValidator knows the field."""
+    return f"{run_id.hex()}_{FIELD}"
+
+
+def _dialable(peer: str, addresses: Sequence[str]) -> tuple[PeerID, list[Multiaddr]]:
+    try:
+        places = [_for_p2pd(Multiaddr(address.removesuffix(f"/p2p/{peer}"))) for address in addresses]
+        return PeerID.from_base58(peer), places
+    except ValueError as error:
+        raise P2PDaemonError(f"{peer} cannot be dialled: {error}") from None
+
+
+def _for_p2pd(address: Multiaddr) -> Multiaddr:
+    """hivemind writes a relay's peer id as a CID of version 1, which its own p2pd cannot read."""
+    parts = [bytes(part) for part in address.split()]
+    for index, (protocol, value) in enumerate(address.items()):
+        if protocol.name == "p2p":
+            raw = PeerID.from_base58(value).to_bytes()
+            parts[index] = protocol.vcode + bytes([len(raw)]) + raw
+    return Multiaddr(b"".join(parts))
+
+
+def _close_unused(opening: asyncio.Future[Any]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[2].close()
+
+
+async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
+    family = "ip6" if ":" in options.listen_host else "ip4"
+    p2p = await GuardedP2P.create(
+        initial_peers=list(options.bootstrap),
+        host_maddrs=[f"/{family}/{options.listen_host}/tcp/{options.listen_port}"],
+        announce_maddrs=list(options.announce) or None,
+        identity_path=str(identity.path),
+        check_if_identity_free=False,  # hivemind's check can read RSA keys only
+        nat_port_map=options.behind_nat,
+        use_auto_relay=options.behind_nat,
+        force_reachability=options.reachability,
+        startup_timeout=30,
+    )
+    try:
+        return await DHTNode.create(
+            p2p=p2p,
+            node_id=DHTID.generate(source=identity.public_key),
+            initial_peers=list(options.bootstrap) or None,
+            record_validator=RunValidator(run_id, refusals),
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
+    except BaseException:
+        await p2p.shutdown()
+        raise
+
+
+async def reach(node: DHTNode, address: str) -> bool:
+    """Whether a peer answers there; it is in this node's routing table then."""
+    place, _, peer = address.rpartition("/p2p/")
+    peer_id, places = _dialable(peer, [place])
+    await node.p2p._client.connect(peer_id, places)
+    return await node.protocol.call_ping(peer_id, validate=True) is not None
+
+
+async def close_node(node: DHTNode) -> None:
+    writer = node.p2p._client.control._write_task
+    goodbye, end = asyncio.ensure_future(node.shutdown()), asyncio.ensure_future(node.p2p.ended())
+    # a dead daemon gives no answers, and its death may be noticed only now
+    done, others = await asyncio.wait({goodbye, end}, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await node.p2p.shutdown()
+    # hivemind never asks how its writer ended; asyncio would complain of that at some later garbage collection
+    await asyncio.gather(writer, return_exceptions=True)
+    for task in done:
+        task.result()
+    with suppress(FileNotFoundError):  # still there if the guard was killed
+        os.remove(node.p2p._daemon_listen_maddr["unix"])
+
+
+def _schema() -> type[pydantic.BaseModel]:
+    """Made anew each time: SchemaValidator changes the class it is given."""
+    key = conbytes(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES, strict=True)
+    value = conbytes(max_length=RECORD_LIMIT, strict=True)
+    return pydantic.create_model("Run", **{FIELD: (dict[key, value], ...)})  # type: ignore[call-overload,valid-type]

@@ -1,0 +1,128 @@
+"""What a peer says of itself to the run: where to reach it, what it is, how far it is. Signed by its identity.
+
+A record names its run, its peer and its own expiry inside the signature, so that a copy under another run or key, or
+one kept alive by somebody else, is refused.
+"""
+
+from dataclasses import dataclass, replace
+
+from diloco.comm.peers import packing
+from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+from diloco.errors import RecordRefused
+
+VERSION = 1
+CONTEXT = b"diloco peer record\0"
+DIGEST_BYTES = 32
+CERTIFICATE_LIMIT = 2048
+ADDRESSES_LIMIT = 8
+TEXT_LIMIT = 128
+RECORD_LIMIT = 8192
+LIFETIME_LIMIT_S = 3600.0
+CLOCK_SKEW_S = 60.0
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    run_id: bytes
+    public_key: bytes
+    control: tuple[str, ...]  # multiaddrs
+    bulk: tuple[tuple[str, int], ...]  # host, port
+    certificate: bytes  # DER, of the bulk connection
+    name: str
+    devices: str
+    mesh: str
+    up_bits_per_s: int
+    down_bits_per_s: int
+    round: int
+    chain_digest: bytes
+    sequence: int = 0
+    expires_ms: int = 0  # since 1970
+
+    @property
+    def expires_at(self) -> float:
+        return self.expires_ms / 1000
+
+
+def encode(record: PeerRecord, identity: Identity) -> bytes:
+    try:
+        body = _body(replace(record, public_key=identity.public_key))
+    except packing.Malformed as error:
+        raise RecordRefused("malformed", str(error)) from error
+    return body + identity.sign(CONTEXT + body)
+
+
+def decode(data: bytes, now: float) -> PeerRecord:
+    """The record in these bytes, if its peer signed it and it is valid now."""
+    record = authenticate(data)
+    check_not_too_long(record, now)
+    if record.expires_at <= now:
+        raise RecordRefused("expired", f"{now - record.expires_at:.0f} s ago; the peer has stopped renewing it")
+    return record
+
+
+def authenticate(data: bytes) -> PeerRecord:
+    """Like `decode` without the clock: what this accepts once, it accepts always and everywhere."""
+    if len(data) > RECORD_LIMIT:
+        raise RecordRefused("too long", f"{len(data)} bytes, at most {RECORD_LIMIT} are allowed")
+    try:
+        record = _parse(data[:-SIGNATURE_BYTES])
+    except packing.Malformed as error:
+        raise RecordRefused("malformed", str(error)) from None
+    if not verify(record.public_key, data[-SIGNATURE_BYTES:], CONTEXT + data[:-SIGNATURE_BYTES]):
+        raise RecordRefused("bad signature", "it was changed, or another key signed it")
+    return record
+
+
+def check_not_too_long(record: PeerRecord, now: float) -> None:
+    """Nobody may ask the others to keep a record for ever."""
+    if record.expires_at > now + LIFETIME_LIMIT_S + CLOCK_SKEW_S:
+        raise RecordRefused("expiry too far", f"{record.expires_at - now:.0f} s ahead: is that peer's clock right?")
+
+
+def _body(record: PeerRecord) -> bytes:
+    control = [packing.address(address) for address in record.control]
+    bulk = [packing.text(host, packing.ADDRESS_LIMIT) + packing.integer(port, 2) for host, port in record.bulk]
+    numbers = (record.up_bits_per_s, record.down_bits_per_s, record.round, record.sequence, record.expires_ms)
+    fields = [
+        packing.integer(VERSION, 1),
+        packing.fixed(record.run_id, DIGEST_BYTES),
+        packing.fixed(record.public_key, PUBLIC_KEY_BYTES),
+        packing.fixed(record.chain_digest, DIGEST_BYTES),
+        *(packing.integer(number, 8) for number in numbers),
+        *(packing.text(words, TEXT_LIMIT) for words in (record.name, record.devices, record.mesh)),
+        packing.blob(record.certificate, CERTIFICATE_LIMIT),
+        packing.count(len(control), ADDRESSES_LIMIT),
+        *control,
+        packing.count(len(bulk), ADDRESSES_LIMIT),
+        *bulk,
+    ]
+    return b"".join(fields)
+
+
+def _parse(body: bytes) -> PeerRecord:
+    reader = packing.Reader(body)
+    if (version := reader.integer(1)) != VERSION:
+        raise packing.Malformed(f"version {version}, this is version {VERSION}: use the same diloco everywhere")
+    run_id, public_key, chain_digest = (reader.take(size) for size in (DIGEST_BYTES, PUBLIC_KEY_BYTES, DIGEST_BYTES))
+    up, down, round_number, sequence, expires_ms = (reader.integer(8) for _ in range(5))
+    name, devices, mesh = (reader.text(TEXT_LIMIT) for _ in range(3))
+    certificate = reader.blob(CERTIFICATE_LIMIT)
+    control = tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT)))
+    bulk = tuple((reader.text(packing.ADDRESS_LIMIT), reader.integer(2)) for _ in range(reader.count(ADDRESSES_LIMIT)))
+    reader.finish()
+    return PeerRecord(
+        run_id=run_id,
+        public_key=public_key,
+        control=control,
+        bulk=bulk,
+        certificate=certificate,
+        name=name,
+        devices=devices,
+        mesh=mesh,
+        up_bits_per_s=up,
+        down_bits_per_s=down,
+        round=round_number,
+        chain_digest=chain_digest,
+        sequence=sequence,
+        expires_ms=expires_ms,
+    )

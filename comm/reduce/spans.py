@@ -1,0 +1,152 @@
+"""Who reduces which part of a vector. Pure: the plan is made by one member and the same for all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import Codec, codec_named
+from diloco.errors import CodecError, PlanRefused
+
+CHUNKS = 2  # of the largest span: enough that results flow while contributions still come
+USUAL_CHUNK_PAGES = 96  # three million values at most: by then what a frame costs is small beside its bytes
+MAX_CHUNK_PAGES = 256
+MAX_MEMBERS = 1024
+MAX_CHUNKS_BYTES = 1 << 30  # of all members together, each once
+MAX_TOTAL_WEIGHT = 2**53  # shares are exact quotients of whole numbers up to here
+
+
+@dataclass(frozen=True)
+class Span:
+    """Values [lo, hi). lo begins a page; so does hi, unless the vector ends there."""
+
+    lo: int
+    hi: int
+
+
+class Coded:
+    """A plan says by name how contributions travel, and how their mean does; no name: as contributions do."""
+
+    codec_name: str
+    result_codec_name: str
+
+    @property
+    def codec(self) -> Codec:
+        return codec_named(self.codec_name)
+
+    @property
+    def result_codec(self) -> Codec:
+        return codec_named(self.result_codec_name or self.codec_name)
+
+
+@dataclass(frozen=True)
+class ReducePlan(Coded):
+    """One attempt at a mean. Every member holds the same plan; who is not in it takes no part."""
+
+    channel: str  # names the attempt: frames of another one never get in
+    members: tuple[str, ...]  # identities, in the order in which contributions are added up
+    weights: tuple[int, ...]  # whole numbers: tokens
+    spans: tuple[Span, ...]  # one for each member, in order; together the whole vector
+    codec_name: str
+    key: NoiseKey  # for rounding the result
+    chunk_pages: int = USUAL_CHUNK_PAGES
+    result_codec_name: str = ""  # how the mean travels; empty: as contributions do
+    start: int = 0  # where the first span begins: the vector may be a part of a longer one
+
+    def __post_init__(self) -> None:
+        if reason := _what_is_wrong(self):
+            raise PlanRefused(f"{self.channel}: {reason}")
+
+    @property
+    def count(self) -> int:
+        return self.spans[-1].hi - self.start
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        total = sum(self.weights)
+        return tuple(weight / total for weight in self.weights)
+
+    def chunks(self, member: int) -> list[Span]:
+        """The pieces of a member's span, in the order in which they travel."""
+        span, step = self.spans[member], self.chunk_pages * PAGE
+        return [Span(lo, min(lo + step, span.hi)) for lo in range(span.lo, span.hi, step)]
+
+    def bytes_of(self, chunk: Span) -> slice:
+        """Where the chunk lies in an encoded contribution."""
+        return _bytes_of(chunk, self.codec, self.start)
+
+    def result_bytes_of(self, chunk: Span) -> slice:
+        """Where the chunk lies in the encoded mean."""
+        return _bytes_of(chunk, self.result_codec, self.start)
+
+
+def _bytes_of(chunk: Span, codec: Codec, start: int) -> slice:
+    first = (chunk.lo - start) // PAGE * codec.size(PAGE)
+    return slice(first, first + codec.size(chunk.hi - chunk.lo))
+
+
+def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, ...]:
+    """Spans such that all members finish together, or as nearly as their links allow."""
+    pages, shares = -(-count // PAGE), _shares(bytes_per_s)
+    edges, total = [0], 0.0
+    for share in shares:
+        total += share
+        edges.append(round(total * pages))
+    edges[-1] = pages
+    return tuple(Span(min(lo * PAGE, count), min(hi * PAGE, count)) for lo, hi in pairwise(edges))
+
+
+def chunk_pages_for(spans: Sequence[Span]) -> int:
+    largest = max(-(-(span.hi - span.lo) // PAGE) for span in spans)
+    return min(max(-(-largest // CHUNKS), 1), USUAL_CHUNK_PAGES)
+
+
+def _shares(bytes_per_s: Sequence[float]) -> list[float]:
+    """A member with share s moves 1 + (n - 2) s vectors each way. Those too slow even with s = 0 own nothing."""
+    n = len(bytes_per_s)
+    if n <= 2:
+        return [rate / sum(bytes_per_s) for rate in bytes_per_s]
+    active = sorted(range(n), key=lambda i: bytes_per_s[i])
+    while True:
+        time = (n - 2 + len(active)) / sum(bytes_per_s[i] for i in active)
+        if time * bytes_per_s[active[0]] >= 1:
+            break
+        active.pop(0)
+    owners = set(active)
+    return [(time * bytes_per_s[i] - 1) / (n - 2) if i in owners else 0.0 for i in range(n)]
+
+
+def _what_is_wrong(plan: ReducePlan) -> str:
+    """Plans come from peers: nothing in them is believed."""
+    n = len(plan.members)
+    if not 0 < n <= MAX_MEMBERS or len(set(plan.members)) != n:
+        return f"a plan has 1 to {MAX_MEMBERS} members, each once"
+    if len(plan.weights) != n or len(plan.spans) != n:
+        return "each member has one weight and one span"
+    if not all(isinstance(weight, int) for weight in plan.weights):
+        return "weights are whole numbers"
+    if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:
+        return "weights are whole numbers, not negative, not all zero, below 2^53 together"
+    try:
+        largest = max(codec.size(PAGE) for codec in (plan.codec, plan.result_codec))
+    except CodecError as unknown:
+        return str(unknown)
+    if plan.result_codec.needs_feedback:
+        return f"the mean cannot travel as {plan.result_codec.name}: nobody feeds back what that loses"
+    if not 0 < plan.chunk_pages <= MAX_CHUNK_PAGES:
+        return f"a chunk has 1 to {MAX_CHUNK_PAGES} pages"
+    if n * plan.chunk_pages * largest > MAX_CHUNKS_BYTES:
+        return f"a chunk of each member takes more than {MAX_CHUNKS_BYTES} bytes"
+    return _what_is_wrong_with(plan.spans, plan.start)
+
+
+def _what_is_wrong_with(spans: Sequence[Span], start: int) -> str:
+    if start < 0 or start % PAGE:
+        return "the first span begins where a page begins"
+    edges = [start, *(span.hi for span in spans)]
+    if any(span.lo != lo or span.hi < lo for span, lo in zip(spans, edges, strict=False)):
+        return f"spans follow each other from {start} on"
+    if any(span.lo % PAGE and span.lo != edges[-1] for span in spans):
+        return "a span begins where a page begins"
+    return ""

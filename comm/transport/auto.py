@@ -1,0 +1,120 @@
+"""Direct where possible, through libp2p where not: the choice is made peer by peer and remembered for a while.
+
+Only a peer that cannot be reached is tried the other way. A refusal is an answer, whichever way it came.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.libp2p import Libp2pTransport
+from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.wire import deadline_in, seconds_to
+from diloco.errors import PeerLost, TransportTimeout
+
+FIRST_SHARE = 0.4  # of the time given, for the way that is tried first
+MAX_DIRECT_S = 5.0  # a direct connection takes three round trips: what takes longer is a black hole
+RETRY_DIRECT_S = 300.0
+
+log = logging.getLogger(__name__)
+
+Way = DirectTransport | Libp2pTransport
+
+
+@dataclass(frozen=True)
+class Choice:
+    peer: PeerAddress
+    way: Way
+    since: float
+
+
+class AutoTransport:
+    """Both transports share one inbox. What they hold besides is theirs; closing this closes both."""
+
+    def __init__(
+        self,
+        direct: DirectTransport,
+        libp2p: Libp2pTransport,
+        *,
+        retry_direct_s: float = RETRY_DIRECT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert direct.inbox is libp2p.inbox and direct.identity == libp2p.identity
+        self.identity = direct.identity
+        self.direct, self.libp2p = direct, libp2p
+        self._retry_direct_s, self._clock = retry_direct_s, clock
+        self._choices: dict[str, Choice] = {}
+        self._lock = threading.Lock()
+
+    def address(self, host: str) -> PeerAddress:
+        """What this peer publishes; `host` is how others see this machine."""
+        return replace(self.direct.address(host), control=self.libp2p.address().control)
+
+    def allow(self, peers: Iterable[PeerAddress]) -> None:
+        peers = list(peers)
+        self.direct.allow([peer for peer in peers if _has_direct(peer)])
+        self.libp2p.allow(peers)
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        *others, last = self._ways(peer)
+        deadline = deadline_in(timeout_s)
+        reasons = []
+        for way in others:
+            try:
+                return self._connect(way, peer, channel, self._first_s(way, timeout_s))
+            except (PeerLost, TransportTimeout) as error:
+                reasons.append(str(error))
+        try:
+            return self._connect(last, peer, channel, seconds_to(deadline) or 0.0)
+        except PeerLost as error:
+            raise PeerLost("; ".join([str(error), *reasons])) from None
+
+    def _ways(self, peer: PeerAddress) -> list[Way]:
+        if not _has_direct(peer):
+            return [self.libp2p]
+        choice = self._choices.get(peer.identity)
+        if choice and choice.peer == peer and choice.way is self.libp2p and not self._stale(choice):
+            return [self.libp2p, self.direct]  # either may break later: there is always a second way
+        return [self.direct, self.libp2p]
+
+    def _stale(self, choice: Choice) -> bool:
+        return self._clock() - choice.since >= self._retry_direct_s
+
+    def _first_s(self, way: Way, timeout_s: float) -> float:
+        share = FIRST_SHARE * timeout_s
+        return min(share, MAX_DIRECT_S) if way is self.direct else share
+
+    def _connect(self, way: Way, peer: PeerAddress, channel: str, timeout_s: float) -> Stream:
+        stream = way.connect(peer, channel, timeout_s=timeout_s)
+        self._remember(way, peer)
+        return stream
+
+    def _remember(self, way: Way, peer: PeerAddress) -> None:
+        """The time of a choice is that of its first success: direct is tried again even where libp2p is in use."""
+        with self._lock:
+            known = self._choices.get(peer.identity)
+            if known and known.way is way and known.peer == peer and not self._stale(known):
+                return
+            self._choices[peer.identity] = Choice(peer, way, self._clock())
+        if not known or known.way is not way:
+            log.info("%s reaches %s %s", self.identity, peer.identity, self._name(way))
+
+    def _name(self, way: Way) -> str:
+        return "directly" if way is self.direct else "through libp2p"
+
+    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        return self.direct.accept(channel, timeout_s=timeout_s)
+
+    def forget(self, channel: str) -> None:
+        self.direct.forget(channel)
+
+    def close(self) -> None:
+        self.direct.close()
+        self.libp2p.close()
+
+
+def _has_direct(peer: PeerAddress) -> bool:
+    return bool(peer.host and peer.certificate_der)

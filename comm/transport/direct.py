@@ -1,0 +1,229 @@
+"""The transport for bulk: TCP with mutual TLS 1.3. Both sides accept exactly the certificates of signed peer records.
+
+Several streams to a peer are several connects. Peers that may connect are named with `allow()`.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+
+from diloco.comm.transport.certificate import (
+    certificate_problem,
+    client_context,
+    create_certificate,
+    owner_named_in,
+    server_context,
+)
+from diloco.comm.transport.frame import Limits
+from diloco.comm.transport.inbox import Inbox, open_channel, read_channel
+from diloco.comm.transport.tlswire import SOCKET_BUFFER_BYTES, TlsWire, tune
+from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.wire import Deadline, WireCarrier, deadline_in, seconds_to
+from diloco.errors import PeerLost, PeerRefused, TransportError, WrongPeer
+
+HANDSHAKE_S = 10.0
+MAX_HANDSHAKES = 64  # at the same time: strangers cannot make us hold more threads than that
+
+log = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """The unfinished ones, oldest first. One too many ends the oldest: silent strangers keep no member out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[ssl.SSLSocket, None] = {}
+
+    def add(self, connection: ssl.SSLSocket) -> None:
+        with self._lock:
+            if len(self._pending) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+                _wake(oldest)
+            self._pending[connection] = None
+
+    def remove(self, connection: ssl.SSLSocket) -> bool:
+        """False where it had to make way."""
+        with self._lock:
+            return self._pending.pop(connection, self) is None
+
+
+class DirectTransport:
+    def __init__(
+        self,
+        identity: str,
+        host: str = "0.0.0.0",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
+        self.identity = identity
+        self.limits = limits or Limits()
+        self.inbox = inbox or Inbox()
+        self._certificate = create_certificate(identity)
+        self._identities: dict[bytes, str] = {}
+        self._context = server_context(self._certificate, [])
+        self._handshakes = Handshakes()
+        self._listener = _listen(host, port)
+        self._closed = False
+        threading.Thread(target=self._listen, name=f"accept-{identity}", daemon=True).start()
+
+    def address(self, host: str) -> PeerAddress:
+        """What this peer publishes; `host` is how others see this machine."""
+        return PeerAddress(self.identity, host, self._listener.getsockname()[1], self._certificate.der)
+
+    def allow(self, peers: Iterable[PeerAddress]) -> None:
+        """Exactly these may connect from now on. Streams that exist stay."""
+        identities = self._owners(peers)
+        if identities == self._identities:
+            return
+        context = server_context(self._certificate, identities)
+        self._identities, self._context = identities, context
+
+    def _owners(self, peers: Iterable[PeerAddress]) -> dict[bytes, str]:
+        """Who each certificate belongs to. Of several who claim one, whoever it names; else it proves nothing: one
+        could pass for another."""
+        claims: dict[bytes, set[str]] = defaultdict(set)
+        for peer in peers:
+            if problem := certificate_problem(peer.certificate_der):
+                log.warning("%s does not admit %s: unreadable certificate (%s)", self.identity, peer.identity, problem)
+            else:
+                claims[peer.certificate_der].add(peer.identity)
+        return {der: owner for der, claimants in claims.items() if (owner := self._owner(der, claimants)) is not None}
+
+    def _owner(self, der: bytes, claimants: set[str]) -> str | None:
+        if len(claimants) == 1:
+            return next(iter(claimants))
+        named, names = owner_named_in(der), ", ".join(sorted(claimants))
+        log.warning("%s: %s claim the same certificate, of %s", self.identity, names, named or "nobody")
+        return named if named in claimants else None
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        deadline = deadline_in(timeout_s)
+        wire = TlsWire(self._dial(peer, deadline), peer.identity)
+        stream = self.inbox.keep(Stream(WireCarrier(wire, self.limits)))
+        try:
+            return open_channel(stream, channel, seconds_to(deadline) or 0.0)
+        except PeerLost as lost:  # TLS 1.3 tells a client only now that its certificate was refused
+            if "alert" in str(lost).lower():
+                raise PeerRefused(f"{peer.identity} refused the certificate of {self.identity}: {lost}") from None
+            raise
+
+    def _dial(self, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
+        if problem := certificate_problem(peer.certificate_der):
+            raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
+        plain = _reach(peer, deadline)
+        try:
+            context = client_context(self._certificate, peer.certificate_der)
+            tune(plain)
+            plain.settimeout(_time_left(deadline))
+            connection = context.wrap_socket(plain)
+        except ssl.SSLCertVerificationError as error:
+            plain.close()
+            raise WrongPeer(f"{peer.identity}: its certificate is not that of its record ({error})") from None
+        except OSError as error:
+            plain.close()
+            raise PeerLost(f"{peer.identity} at {peer.host}:{peer.port}: no TLS ({error})") from None
+        if connection.getpeercert(binary_form=True) != peer.certificate_der:
+            connection.close()
+            raise WrongPeer(f"{peer.identity}: its certificate is not that of its record")
+        return connection
+
+    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        return self.inbox.take(channel, timeout_s)
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                plain, where = self._listener.accept()
+            except OSError as error:
+                if not self._closed:  # out of descriptors, say: others must still get in later
+                    log.warning("%s: cannot accept (%s)", self.identity, error)
+                    time.sleep(0.1)
+                continue
+            self._greet(plain, where[0])
+        self._listener.close()
+
+    def _greet(self, plain: socket.socket, host: str) -> None:
+        """Everything that may block happens in a thread of its own."""
+        identities, context = self._identities, self._context
+        try:
+            tune(plain)
+            plain.settimeout(HANDSHAKE_S)
+            connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            log.warning("%s lost a connection from %s: %s", self.identity, host, error)
+            plain.close()
+            return
+        self._handshakes.add(connection)
+        try:
+            threading.Thread(target=self._welcome, args=(connection, identities, host), daemon=True).start()
+        except RuntimeError as error:  # out of threads: others must still get in later
+            log.warning("%s cannot serve a connection from %s: %s", self.identity, host, error)
+            self._handshakes.remove(connection)
+            connection.close()
+
+    def _welcome(self, connection: ssl.SSLSocket, identities: dict[bytes, str], host: str) -> None:
+        stream = None
+        try:
+            stream = self._admit(connection, identities)
+            channel = read_channel(stream, HANDSHAKE_S)
+            if not self._handshakes.remove(connection):
+                raise PeerRefused("its handshake made way for newer ones")
+            self.inbox.put(channel, stream)
+        except (OSError, TransportError) as error:
+            log.info("%s refused a connection from %s: %s", self.identity, host, error)
+            self._handshakes.remove(connection)
+            (stream or connection).close()
+
+    def _admit(self, connection: ssl.SSLSocket, identities: dict[bytes, str]) -> Stream:
+        connection.do_handshake()
+        identity = identities.get(connection.getpeercert(binary_form=True) or b"")
+        if identity is None:
+            raise PeerRefused("its certificate belongs to no peer we know")
+        return Stream(WireCarrier(TlsWire(connection, identity), self.limits))
+
+    def forget(self, channel: str) -> None:
+        self.inbox.forget(channel)
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):  # not every system can shut a listening socket down
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._listener.close()
+        self.inbox.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=128)
+    # inherited by accepted sockets; it must be set before the connection is made to widen the TCP window
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+    return listener
+
+
+def _reach(peer: PeerAddress, deadline: Deadline) -> socket.socket:
+    try:
+        return socket.create_connection((peer.host, peer.port), _time_left(deadline))
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name, such as "a..b"
+        raise PeerLost(f"{peer.identity} cannot be reached at {peer.host}:{peer.port} ({error})") from None
+
+
+def _time_left(deadline: Deadline) -> float:
+    """For sockets, to which a timeout of 0 means something else."""
+    left = seconds_to(deadline)
+    if not left:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _wake(connection: socket.socket) -> None:
+    """Whoever waits for it gets an error and closes it: closed under that thread, its number could be another's."""
+    with suppress(OSError):  # it may be broken already
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

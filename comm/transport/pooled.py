@@ -1,0 +1,263 @@
+"""Connections that outlive their streams: a handshake, and a TCP window wide open, serve many rounds.
+
+For streams that go one way: the connecting side sends and ends, the accepting side only receives. When that has read
+the end mark it says so, and the next stream to that peer begins on the same connection. Until then, and when a stream
+is closed before its end, the next one gets a connection of its own: whoever never reads a stream holds no other up.
+Connections are renewed now and then, so that a better way to a peer is found, and a peer can open a few only.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from diloco.comm.transport.frame import END, HELLO
+from diloco.comm.transport.inbox import Inbox, hear_channel
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.wire import Deadline, Piece, PlacePiece
+from diloco.errors import PeerRefused, StreamClosed, TransportError
+
+CHANNEL = "pool"
+ANSWER_S = 10.0
+MAX_AGE_S = 300.0
+MAX_OF_ONE = 4  # connections that a peer may have open to us
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """A carrier for one stream. With its end mark the connection goes back; before that, close() closes it."""
+
+    def __init__(self, connection: Stream, on_end: Callable[[], None] = lambda: None) -> None:
+        self.connection = connection
+        self.carrier = connection.carrier
+        self.peer = connection.peer
+        self.over = threading.Event()
+        self.ended = False  # rather than cut
+        self._sent, self._received = self.carrier.bytes_sent, self.carrier.bytes_received
+        self._totals: tuple[int, int] | None = None
+        self._on_end = on_end
+        self._lock = threading.Lock()  # end or cut: whoever comes first decides
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._totals[0] if self._totals else self.carrier.bytes_sent - self._sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._totals[1] if self._totals else self.carrier.bytes_received - self._received
+
+    def bytes_for(self, piece: Piece) -> int:
+        return self.carrier.bytes_for(piece)
+
+    def send(self, piece: Piece, deadline: Deadline) -> None:
+        self._check()
+        self.carrier.send(piece, deadline)
+        if piece.kind == END and self._finish(ended=True):
+            self._on_end()
+
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        self._check()
+        piece = self.carrier.receive(place, deadline)
+        if piece.kind == END:
+            self._finish(ended=True)
+        return piece
+
+    def _check(self) -> None:
+        if self.over.is_set():
+            raise StreamClosed(f"the stream to {self.peer} has ended")
+
+    def _finish(self, *, ended: bool) -> bool:
+        """Whether it was this call that did it: after an end, the connection may carry another stream already."""
+        with self._lock:
+            if self.over.is_set():
+                return False
+            self._totals = self.bytes_sent, self.bytes_received
+            self.ended = ended
+            self.over.set()
+            return True
+
+    def close(self) -> None:
+        if self._finish(ended=False):
+            self.carrier.close()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A connection that this side opened."""
+
+    peer: PeerAddress
+    connection: Stream
+    at: float
+
+
+class Accepted:
+    """The connections that others opened, each with the stream on it, if any; longest in that state first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[Stream, Lease | None] = {}
+        self._allowed: frozenset[str] | None = None  # None: whomever the transport lets in
+
+    def add(self, connection: Stream) -> None:
+        with self._lock:
+            self._check(connection.peer)
+            surplus = self._surplus(connection.peer)
+            self._leases[connection] = None
+        if surplus is not None:
+            log.warning("%s has more than %d connections: one is closed", connection.peer, MAX_OF_ONE)
+            surplus.close()
+
+    def _surplus(self, peer: str) -> Stream | Lease | None:
+        """An idle one if there is any. Else the oldest stream goes: perhaps nobody will ever read it."""
+        of_peer = [connection for connection in self._leases if connection.peer == peer]
+        if len(of_peer) < MAX_OF_ONE:
+            return None
+        chosen = next((connection for connection in of_peer if self._leases[connection] is None), of_peer[0])
+        return self._leases.pop(chosen) or chosen
+
+    def mark(self, connection: Stream, lease: Lease | None) -> None:
+        with self._lock:
+            self._check(connection.peer)
+            if connection not in self._leases:
+                raise StreamClosed(f"the connection of {connection.peer} made way for another")
+            del self._leases[connection]  # and to the end of the order
+            self._leases[connection] = lease
+
+    def _check(self, peer: str) -> None:
+        if self._allowed is not None and peer not in self._allowed:
+            raise PeerRefused(f"{peer} is not allowed any more")
+
+    def allow(self, identities: Iterable[str]) -> None:
+        with self._lock:
+            self._allowed = allowed = frozenset(identities)
+            idle = [connection for connection, lease in self._leases.items() if lease is None]
+        for connection in idle:
+            if connection.peer not in allowed:
+                connection.close()
+
+    def remove(self, connection: Stream) -> None:
+        with self._lock:
+            self._leases.pop(connection, None)
+
+
+@runtime_checkable
+class Admits(Protocol):
+    def allow(self, peers: Iterable[PeerAddress]) -> None: ...
+
+
+class PooledTransport:
+    def __init__(self, transport: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.transport = transport
+        self.identity = transport.identity
+        self.inbox = Inbox()
+        self._clock = clock
+        self._idle: dict[str, Opened] = {}
+        self._lock = threading.Lock()
+        self._accepted = Accepted()
+        threading.Thread(target=self._accept_connections, name=f"pool-{self.identity}", daemon=True).start()
+
+    def allow(self, peers: Iterable[PeerAddress]) -> None:
+        """Exactly these may open streams from now on, on connections that exist too. Streams that exist stay."""
+        peers = list(peers)
+        if isinstance(self.transport, Admits):
+            self.transport.allow(peers)
+        self._accepted.allow(peer.identity for peer in peers)
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        self._drop_old()
+        idle = self._take_idle(peer)
+        if idle is not None:
+            try:
+                return self._begin(idle, channel, timeout_s)
+            except TransportError as gone:
+                log.debug("%s: an idle connection is gone (%s), opening another", self.identity, gone)
+        connection = self.transport.connect(peer, CHANNEL, timeout_s=timeout_s)
+        return self._begin(Opened(peer, connection, self._clock()), channel, timeout_s)
+
+    def _begin(self, opened: Opened, channel: str, timeout_s: float) -> Stream:
+        stream = self.inbox.keep(Stream(Lease(opened.connection, partial(self._give_back, opened))))
+        stream.send_reserved(HELLO, channel.encode(), timeout_s=timeout_s)
+        return stream
+
+    def _drop_old(self) -> None:
+        now = self._clock()
+        with self._lock:
+            old = [idle for idle in self._idle.values() if now - idle.at > MAX_AGE_S]
+            for idle in old:
+                del self._idle[idle.peer.identity]
+        for idle in old:
+            idle.connection.close()  # what was sent on it can still be read
+
+    def _take_idle(self, peer: PeerAddress) -> Opened | None:
+        with self._lock:
+            idle = self._idle.pop(peer.identity, None)
+        if idle is None or (idle.peer == peer and _was_read_to_its_end(idle.connection)):
+            return idle
+        idle.connection.close()  # what was sent on it can still be read
+        return None
+
+    def _give_back(self, opened: Opened) -> None:
+        with self._lock:
+            surplus = self._idle.pop(opened.peer.identity, None)
+            self._idle[opened.peer.identity] = opened
+        if surplus is not None:
+            surplus.connection.close()
+
+    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        return self.inbox.take(channel, timeout_s)
+
+    def _accept_connections(self) -> None:
+        while True:
+            try:
+                connection = self.transport.accept(CHANNEL, timeout_s=None)
+            except StreamClosed:  # the transport is
+                return
+            self._receive_connection(connection)
+
+    def _receive_connection(self, connection: Stream) -> None:
+        try:
+            self._accepted.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        except (PeerRefused, RuntimeError) as error:  # RuntimeError: out of threads, others must still get in later
+            log.warning("%s: a connection of %s was not taken: %s", self.identity, connection.peer, error)
+            self._accepted.remove(connection)
+            connection.close()
+
+    def _serve(self, connection: Stream) -> None:
+        """One stream after the other, until one is cut or the peer hangs up."""
+        try:
+            while self._serve_stream(connection):
+                self._accepted.mark(connection, None)
+                connection.send_reserved(HELLO, timeout_s=ANSWER_S)
+        except TransportError as gone:
+            log.debug("%s: connection of %s is over: %s", self.identity, connection.peer, gone)
+            connection.close()
+        finally:
+            self._accepted.remove(connection)
+
+    def _serve_stream(self, connection: Stream) -> bool:
+        """Whether it came to its end, rather than being cut."""
+        channel = hear_channel(connection, timeout_s=None)
+        lease = Lease(connection)
+        self._accepted.mark(connection, lease)
+        self.inbox.put(channel, Stream(lease))
+        lease.over.wait()
+        return lease.ended
+
+    def forget(self, channel: str) -> None:
+        self.inbox.forget(channel)
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.transport.close()
+
+
+def _was_read_to_its_end(connection: Stream) -> bool:
+    """Its peer sends one thing only: that it has read the last stream's end."""
+    try:
+        return connection.receive(timeout_s=0).kind == HELLO
+    except TransportError:  # nothing yet, or the connection is gone
+        return False

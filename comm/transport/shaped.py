@@ -1,0 +1,281 @@
+"""Any transport behind a link of given rate, delay and jitter. No root, any transport.
+
+The sender cuts frames into pieces, lets each pass its uplink and stamps it with the time it left. The receiver
+keeps a piece invisible until stamp + delay, then lets it pass its downlink. Where there is a delay, a thread per stream
+takes pieces in meanwhile, so that it costs no throughput; a mere cap on a rate costs neither thread nor copy. Stamps
+are CLOCK_MONOTONIC, which all processes of one machine share: delays are for experiments on one machine. Rate limits
+need no common clock (no stamp counts as later than a sender may run ahead, one of the far past is replaced by the time
+of arrival), and the other side need not be shaped.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from weakref import WeakSet
+
+from diloco.comm.transport.frame import FrameHeader
+from diloco.comm.transport.link import Link, Pace, Path, Paths
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.wire import Carrier, Deadline, Piece, PlacePiece, deadline_in, seconds_to
+from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
+
+NO_SLEEP_S = 0.0003  # shorter sleeps end late anyway; the stamps keep the exact time
+# A sender may run this far ahead of its uplink, and a receiver may take in this early what belongs to a frame whose
+# end is still to come: one sleep for several pieces.
+AHEAD_S = 0.004
+SPARE_BUFFERS = 32
+MIN_SPARE_BYTES = 64 * 1024  # smaller buffers are cheap to make, and a peer could have us hold many
+MIN_WINDOW_BYTES = 4 * 1024 * 1024
+MAX_WINDOW_BYTES = 256 * 1024 * 1024
+TRUSTED_STAMP_S = 5.0  # older stamps come from another machine's clock
+
+
+@dataclass
+class Arrival:
+    at: float
+    header: FrameHeader
+    piece: Piece
+    size: int
+    visible_at: float | None = None
+
+
+def cut_piece(piece: Piece, size: int) -> Iterator[Piece]:
+    total = len(piece.payload)
+    if total <= size:
+        yield piece
+        return
+    for start in range(0, total, size):
+        part = piece.payload[start : start + size]
+        rest = piece.rest + total - start - len(part)
+        yield replace(piece, head=b"" if start else piece.head, payload=part, rest=rest, continues=start > 0)
+
+
+def window_bytes(link: Link, path: Path) -> int:
+    """What can be on its way: a receiver that takes in less would turn delay into lost throughput."""
+    rate = min(link.down.bytes_per_s, 1.25e9)
+    worst_s = path.delay_s + path.jitter_s + (path.stall_s if path.loss else 0.0)
+    return int(min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, 2 * rate * worst_s)))
+
+
+def sent_at(piece: Piece, now: float) -> float:
+    """By its stamp, but never later than our own senders stamp: everybody on the downlink waits for such a piece."""
+    stamp = piece.stamp_ns / 1e9
+    return min(stamp, now + AHEAD_S) if now - stamp < TRUSTED_STAMP_S else now
+
+
+class ShapedCarrier:
+    def __init__(self, inner: Carrier, link: Link, path: Path, random: Random, *, by_stamp: bool = True) -> None:
+        self.inner = inner
+        self._by_stamp = by_stamp
+        self.peer = inner.peer
+        self.link = link
+        self.path = path
+        self._random = random
+        self._pace = Pace(link.up)
+        self._window = window_bytes(link, path)
+        self._changed = threading.Condition()
+        self._arrivals: deque[Arrival] = deque()
+        self._spare: deque[bytearray] = deque(maxlen=SPARE_BUFFERS)
+        self._held = 0
+        self._last_at = 0.0
+        self._end: TransportError | None = None  # why nothing more will arrive
+        self._cut = ""
+        self._closed = threading.Event()
+        if path.takes_time:
+            threading.Thread(target=self._take_in, name=f"link-{self.peer}", daemon=True).start()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self.inner.bytes_received
+
+    def bytes_for(self, piece: Piece) -> int:
+        return self.inner.bytes_for(piece)
+
+    def send(self, piece: Piece, deadline: Deadline) -> None:
+        for part in cut_piece(piece, self.link.piece_bytes):
+            finish = self._pass_uplink(self.bytes_for(part), deadline)
+            try:
+                self.inner.send(replace(part, stamp_ns=int(finish * 1e9)), deadline)
+            except TransportError as error:
+                raise self._reason(error) from None
+
+    def _pass_uplink(self, size: int, deadline: Deadline) -> float:
+        started = time.monotonic()
+        finish = self._pace.reserve(size, started)
+        if not self._sleep_until(finish, deadline, AHEAD_S):
+            raise PeerLost(f"{self.peer}: the uplink did not get a frame out in time")
+        self._pace.passed(finish, time.monotonic(), slept=finish - started > AHEAD_S)
+        return finish
+
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        if self.path.takes_time:
+            return self._receive_delayed(place, deadline)
+        return self._receive_at_once(place, deadline)
+
+    def _receive_at_once(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        try:
+            piece = self.inner.receive(place, deadline)
+        except TransportTimeout:
+            raise
+        except TransportError as error:
+            raise self._reason(error) from None
+        visible_at = self.link.down.reserve_arriving(self.bytes_for(piece), sent_at(piece, time.monotonic()))
+        self._sleep_until(visible_at, None, AHEAD_S if piece.rest else NO_SLEEP_S)
+        return piece
+
+    def _receive_delayed(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        arrival = self._wait_visible(deadline)
+        try:
+            target = place(arrival.header, arrival.piece.head)
+        except FrameError as bad:
+            self.close()
+            raise FrameError(f"{self.peer}: {bad}") from None
+        target[:] = arrival.piece.payload
+        with self._changed:
+            self._arrivals.popleft()
+            self._held -= arrival.size
+            self._keep_spare(arrival.piece.payload)
+            self._changed.notify_all()
+        return replace(arrival.piece, payload=target)
+
+    def _wait_visible(self, deadline: Deadline) -> Arrival:
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._arrivals or self._end, seconds_to(deadline))
+            if self._closed.is_set() or (there and not self._arrivals):
+                raise self._reason(self._end)
+            if not there:
+                raise TransportTimeout(f"{self.peer}: nothing arrived in time")
+            arrival = self._arrivals[0]
+        early_s = AHEAD_S if arrival.header.rest else NO_SLEEP_S
+        if arrival.visible_at is None and self._sleep_until(arrival.at, deadline, early_s):
+            # only now: pieces of nearer peers that arrive earlier use the downlink first
+            arrival.visible_at = self.link.down.reserve_arriving(arrival.size, arrival.at)
+        if arrival.visible_at is None or not self._sleep_until(arrival.visible_at, deadline, early_s):
+            raise TransportTimeout(f"{self.peer}: nothing arrived in time")
+        return arrival
+
+    def _sleep_until(self, moment: float, deadline: Deadline, early_s: float) -> bool:
+        """Not at all if it is no more than `early_s` away. False when the deadline comes first."""
+        late = deadline is not None and deadline < moment
+        pause = (deadline if late and deadline is not None else moment) - time.monotonic()
+        if pause > early_s:
+            self._closed.wait(pause)
+        if self._closed.is_set():
+            raise self._reason(None)
+        return not late
+
+    def _take_in(self) -> None:
+        try:
+            while True:
+                self._take_piece()
+        except TransportError as end:
+            with self._changed:
+                self._end = end
+                self._changed.notify_all()
+
+    def _take_piece(self) -> None:
+        headers: list[FrameHeader] = []
+
+        def place(header: FrameHeader, head: bytes) -> memoryview:
+            headers.append(header)
+            return self._make_room(header.length)
+
+        piece = self.inner.receive(place, None)
+        size = self.bytes_for(piece)
+        with self._changed:
+            self._changed.wait_for(lambda: self._held < self._window or self._closed.is_set())
+            now = time.monotonic()
+            sent = sent_at(piece, now) if self._by_stamp else now
+            self._last_at = max(self._last_at, self.path.arrival(sent, self._random))
+            self._arrivals.append(Arrival(self._last_at, headers[0], piece, size))
+            self._held += size
+            self._changed.notify_all()
+
+    def _make_room(self, length: int) -> memoryview:
+        if self._spare and MIN_SPARE_BYTES <= length <= len(self._spare[-1]) <= 2 * length:
+            return memoryview(self._spare.pop())[:length]
+        return memoryview(bytearray(length))
+
+    def _keep_spare(self, payload: memoryview) -> None:
+        if len(payload) >= MIN_SPARE_BYTES:
+            assert isinstance(payload.obj, bytearray)  # from _make_room
+            self._spare.append(payload.obj)
+
+    def _reason(self, error: TransportError | None) -> TransportError:
+        if self._cut:
+            return PeerLost(f"{self.peer}: {self._cut}")
+        if error is None or self._closed.is_set():
+            return StreamClosed(f"the stream to {self.peer} was closed here")
+        return error
+
+    def lose(self, reason: str) -> None:
+        self._cut = reason
+        self.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        self.inner.close()
+        with self._changed:
+            self._changed.notify_all()
+
+
+class ShapedTransport:
+    def __init__(self, transport: Transport, link: Link, paths: Paths | None = None, *, by_stamp: bool = True) -> None:
+        """Without `by_stamp` delays count from the arrival: the kernel holds the rates, and has taken its time."""
+        self.transport = transport
+        self._by_stamp = by_stamp
+        self.identity = transport.identity
+        self.link = link
+        self.paths = paths or Paths()
+        self._carriers: WeakSet[ShapedCarrier] = WeakSet()
+        self._opened = 0
+        self._lock = threading.Lock()
+        self.paths.watch(self._on_cut)
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        if self.paths.is_cut(self.identity, peer.identity):
+            raise PeerLost(f"{peer.identity}: the link is cut")
+        return self._shape(self.transport.connect(peer, channel, timeout_s=timeout_s))
+
+    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        deadline = deadline_in(timeout_s)
+        while True:
+            stream = self.transport.accept(channel, timeout_s=seconds_to(deadline))
+            if not self.paths.is_cut(self.identity, stream.peer):
+                return self._shape(stream)
+            stream.close()
+
+    def _shape(self, stream: Stream) -> Stream:
+        with self._lock:
+            self._opened += 1
+            random = Random(f"{self.paths.seed} {self.identity} {stream.peer} {self._opened}")
+            path = self.paths.between(self.identity, stream.peer)
+            carrier = ShapedCarrier(stream.carrier, self.link, path, random, by_stamp=self._by_stamp)
+            self._carriers.add(carrier)
+        if self.paths.is_cut(self.identity, stream.peer):  # while it was being opened
+            carrier.lose("the link is cut")
+        return Stream(carrier)
+
+    def _on_cut(self, pair: frozenset[str]) -> None:
+        with self._lock:
+            carriers = [carrier for carrier in self._carriers if {self.identity, carrier.peer} == pair]
+        for carrier in carriers:
+            carrier.lose("the link is cut")
+
+    def forget(self, channel: str) -> None:
+        self.transport.forget(channel)
+
+    def close(self) -> None:
+        self.paths.unwatch(self._on_cut)
+        with self._lock:
+            carriers = list(self._carriers)
+        for carrier in carriers:
+            carrier.close()
+        self.transport.close()

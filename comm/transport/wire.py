@@ -1,0 +1,159 @@
+"""Below streams: a `Wire` is an ordered pipe of bytes to one peer; a `Carrier` moves single pieces of frames.
+
+A new kind of connection needs a `Wire` only. Whatever shapes traffic is a carrier around another (see shaped.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from diloco.comm.transport.frame import (
+    CONTINUES,
+    HEADER_BYTES,
+    SECURED,
+    Buffer,
+    FrameHeader,
+    Limits,
+    check_piece,
+    pack_header,
+    parse_header,
+)
+from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
+
+STALL_S = 30.0  # a frame that has begun and makes no progress for so long: its sender is lost
+JOIN_BYTES = 16 * 1024  # a header goes out with the payload's beginning: that copy costs less than a TLS record more
+
+PlacePiece = Callable[[FrameHeader, bytes], memoryview]  # (header, head) -> writable view for the piece's payload
+Deadline = float | None  # a value of time.monotonic()
+
+
+@dataclass(frozen=True)
+class Piece:
+    kind: int
+    head: bytes
+    payload: memoryview
+    rest: int = 0
+    continues: bool = False
+    stamp_ns: int = 0
+
+
+class Wire(Protocol):
+    """An ordered pipe of bytes to one peer. Breaks are PeerLost; after this side's close(), StreamClosed."""
+
+    peer: str
+    secure: bool  # bytes are authenticated already: no checksum needed
+
+    def write(self, data: memoryview, deadline: Deadline) -> None: ...
+    def wait(self, deadline: Deadline) -> bool:
+        """Until a byte (or the news of a break) is there; False when the deadline came first."""
+
+    def read_into(self, view: memoryview, stall_s: float) -> None:
+        """Fills the view, however long that takes; PeerLost when no byte comes for `stall_s`."""
+
+    def bytes_for(self, length: int) -> int:
+        """What a write of so many bytes costs on the network, as far as this layer can see."""
+
+    def close(self) -> None: ...
+
+
+class Carrier(Protocol):
+    @property
+    def peer(self) -> str: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def bytes_received(self) -> int: ...
+    def send(self, piece: Piece, deadline: Deadline) -> None: ...
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """The next piece. The deadline is for its beginning only: TransportTimeout, and nothing was consumed."""
+
+    def bytes_for(self, piece: Piece) -> int: ...
+    def close(self) -> None: ...
+
+
+class WireCarrier:
+    """Pieces over a wire. A piece that has begun may take its time, but not stop for `stall_s`."""
+
+    def __init__(self, wire: Wire, limits: Limits | None = None, *, stall_s: float = STALL_S) -> None:
+        self.wire = wire
+        self.limits = limits or Limits()
+        self.stall_s = stall_s
+        self.peer = wire.peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._failure: TransportError | None = None  # why we closed the wire ourselves, for the other direction
+
+    def send(self, piece: Piece, deadline: Deadline) -> None:
+        try:
+            self._send(piece, deadline)
+        except StreamClosed as closed:
+            raise self._failure or closed from None
+
+    def _send(self, piece: Piece, deadline: Deadline) -> None:
+        flags = (CONTINUES if piece.continues else 0) | (SECURED if self.wire.secure else 0)
+        header = pack_header(
+            piece.kind, piece.head, piece.payload, rest=piece.rest, flags=flags, stamp_ns=piece.stamp_ns
+        )
+        joined = _joined_bytes(piece)
+        self.wire.write(memoryview(b"".join((header, piece.head, piece.payload[:joined]))), deadline)
+        if joined < len(piece.payload):
+            self.wire.write(piece.payload[joined:], deadline)
+        self.bytes_sent += self.bytes_for(piece)
+
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        if not self.wire.wait(deadline):
+            raise TransportTimeout(f"{self.peer}: nothing arrived in time")
+        try:
+            return self._receive(place)
+        except FrameError as bad:
+            self._failure = FrameError(f"{self.peer}: {bad}")
+            self.close()
+            raise self._failure from None
+        except BaseException as error:  # in the middle of a piece: what follows could not be told apart
+            self._failure = error if isinstance(error, PeerLost) else None
+            self.close()
+            raise
+
+    def _receive(self, place: PlacePiece) -> Piece:
+        raw = bytearray(HEADER_BYTES)
+        self.wire.read_into(memoryview(raw), self.stall_s)
+        header = parse_header(raw, self.limits)
+        head = bytearray(header.head_length)
+        self.wire.read_into(memoryview(head), self.stall_s)
+        payload = place(header, bytes(head))
+        self.wire.read_into(payload, self.stall_s)
+        check_piece(header, raw, head, payload, secured=self.wire.secure)
+        piece = Piece(header.kind, bytes(head), payload, header.rest, header.continues, header.stamp_ns)
+        self.bytes_received += self.bytes_for(piece)
+        return piece
+
+    def bytes_for(self, piece: Piece) -> int:
+        joined = _joined_bytes(piece)
+        first = self.wire.bytes_for(HEADER_BYTES + len(piece.head) + joined)
+        apart = len(piece.payload) - joined
+        return first + (self.wire.bytes_for(apart) if apart else 0)
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+def _joined_bytes(piece: Piece) -> int:
+    """How much of the payload is written together with the header."""
+    return min(len(piece.payload), max(0, JOIN_BYTES - HEADER_BYTES - len(piece.head)))
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    if not view.nbytes:
+        return memoryview(bytearray())  # cast() refuses empty views
+    plain = view.format == "B" and view.ndim == 1 and view.c_contiguous
+    return view if plain else view.cast("B")  # TypeError for what does not lie in one stretch
+
+
+def deadline_in(timeout_s: float | None) -> Deadline:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def seconds_to(deadline: Deadline) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,151 @@
+"""`diloco export`: a run's outer parameters in Hugging Face's layout.
+
+The built-in model is Qwen3's architecture (Llama's, with QK-norm) under shorter names, so only names change.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import SaveError
+from diloco.history.load import Trained
+from diloco.model.build import parameters_on_meta
+from diloco.model.decoder import Decoder
+from diloco.model.hf import load_transformers
+from diloco.version import __version__
+
+ABOUT = "diloco.json"  # by it an earlier export is known
+SHARD = "5GB"
+OUTSIDE_BLOCKS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp": "mlp",
+}
+
+
+def refuse_target(out: Path, run: Path, *, force: bool) -> None:
+    """Only what does not exist, is empty, or was written by an earlier export is ever written to."""
+    whole_run = run.parent if run.name.startswith("island-") else run
+    if out.resolve().is_relative_to(whole_run.resolve()):
+        raise SaveError(f"{out} is inside the run {whole_run}: name a folder somewhere else")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise SaveError(f"{out} is a file: name a folder that does not exist yet")
+    there, written = {path.name for path in out.iterdir()}, _written_by_export(out)
+    if foreign := sorted(there - written):
+        raise SaveError(f"{out} holds {foreign[0]}, which no export wrote: name a folder that does not exist yet")
+    if there and not force:
+        raise SaveError(f"{out} holds an earlier export: add --force to replace it, or name another folder")
+
+
+def _written_by_export(out: Path) -> set[str]:
+    try:
+        return {ABOUT, *map(str, json.loads((out / ABOUT).read_text())["files"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
+    """Writes all of `out` or nothing; returns the architecture's name. `refuse_target` comes first."""
+    with _appearing(out.resolve()) as part:
+        if isinstance(trained.module, Decoder):
+            model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
+        else:
+            model = _as_it_came(trained)
+        model.save_pretrained(part, max_shard_size=SHARD)
+        if trained.config.model.hf is not None:
+            _keep_generation_settings(Path(trained.config.model.hf), part)
+        if tokenizer is not None:
+            tokenizer.save(part)
+        _write_about(trained, part)
+        for path in part.iterdir():  # safetensors makes files for their owner only
+            path.chmod((part / ABOUT).stat().st_mode)
+    return str(model.config.model_type)
+
+
+def as_qwen3(module: Decoder, *, end: int | None = None) -> Any:
+    """The same model, sharing its memory."""
+    transformers = load_transformers("diloco export")
+    shape = module.shape
+    config = transformers.Qwen3Config(
+        vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.blocks, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads or shape.heads, head_dim=shape.head_width,
+        max_position_embeddings=shape.context, rope_theta=10_000.0, rms_norm_eps=module.norm.eps,
+        tie_word_embeddings=shape.tied, eos_token_id=end,
+    )  # fmt: skip
+    with parameters_on_meta():
+        model = transformers.Qwen3ForCausalLM(config)
+    model.load_state_dict({qwen3_name(name): value for name, value in module.state_dict().items()}, assign=True)
+    model.tie_weights()
+    return model.eval()
+
+
+def qwen3_name(name: str) -> str:
+    match name.split("."):
+        case ["blocks", number, part, *rest]:
+            return ".".join(["model.layers", number, IN_BLOCK[part], *rest])
+        case [part, *rest]:
+            return ".".join([OUTSIDE_BLOCKS[part], *rest])
+    raise AssertionError(name)
+
+
+def _as_it_came(trained: Trained) -> Any:
+    """Training switched the key-value cache off; a user of the model wants its own setting."""
+    transformers = load_transformers("diloco export")
+    model: Any = trained.module
+    own = transformers.AutoConfig.from_pretrained(trained.config.model.hf, local_files_only=True)
+    model.config.use_cache = getattr(own, "use_cache", True)
+    return model
+
+
+def _keep_generation_settings(source: Path, part: Path) -> None:
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", part / "generation_config.json")
+
+
+def _write_about(trained: Trained, part: Path) -> None:
+    about = {
+        "diloco": __version__, "run": trained.config.run, "step": trained.step, "round": trained.round,
+        "files": sorted(path.name for path in part.iterdir()),
+    }  # fmt: skip
+    (part / ABOUT).write_text(json.dumps(about, indent=1))
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder next to `out` that takes its place when it is complete; what was there before goes then."""
+    part, before = (out.with_name(f".{out.name}.{end}") for end in ("part", "before"))
+    try:
+        for left_over in (part, before):
+            shutil.rmtree(left_over, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        _replace(out, part, before)
+    except (OSError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SaveError(f"{out} could not be written ({reason}): free some space or name another folder") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _replace(out: Path, part: Path, before: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        part.rename(out)
+        return
+    out.rename(before)
+    try:
+        part.rename(out)
+    except OSError:
+        before.rename(out)
+        raise
+    shutil.rmtree(before)

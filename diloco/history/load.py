@@ -1,0 +1,167 @@
+"""What a run has learned so far: the outer parameters of its newest save, as one whole model.
+
+It works while the run goes on: saves appear by a rename, and one that is pruned while it is read is passed over.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.checkpoint.save import read_facts, read_outer, saves
+from diloco.config.file import parse_config
+from diloco.config.schema import Config
+from diloco.data.batches import open_source
+from diloco.data.samples import OWN_LOOP
+from diloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_digest
+from diloco.data.tokens import TokenFile
+from diloco.errors import DataError, SaveError
+from diloco.island.island import materialise
+from diloco.island.layout import Layout
+from diloco.model.build import Network, build_network
+from diloco.model.decoder import Decoder
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Trained:
+    module: nn.Module  # fp32, on the CPU, in evaluation mode
+    config: Config
+    step: int  # of the outer state
+    round: int
+    save: Path
+    passed: tuple[str, ...]  # newer saves that cannot be read, and why
+
+    @property
+    def vocab(self) -> int:
+        return self.module.shape.vocab if isinstance(self.module, Decoder) else int(self._hf.vocab_size)
+
+    @property
+    def context(self) -> int:
+        if isinstance(self.module, Decoder):
+            return self.module.shape.context
+        return getattr(self._hf, "max_position_embeddings", None) or self.config.data.sequence
+
+    @property
+    def _hf(self) -> Any:
+        return self.module.config
+
+
+def find_run(name: str) -> Path:
+    """The folder of a run, or of one island of it, by its path or by its name under runs/."""
+    places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
+    if found := [place for place in places if saves_of(place)]:
+        return found[0]
+    if places:
+        raise SaveError(
+            f"{places[-1]} holds no save yet: a run saves every checkpoint.snapshot_every rounds and when it ends"
+        )
+    names = sorted(path.name for path in RUNS.glob("*") if saves_of(path))
+    hint = f"there are {', '.join(names)}" if names else "give the folder that checkpoint.dir named"
+    raise SaveError(f"{name}: no such run, neither as a folder nor under {RUNS}/: {hint}")
+
+
+def saves_of(folder: Path) -> list[Path]:
+    """Those of a run, or of all the islands that it has on this machine."""
+    return [save for place in (folder, *folder.glob("island-*")) for save in saves(place)]
+
+
+def load_trained(folder: Path) -> Trained:
+    save, facts, vector, passed = _read_newest(folder)
+    if facts["data"] == OWN_LOOP:
+        raise SaveError(
+            f"{save} is of a program of its own (diloco.connect), and only that knows its model: load it there, "
+            "inside `with run.outer_parameters():`"
+        )
+    config = parse_config(facts["config"])
+    network = _network(config, len(vector))
+    layout = _layout(network.module)
+    if layout.size != len(vector):
+        raise SaveError(f"{save} holds {len(vector)} values, its model has {layout.size}: use the diloco that wrote it")
+    materialise(network.module, torch.device("cpu"))
+    frozen = any(not parameter.requires_grad for parameter in network.module.parameters())
+    with torch.no_grad():
+        for name, value in chain(network.initial() if frozen else (), layout.views(vector)):
+            network.module.get_parameter(name).copy_(value)
+    return Trained(network.module.eval(), config, facts["outer_step"], facts["round"], save, passed)
+
+
+def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str, ...]]:
+    passed: dict[Path, str] = {}
+    while True:
+        known: dict[Path, dict[str, Any]] = {}
+        gone = False
+        for save in saves_of(folder):  # again each time: whoever prunes or replaces one has just written another
+            try:
+                known[save] = read_facts(save)
+            except SaveError as error:
+                if save.exists():
+                    passed[save] = str(error)
+                else:
+                    gone = True
+        left = [save for save in known if save not in passed]
+        if not left and gone:
+            continue
+        if not left:
+            raise SaveError([f"{folder} holds no save any more", *passed.values()][-1])
+        newest = max(left, key=lambda save: (known[save]["round"], known[save]["step"]))
+        try:
+            vector = read_outer(newest)["parameters"]
+        except SaveError as error:
+            if newest.exists():
+                passed[newest] = str(error)
+            continue
+        return newest, known[newest], vector, tuple(why for save, why in passed.items() if save.exists())
+
+
+def _network(config: Config, length: int) -> Network:
+    """The vocabulary follows from the length of the vector: the data need not be on this machine."""
+
+    def build(vocab: int) -> Network:
+        return build_network(config.model, data_vocab=vocab, sequence=config.data.sequence, seed=config.seed)
+
+    if config.model.hf is not None or config.model.vocab is not None:
+        return build(1)
+    one, two = (_layout(build(vocab).module).size for vocab in (1, 2))
+    if one == two:  # frozen embeddings: they are in no vector
+        return build(open_source(config.data, cache_dir=Path(config.dir).resolve().parent / "cache").vocab)
+    return build(1 + (length - one) // (two - one))
+
+
+def _layout(module: nn.Module) -> Layout:
+    return Layout.of((name, p) for name, p in module.named_parameters() if p.requires_grad)
+
+
+def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
+    spec = given or _tokenizer_of(trained.config)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab > trained.vocab:
+        raise DataError(
+            f"the tokenizer {spec} has {tokenizer.vocab} tokens, the model {trained.vocab}: "
+            "give the one that the run was trained with, by --tokenizer"
+        )
+    return tokenizer
+
+
+def _tokenizer_of(config: Config) -> str:
+    data = config.data
+    if data.source != "tokens":
+        return BYTES if data.source == "stdlib" else data.tokenizer
+    made_with = TokenFile(Path(data.path or "")).info.tokenizer
+    for spec in (BYTES, data.tokenizer, config.model.hf):
+        try:
+            if spec is not None and tokenizer_digest(spec) == made_with:
+                return spec
+        except DataError:
+            continue  # a model's folder may hold no tokenizer
+    raise DataError(f"{data.path} does not say where its tokenizer is: name its folder by --tokenizer")
+
+
+def begins_with(config: Config, tokenizer: Tokenizer) -> int | None:
+    """The token that training put before each document; None where documents followed each other without one."""
+    plain = config.data.source == "stdlib" or (config.data.source == "text" and config.data.tokenizer == BYTES)
+    return None if plain else tokenizer.end

@@ -1,0 +1,224 @@
+"""What an island's log says of its run: its rounds, whether all of it is whole, and the state of any round it covers.
+
+Nothing is changed here, and the run may go on meanwhile.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diloco.checkpoint.log.journal import Journal, Trouble
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
+from diloco.checkpoint.save import FACTS, write_outer_save
+from diloco.comm.peers.identity import Identity
+from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.record import Head, Record
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.keeper import Run
+from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_of, replay
+from diloco.errors import SaveError, SnapshotDamaged
+from diloco.history.load import RUNS, saves_of
+from diloco.run.folder import has_log
+from diloco.run.genesis import FILE, Genesis, Parent, read_genesis
+from diloco.run.join import OUTER
+from diloco.train.amend import in_words
+from diloco.train.outer import apply_record
+
+WRITING_S = 0.5  # what is torn for longer is not being written
+
+
+@dataclass(frozen=True)
+class Row:
+    round: int
+    fragment: int  # -1: it changes no parameter
+    step: int
+    contributors: tuple[str, ...]  # peer ids
+    tokens: int
+    bytes: int
+    digest: str
+    amendment: str = ""  # what the run's owner changed by it
+
+
+def find_logs(name: str) -> list[Path]:
+    """Folders with a log: of an island, or of all islands that a run has on this machine."""
+    for place in (Path(name).expanduser(), RUNS / name):
+        found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
+        if found:
+            return [island / OUTER for island in found]
+    if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
+        raise SaveError(
+            f"{name}: an island alone trained there, and that keeps saves but no log of its rounds; runs with others "
+            "(--islands) have one"
+        )
+    raise SaveError(
+        f"{name}: no log there, neither as a folder nor under {RUNS}/: runs with others (--islands) have one"
+    )
+
+
+def names_of(logs: list[Path]) -> dict[str, str]:
+    """Of the islands on this machine, by their ids."""
+    keys = {log.parent / "identity.key": log.parent.name for log in logs}
+    return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
+
+
+def rows(log: Path) -> list[Row]:
+    """Of the chain that leads to the newest round, oldest first."""
+    journal = Journal.read(log)
+    best = max(points_of(log, journal), key=lambda point: point.end.head, default=None)
+    head = best.end.head.digest if best is not None else ""
+    return [_row(record_of(entry), journal) for entry in journal.leading_to(head)]
+
+
+def _row(record: Record, journal: Journal) -> Row:
+    proposal, place = record.proposal, journal.payloads.get(record.payload)
+    size = place.length if place is not None else 0
+    amendment = "" if proposal.amendment is None else in_words(proposal.amendment)
+    return Row(
+        proposal.key.round, proposal.fragment, proposal.step, proposal.islands, proposal.tokens, size, record.digest,
+        amendment,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Findings:
+    first: int  # the rounds that were replayed
+    last: int
+    snapshots: int
+    digests: int  # of states, that were compared
+    problems: tuple[str, ...]
+
+
+def verify(log: Path) -> Findings:
+    """Reads every byte, replays everything, and compares every digest there is."""
+    journal = _settled(log)
+    problems = [str(trouble) for trouble in journal.troubles]
+    if read_genesis(log) is None:
+        problems.append(f"{FILE} is damaged or missing")
+    states = dict(journal.states)
+    for path in snapshots(log):
+        try:
+            manifest = read_manifest(path)
+            if vectors_digest(read_vectors(path, manifest)) != manifest.state:
+                raise SnapshotDamaged(f"{path} does not hold the state that it says")
+            states[manifest.version] = manifest.state
+        except SnapshotDamaged as damaged:
+            problems.append(str(damaged))
+    points = sorted(points_of(log, journal), key=lambda point: point.kept.state.head)
+    replayed = [found for point in points if (found := _replay_checked(point, journal, states, problems))]
+    covered = [number for first, last, _ in replayed for number in (first, last)]
+    compared = max((count for *_, count in replayed), default=0)
+    return Findings(min(covered, default=0), max(covered, default=0), len(points), compared, tuple(problems))
+
+
+def _settled(log: Path) -> Journal:
+    """A run that is under way may be writing just now."""
+    journal = Journal.read(log)
+    if any(trouble.torn is not None for trouble in journal.troubles):
+        time.sleep(WRITING_S)
+        again = Journal.read(log)
+        same = {_place(trouble) for trouble in journal.troubles}
+        again.troubles = [trouble for trouble in again.troubles if _place(trouble) in same]
+        return again
+    return journal
+
+
+def _place(trouble: Trouble) -> tuple[Path, int | None, str]:
+    return trouble.path, trouble.torn, "" if trouble.torn is not None else trouble.text
+
+
+def _replay_checked(
+    point: Point, journal: Journal, states: dict[str, str], problems: list[str]
+) -> tuple[int, int, int] | None:
+    """First and last round, and how many digests were compared on the way."""
+    told: list[str] = []
+    known = Journal(journal.entries, journal.children, journal.payloads, states)
+    try:
+        vectors = read_vectors(point.path, point.manifest)
+    except SnapshotDamaged:
+        return None  # it was named
+    state = replay(point, vectors, known, _run(point), lambda what, text: told.append(text))
+    problems += [text for text in told if text not in problems]
+    if state is None:
+        return None
+    on_the_way = {record.digest for record in point.records} & states.keys()
+    return point.kept.state.head.round, state.head.round, len(on_the_way)
+
+
+def _run(point: Point) -> Run:
+    return Run(b"", point.kept.genesis, Fragments(point.kept.fragments), apply_record)
+
+
+def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
+    """After this round."""
+    journal = Journal.read(log)
+    points = list(points_of(log, journal))
+    fitting = [point for point in points if point.kept.state.head.round <= number <= point.end.head.round]
+    for point in sorted(fitting, key=lambda point: (point.end.head, point.kept.state.head), reverse=True):
+        try:
+            vectors = read_vectors(point.path, point.manifest)
+        except SnapshotDamaged:
+            continue  # an older one leads there too
+        state = replay(point, vectors, journal, _run(point), lambda what, text: None, until=number)
+        if state is not None and state.head.round == number:
+            return state, vectors
+    covered = [number for point in points for number in (point.kept.state.head.round, point.end.head.round)]
+    known = f"it covers rounds {min(covered)} to {max(covered)}" if covered else "it covers none"
+    removed = bool(covered) and number < min(covered)
+    why = "earlier ones were removed (checkpoint.keep)" if removed else "diloco log --verify says what is damaged"
+    raise SaveError(f"{log} does not lead to round {number}: {known}; {why}")
+
+
+def newest_state(log: Path) -> RunState:
+    """Where the log leads."""
+    states = [point.end for point in points_of(log, Journal.read(log))]
+    if not states:
+        raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
+    return max(states, key=lambda state: state.head)
+
+
+def fragments_in(log: Path) -> tuple[Ranges, ...]:
+    """How the vectors are divided, the same in every snapshot."""
+    return next(kept_in(manifest, path).fragments for manifest, path in manifests(log))
+
+
+def origin(log: Path) -> Parent | None:
+    """Of a run that was rewound from another one."""
+    genesis = read_genesis(log)
+    return None if genesis is None else genesis.parent
+
+
+def checkout(log: Path, number: int, out: Path) -> Path:
+    """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
+    if out.exists() and any(out.iterdir()):
+        raise SaveError(f"{out} is there already: name a new folder")
+    genesis = read_genesis(log)
+    if genesis is None:
+        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    state, vectors = state_of(log, number)
+    return write_outer_save(out, state.step, vectors, _facts(genesis, state))
+
+
+def _facts(genesis: Genesis, state: RunState) -> dict[str, Any]:
+    config = genesis.configure({}).model_dump(mode="json")
+    known = {"round": state.head.round, "outer_step": state.step, "data": genesis.data, "config": config}
+    return {**dict.fromkeys(FACTS), **known, "step": state.step}
+
+
+def furthest(logs: list[Path]) -> Path:
+    """Of the islands of a run, the one whose log leads furthest."""
+    heads = {log: [point.end.head for point in points_of(log, Journal.read(log))] for log in logs}
+    return max(logs, key=lambda log: max(heads[log], default=Head(-1, -1, "")))
+
+
+def lines(found: list[Row], names: dict[str, str]) -> Iterator[tuple[str, ...]]:
+    for row in found:
+        who = ", ".join(names.get(peer, peer[-8:]) for peer in row.contributors) or "-"
+        fragment = "-" if row.fragment < 0 else str(row.fragment)
+        who = f"{who}; set {row.amendment}" if row.amendment else who
+        yield str(row.round), fragment, str(row.step), str(row.tokens), str(row.bytes), row.digest[:12], who

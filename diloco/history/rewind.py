@@ -1,0 +1,144 @@
+"""`diloco rewind`: an earlier round of a run becomes the beginning of a new one. Nothing of the old run is changed.
+
+The new run has a genesis that names its parent, an owner's key of its own (old tickets let nobody in, and islands with
+the old log are not taken for its members), and the outer state of that round as its first snapshot.
+"""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from diloco.checkpoint.log.journal import Header, Kind, header_frame
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import SegmentWriter, sync_path
+from diloco.checkpoint.log.snapshot import Frozen, write_snapshot
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import run_id_of
+from diloco.config.file import flat, load_config, overrides_tree, render_config
+from diloco.config.schema import Config
+from diloco.data.samples import OWN_LOOP
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import to_plain
+from diloco.elastic.runtime.keeper import Kept
+from diloco.errors import ConfigError, SaveError
+from diloco.history.log import find_logs, fragments_in, furthest, state_of
+from diloco.run.folder import has_log
+from diloco.run.genesis import FILE, PROTOCOL, Genesis, Parent, own_sections, read_genesis, shared_of, write_genesis
+from diloco.run.join import OUTER
+from diloco.train.amend import amended, changed
+from diloco.train.outer import VECTORS
+from diloco.train.schedule import Schedule, schedule_of
+
+FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
+FREE = ("data.epochs", "data.path", "data.tokenizer")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A run that begins where another one was."""
+
+    folder: Path
+    source: Path
+    genesis: Genesis
+    islands: int  # with a folder each, ready to go on
+
+    @property
+    def own_loop(self) -> bool:
+        return self.genesis.data == OWN_LOOP
+
+
+def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[str] = ()) -> Branch:
+    log = furthest(find_logs(run))
+    source, islands = _run_of(log.parent)
+    out = out or source.with_name(f"{source.name}-round-{number}")
+    if out.exists():
+        raise SaveError(f"{out} is there already: name another folder, after the round")
+    genesis = read_genesis(log)
+    if genesis is None:
+        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    state, vectors = state_of(log, number)
+    config = _config(log.parent, genesis, state, list(overrides), out)
+    draft = out.with_name(f".{out.name}.part")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        homes = [draft] if islands == 1 else [draft / f"island-{n}" for n in range(1, islands + 1)]
+        first = _found(homes[0], genesis, state, vectors, config, fragments_in(log))
+        for home in homes[1:]:
+            shutil.copytree(homes[0] / OUTER, home / OUTER)
+        for place in {draft, *homes}:
+            (place / "config.yaml").write_text(render_config(config), encoding="utf-8")
+        draft.rename(out)
+        sync_path(out.parent)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise SaveError(f"{out} cannot be written ({error.strerror}): nothing was changed") from None
+    return Branch(out, source, first, islands)
+
+
+def _run_of(island: Path) -> tuple[Path, int]:
+    """The folder of the whole run, and how many islands of it have a log there."""
+    above = island.parent
+    if island.name.startswith("island-") and (above / "config.yaml").is_file():
+        return above, sum(has_log(other) for other in above.glob("island-*"))
+    return island, 1
+
+
+def _config(island: Path, genesis: Genesis, state: RunState, overrides: list[str], out: Path) -> Config:
+    """As it was in force at that round, with what is to be different from there on."""
+    file = island / "config.yaml"
+    own = own_sections(load_config(file)) if file.is_file() else {}
+    before = amended(genesis.configure(own), state.amendments)
+    asked = flat(overrides_tree(overrides))
+    config = changed(before, asked | {"checkpoint.dir": str(out)})
+    for key in asked:
+        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
+        if fixed or (key == "outer.optimizer" and VECTORS[config.outer.optimizer] != VECTORS[before.outer.optimizer]):
+            raise ConfigError(f"{key} cannot change: the state of round {state.head.round} was made with it")
+    if state.step >= config.inner.steps:
+        raise ConfigError(
+            f"round {state.head.round} is at step {state.step}, where inner.steps={config.inner.steps} ends the run: "
+            f"take an earlier round, or train on with --set inner.steps={2 * state.step}"
+        )
+    return config
+
+
+def _found(
+    home: Path, old: Genesis, state: RunState, vectors: dict[str, Tensor], config: Config, fragments: tuple[Ranges, ...]
+) -> Genesis:
+    """An island's folder with the first snapshot of a run that has no other records yet."""
+    outer = home / OUTER
+    outer.mkdir(parents=True)
+    owner, founder = Identity.load(home / "owner.key"), Identity.load(home / "identity.key")
+    parent = Parent(
+        old.digest, state.head.round, state.head.digest, vectors_digest(vectors),
+        state.head.tokens, state.step, _updates(config, state), _returned(state.ledger),
+    )  # fmt: skip
+    genesis = replace(
+        old, protocol=PROTOCOL, config=shared_of(config), founder=founder.peer_id, parent=parent
+    ).signed(owner)  # fmt: skip
+    write_genesis(outer, run_id_of(owner.public_key), genesis)
+    begin = genesis.state()
+    head, kept = begin.head, to_plain(Kept(genesis.digest, begin, fragments))
+    segment = SegmentWriter(outer, 1)
+    segment.write(Kind.HEADER, header_frame(Header(genesis.digest, head.digest, head.round)))
+    segment.close()
+    write_snapshot(outer, Frozen(head.round, head.digest, (head.tokens, head.round), kept, vectors))
+    return genesis
+
+
+def _updates(config: Config, state: RunState) -> int:
+    """So many launches are behind the clock, in the schedule that holds from now on: each fragment has its turn."""
+    schedule = schedule_of(config.sync, config.inner)
+    return schedule.behind(state.step) if isinstance(schedule, Schedule) else state.updates
+
+
+def _returned(ledger: Ledger) -> Ledger:
+    """What was consumed stays so; what somebody had leased is to be had again."""
+    for holder, _ in ledger.leases:
+        ledger = ledger.release(holder)
+    return ledger

@@ -1,0 +1,115 @@
+"""Trainable parameters, wherever their shards lie, as parts of one flat fp32 vector that the leader has.
+
+Values travel in buckets of at most 64 MiB (buckets.py), so that no accelerator ever holds the whole model twice. All
+processes of an island call the same methods in the same order; only the leader has vectors, others pass None.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.island.buckets import LIMIT, Bucket, buckets_of
+from diloco.island.copies import Copies
+from diloco.island.layout import Layout
+from diloco.island.mesh import Place
+from diloco.island.parallel import held, overlap, slices
+
+Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what is there from now on, element by element
+
+
+class Shards:
+    def __init__(self, parameters: Mapping[str, Tensor], place: Place, *, limit: int = LIMIT) -> None:
+        self._place, self._limit = place, limit
+        self.layout = Layout.of(parameters.items())
+        self._held = {name: held(parameter, place) for name, parameter in parameters.items()}
+        self._copies = Copies(place.device)
+
+    def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
+        """Copy the parameters (or some) to their places in the leader's vector."""
+        self.start_reading(out, names)()
+
+    @torch.no_grad()
+    def start_reading(self, out: Tensor | None, names: Collection[str] | None = None) -> Callable[[], None]:
+        """The same beside training: the values are there when what is returned has been called, from any thread.
+
+        Whoever changes the parameters next calls `settle` first.
+        """
+        with self._copies.beside():
+            for bucket in self._buckets(names):
+                if self._place.mesh is None:
+                    self._read_alone(bucket, out)
+                else:
+                    self._read_together(bucket, out)
+        return self._copies.mark()
+
+    def settle(self) -> None:
+        self._copies.settle()
+
+    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
+        """Set the parameters (or some) from the leader's vector."""
+        self.start_update(lambda _, value: value, vector, names=names)()
+
+    @torch.no_grad()
+    def start_update(
+        self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
+    ) -> Callable[[], None]:
+        """Change the parameters (or some) where they lie. Training goes on with them; the leader's vectors are not to
+        be changed before what is returned has been called."""
+        self.settle()
+        for bucket in self._buckets(names):
+            parts = [self._spread(bucket, vector) for vector in vectors]
+            for piece, lo, hi in bucket.places():
+                if (both := overlap(piece.box, self._held[piece.name])) is not None:
+                    here, there = both
+                    values = self._held[piece.name].values[here]
+                    values.copy_(rule(values, *(part[lo:hi].view(piece.shape)[there] for part in parts)))
+        return self._copies.mark_training()
+
+    def _buckets(self, names: Collection[str] | None) -> list[Bucket]:
+        return buckets_of(self.layout, names, self._limit)
+
+    def _read_alone(self, bucket: Bucket, out: Tensor | None) -> None:
+        assert out is not None  # there is one process, and it is the leader
+        for piece, _, _ in bucket.places():
+            values = self._held[piece.name].values
+            room = out[piece.start : piece.start + piece.count].view(piece.shape)
+            room.copy_(values[slices(piece.box)], non_blocking=values.device == self._place.device)
+
+    def _read_together(self, bucket: Bucket, out: Tensor | None) -> None:
+        values = torch.zeros(bucket.count, device=self._place.device)
+        for piece, lo, hi in bucket.places():
+            mine = self._held[piece.name]
+            if mine.gives and (both := overlap(piece.box, mine)) is not None:
+                here, there = both
+                values[lo:hi].view(piece.shape)[there] = mine.values[here]
+        # as whole numbers: one gives its bits and all others zero, and a sum of those rounds nothing
+        dist.reduce(values.view(torch.int32), dst=0)
+        if out is not None:
+            for (lo, hi), part in _cut(values, bucket.stretches()):
+                out[lo:hi].copy_(part, non_blocking=True)
+
+    def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
+        """The bucket's values on this process' device."""
+        values = self._bring(bucket, vector)
+        if self._place.mesh is not None:
+            dist.broadcast(values, src=0)
+        return values
+
+    def _bring(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
+        stretches = bucket.stretches()
+        if vector is not None and len(stretches) == 1:
+            return vector[slice(*stretches[0])].to(self._place.device, non_blocking=True)
+        values = torch.empty(bucket.count, device=self._place.device)
+        if vector is not None:
+            for (lo, hi), part in _cut(values, stretches):
+                part.copy_(vector[lo:hi], non_blocking=True)
+        return values
+
+
+def _cut(values: Tensor, stretches: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    at = 0
+    for lo, hi in stretches:
+        yield (lo, hi), values[at : at + hi - lo]
+        at += hi - lo

@@ -1,0 +1,213 @@
+"""The inner side: one model on one mesh, doing ordinary optimizer steps.
+
+An island gives its parameters out and takes new ones in as parts of a flat fp32 vector in canonical order (`shards`).
+Only the leader process sees that vector.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from diloco.config.schema import InnerConfig, IslandConfig
+from diloco.errors import DeviceError
+from diloco.island.flat import Shards
+from diloco.island.layout import Layout
+from diloco.island.mesh import Place
+from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
+from diloco.island.parallel import blocks_of, gradient_norm, retie, scale_gradients, shard, tied_names, whole
+from diloco.model.build import Network
+
+
+class Island:
+    def __init__(self, network: Network, place: Place, island: IslandConfig, inner: InnerConfig) -> None:
+        self.place = place
+        self.compute_dtype = compute_dtype(island.dtype, place.device)
+        if self.compute_dtype == torch.bfloat16:
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 is slow, not wrong
+        self.module = network.module
+        if place.mesh is not None:
+            shard(self.module, network.anatomy, place, self.compute_dtype)
+        materialise(self.module, place.device)
+        if island.activation_checkpointing:
+            _checkpoint_activations(blocks_of(self.module, network.anatomy))
+        self._loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
+        if island.compile:
+            _refuse_missing_compiler(place.device)
+            self._compile(blocks_of(self.module, network.anatomy))
+        self.optimizer = build_optimizer(self.module, inner, place.device)
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.shards = Shards(self.parameters, place)
+        self.tune(inner)
+        self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
+        self._fill_everything(network.initial)
+
+    def step(self, micro_batches: Sequence[Tensor], lr: float) -> Tensor:
+        """One inner step on this process' part of the batch, each [rows, sequence + 1]; its mean loss, not yet read."""
+        loss = torch.zeros((), device=self.place.device)
+        for number, tokens in enumerate(micro_batches, start=1):
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_gradient_sync(number == len(micro_batches))
+            with self._computing():
+                part = self._loss_of(self.module, tokens) / len(micro_batches)
+                part.backward()
+            loss += whole(part.detach())
+        self._update(lr)
+        return loss
+
+    def tune(self, inner: InnerConfig) -> None:
+        """What may change between two steps, besides the learning rate, which comes with each."""
+        self._clip = inner.clip
+        set_weight_decay(self.optimizer, inner.weight_decay)
+
+    def _update(self, lr: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = gradient_norm(gradients)
+        if self._clip:
+            scale_gradients(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        self.shards.settle()
+        self.skipped += step_if_finite(self.optimizer, norm, lr)
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss of the parameters the island holds now; each process brings its own batches, all equally many."""
+        self.module.eval()
+        losses = []
+        for tokens in batches:
+            with self._computing():
+                losses.append(whole(self._loss_of(self.module, tokens)))
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()  # without a backward pass the root keeps what it gathered: old values, after a write
+        self.module.train()
+        return self.mean(torch.stack(losses).mean())
+
+    def mean(self, value: Tensor) -> float:
+        """The mean over the island's processes, read."""
+        if self.place.mesh is not None:
+            dist.all_reduce(value)
+            value = value / self.place.world
+        return value.item()
+
+    @property
+    def layout(self) -> Layout:
+        return self.shards.layout
+
+    def read(self, out: Tensor | None) -> None:
+        """Copy the trainable parameters to the leader's flat vector; others pass None. All processes call it."""
+        self.shards.read(out)
+
+    def write(self, vector: Tensor | None) -> None:
+        """Set the trainable parameters from the leader's flat vector. All processes call it."""
+        self.shards.write(vector)
+
+    def state(self) -> dict[str, Any]:
+        """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.
+
+        Not the optimizer's settings: those come from the configuration, so that they may change at a resume.
+        """
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer["state"], **_random_state(self.place)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        groups = get_state_dict(self.module, self.optimizer)[1]["param_groups"]
+        optimizer = {"state": state["optimizer"], "param_groups": groups}
+        set_state_dict(self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        _set_random_state(state, self.place)
+
+    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        """First values of every parameter, frozen ones too."""
+        values: list[Iterator[tuple[str, Tensor]]] = []
+
+        def open_values() -> None:
+            source = initial()
+            values.append(chain([next(source)], source))  # the first one loads the files, and may fail
+
+        self.place.leader_first(open_values)
+        for name, parameter in self.module.named_parameters():
+            vector = None
+            if values:
+                given, value = next(values[0])
+                assert given == name, f"{given} came where {name} was due"
+                vector = value.flatten()
+            Shards({name: parameter}, self.place).write(vector)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Compute type where FSDP does not set it, and the loss over a vocabulary that tensor parallelism has split."""
+        stack = ExitStack()
+        if self.place.mesh is None and self.compute_dtype != torch.float32:
+            stack.enter_context(torch.autocast(self.place.device.type, dtype=self.compute_dtype))
+        if self.place.mesh is not None and self.place.mesh["tp"].size() > 1:
+            stack.enter_context(loss_parallel())
+        return stack
+
+    def _compile(self, blocks: list[nn.Module]) -> None:
+        """Alone, the whole computation with its loss; sharded, block by block, between FSDP's hooks."""
+        if self.place.mesh is None:
+            self._loss_of = torch.compile(next_token_loss)
+        for block in blocks if self.place.mesh is not None else ():
+            block.compile()
+
+
+def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        asked = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
+
+
+def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    output = module(tokens[:, :-1])
+    logits = output if isinstance(output, Tensor) else output.logits  # [B, S, vocab]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give a module built on the meta device memory, keeping its ties and the contents of its buffers."""
+    ties = tied_names(module)
+    buffers = dict(module.named_buffers())
+    module.to_empty(device=device)
+    retie(module, ties)
+    for name, buffer in buffers.items():
+        module.get_buffer(name).copy_(buffer)
+
+
+def _checkpoint_activations(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _random_state(place: Place) -> dict[str, Tensor]:
+    state = {f"rng.{place.rank}.cpu": torch.get_rng_state()}
+    if place.device.type == "cuda":
+        state[f"rng.{place.rank}.cuda"] = torch.cuda.get_rng_state(place.device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], place: Place) -> None:
+    """What is there: a save from another mesh or device has the state of other processes."""
+    if (cpu := state.get(f"rng.{place.rank}.cpu")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := state.get(f"rng.{place.rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(cuda, place.device)
+
+
+def _refuse_missing_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")
+    ):
+        raise DeviceError(
+            "island.compile=true needs a C++ compiler on a CPU, and none is here: install g++ or set it to false"
+        )

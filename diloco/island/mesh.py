@@ -1,0 +1,130 @@
+"""Where this process sits in its island: rank, device and the mesh (fsdp x tp) it is part of."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diloco.config.schema import IslandConfig
+from diloco.errors import DeviceError, DilocoError, LeaderFailed
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh | None  # None: this process is the whole island
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    def outer_device(self, config: IslandConfig) -> torch.device:
+        """Where the leader keeps the outer state."""
+        return self.device if config.outer == "device" else torch.device("cpu")
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the batch is ours: tensor-parallel neighbours share one."""
+        return 0 if self.mesh is None else self.mesh["fsdp"].get_local_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh["fsdp"].size()
+
+    def any(self, flag: bool) -> bool:
+        """True on every process as soon as it is true on one."""
+        if self.mesh is None:
+            return flag
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+    def share(self, value: Any) -> Any:
+        """The leader's value, on every process."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def leader_first(self, work: Callable[[], None]) -> None:
+        """Let the leader do something for all; if it fails, every process stops, and only the leader says why."""
+        error: DilocoError | None = None
+        if self.leader:
+            try:
+                work()
+            except DilocoError as failed:
+                error = failed
+        if self.any(error is not None):
+            raise error or LeaderFailed("the leader process stopped; its message says why")
+
+
+@contextmanager
+def take_place(config: IslandConfig) -> Iterator[Place]:
+    """Join the island's other processes (as torchrun or processes.py describe them), and leave them at the end."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _check_processes(config, world)
+    device = pick_device(config.device)
+    if world == 1:
+        yield Place(0, 1, device, None)
+        return
+    # the leader may wait for other islands for hours; who started the processes notices one that dies
+    meeting = os.environ.get("DILOCO_MEETING")  # none: torchrun says where
+    dist.init_process_group(_backend(device), meeting, timedelta(days=1), rank=rank, world_size=world)
+    try:
+        mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
+        yield Place(rank, world, device, mesh)
+        dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_processes(config: IslandConfig, world: int) -> None:
+    needed = config.fsdp * config.tp
+    if needed == world:
+        return
+    mesh = f"island.fsdp={config.fsdp} x island.tp={config.tp}"
+    if needed > world:
+        raise DeviceError(
+            f"{mesh} needs {needed} processes and there {'is' if world == 1 else 'are'} {world}: "
+            f"start with `torchrun --nproc-per-node {needed} -m diloco run …` or make the mesh smaller"
+        )
+    raise DeviceError(
+        f"{mesh} uses {needed} of the {world} processes that were started: "
+        f"set island.fsdp and island.tp so that their product is {world}"
+    )
+
+
+def pick_device(asked: str) -> torch.device:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise DeviceError(f"there is no device {asked!r}: use auto, cpu or cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "device cuda, but torch sees no CUDA device here: use cpu (island.device=cpu), or see `diloco doctor`"
+        )
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    """CPU tensors always travel by gloo; CUDA's by NCCL, which wants a GPU for each process."""
+    if device.type == "cpu":
+        return "gloo"
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if here > gpus:
+        raise DeviceError(
+            f"{here} processes were started on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: each needs its own, "
+            f"so start at most {gpus} here, or set island.device=cpu"
+        )
+    return "cpu:gloo,cuda:nccl"

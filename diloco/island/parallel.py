@@ -1,0 +1,194 @@
+"""Cuts a model over a mesh: tensor parallel inside each block, FSDP2 around it.
+
+What torch does not do by itself and this file does: keep tied embeddings tied (`parallelize_module` unties them),
+sum the gradient of QK-norms over the heads of all tensor-parallel ranks, and take one gradient norm over parameters
+that live on different meshes (`clip_grad_norm_` refuses).
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import get_total_norm
+
+from diloco.errors import ModelError
+from diloco.island.buckets import Box
+from diloco.island.mesh import Place
+from diloco.model.anatomy import Anatomy
+
+ATTENTION_IN, FEED_FORWARD_IN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def shard(module: nn.Module, anatomy: Anatomy, place: Place, compute_dtype: torch.dtype) -> None:
+    """Turn the parameters of `module` (on the meta device) into DTensors on the place's mesh."""
+    assert place.mesh is not None
+    # torch warns that gathering a parameter cut in both dimensions takes two steps; it does, and it is right
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    ties = tied_names(module)
+    if place.mesh["tp"].size() > 1:
+        check_tensor_parallel(module, anatomy, place.mesh["tp"].size())
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        parallelize_module(module, place.mesh["tp"], tensor_parallel_plan(module, anatomy))
+        retie(module, ties)
+        for name in frozen:  # parameters made anew are trainable again
+            module.get_parameter(name).requires_grad_(False)
+    # inputs stay as they are: the residual stream already has the compute type, and rotary angles must not lose theirs
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in blocks_of(module, anatomy):
+        fully_shard(block, mesh=place.mesh["fsdp"], mp_policy=policy)
+    fully_shard(module, mesh=place.mesh["fsdp"], mp_policy=policy)
+
+
+def tensor_parallel_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, ParallelStyle]:
+    """Columns of q, k, v, gate and up, rows of o and down, and the vocabulary are split; the residual stream is not."""
+    attention = f"{anatomy.blocks}.*.{anatomy.attention}"
+    feed_forward = f"{anatomy.blocks}.*.{anatomy.feed_forward}"
+    plan: dict[str, ParallelStyle] = {
+        anatomy.embed: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        anatomy.head: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        **{f"{attention}.{name}": ColwiseParallel() for name in ATTENTION_IN},
+        f"{attention}.o_proj": RowwiseParallel(),
+        **{f"{feed_forward}.{name}": ColwiseParallel() for name in FEED_FORWARD_IN},
+        f"{feed_forward}.down_proj": RowwiseParallel(),
+    }
+    for norm in ("q_norm", "k_norm"):
+        if any(name.endswith(f"{anatomy.attention}.{norm}") for name, _ in module.named_modules()):
+            # [B, S, heads, E] split along heads: each rank sees some heads, so the weight's gradient is a partial sum
+            plan[f"{attention}.{norm}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
+
+
+def check_tensor_parallel(module: nn.Module, anatomy: Anatomy, tp: int) -> None:
+    """Refuse what the plan would cut wrongly, before torch does so in its own words."""
+
+    def part(name: str) -> Any:
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            raise ModelError(f"island.tp={tp} needs a Llama-type model; this one has no {name}: use tp=1") from None
+
+    part(anatomy.embed), part(anatomy.head)
+    for block, _ in blocks_named(module, anatomy):
+        attention, feed_forward = f"{block}.{anatomy.attention}", f"{block}.{anatomy.feed_forward}"
+        head_dim = part(attention).head_dim
+        counts = {f"{attention}.{name}": part(f"{attention}.{name}").out_features // head_dim for name in ATTENTION_IN}
+        counts |= {f"{feed_forward}.{name}": part(f"{feed_forward}.{name}").out_features for name in FEED_FORWARD_IN}
+        for name, count in counts.items():
+            if count % tp:
+                raise ModelError(
+                    f"island.tp={tp} does not divide the {count} heads or columns of {name}: use another tp"
+                )
+
+
+def blocks_named(module: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
+    container = module.get_submodule(anatomy.blocks)
+    return [(f"{anatomy.blocks}.{name}", block) for name, block in container.named_children()]
+
+
+def blocks_of(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
+    return [block for _, block in blocks_named(module, anatomy)]
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Groups of parameter names that are one tensor."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(module: nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all gradients, as a plain tensor that is equal on every process."""
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [whole(get_total_norm(group)) for group in by_mesh.values()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. Every process of the mesh must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part this process holds, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process has of a parameter: a box of it."""
+
+    parameter: Tensor
+    offset: tuple[int, ...]  # in the whole parameter
+    gives: bool  # of several processes that have the same, one gives it out
+
+    @property
+    def values(self) -> Tensor:
+        return local(self.parameter)
+
+
+def held(parameter: Tensor, place: Place) -> Held:
+    if not isinstance(parameter, DTensor):
+        return Held(parameter, (0,) * parameter.ndim, place.leader)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    assert place.mesh is not None and mesh.mesh_dim_names is not None and place.mesh.mesh_dim_names is not None
+    cut = {name for name, way in zip(mesh.mesh_dim_names, placements, strict=True) if not way.is_replicate()}
+    gives = all(name in cut or place.mesh.get_local_rank(name) == 0 for name in place.mesh.mesh_dim_names)
+    return Held(parameter, tuple(offset), gives)
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(box: Box, mine: Held) -> tuple[Slices, Slices] | None:
+    """Where the values of a box of the whole parameter lie: in those held here, and in the box. None: elsewhere."""
+    ends = zip(box, mine.offset, mine.values.shape, strict=True)
+    shared = tuple((max(lo, at), min(hi, at + length)) for (lo, hi), at, length in ends)
+    if any(lo >= hi for lo, hi in shared):
+        return None
+    here = slices(tuple((lo - at, hi - at) for (lo, hi), at in zip(shared, mine.offset, strict=True)))
+    there = slices(tuple((lo - at, hi - at) for (lo, hi), (at, _) in zip(shared, box, strict=True)))
+    return here, there
+
+
+def slices(box: Box) -> Slices:
+    return tuple(slice(lo, hi) for lo, hi in box)
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Set a parameter, sharded or not, from the whole value that this process has at hand."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    everywhere = [Replicate()] * parameter.device_mesh.ndim
+    replicated = DTensor.from_local(value, parameter.device_mesh, everywhere, run_check=False)
+    parameter.to_local().copy_(replicated.redistribute(placements=parameter.placements).to_local())

@@ -1,0 +1,96 @@
+"""An island as a child of this process. It never outlives its parent, and a Ctrl-C in the terminal is not for it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diloco.run.signals import PAUSE
+
+PR_SET_PDEATHSIG = 1
+REASON_BYTES = 4096
+
+
+class Child:
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        """Runs `diloco ARGUMENTS…`; all it prints goes to output.log."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "output.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "diloco", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                preexec_fn=end_with_parent(),
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; below zero for a signal."""
+        return None if self._process is None else self._process.poll()
+
+    def ask(self) -> None:
+        """To contribute, say goodbye and leave."""
+        if self.alive and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def pause(self) -> None:
+        """To finish its step, save, and go without a word."""
+        if self.alive and self._process is not None:
+            self._process.send_signal(PAUSE)
+
+    def kill(self) -> None:
+        """At once, with whatever it has started in its session."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def reason(self) -> str:
+        """Why it ended, as far as can be told."""
+        code = self.exit_code or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        silent = code in (-signal.SIGKILL, -signal.SIGTERM)  # then its last line is not about that
+        last = "" if silent else last_line(self.folder / "output.log")
+        return f"{how}: {last}" if last else how
+
+
+def last_line(path: Path) -> str:
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - REASON_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """For the child, right after the fork; what it needs is looked up before. Linux only: elsewhere there is no such
+    signal, and a parent that is killed leaves islands that go on by themselves."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the signal was set
+            os._exit(1)
+
+    return prepare

@@ -1,0 +1,196 @@
+"""Islands as processes of this machine, kept at work: those that die come back, with a ticket that names all others."""
+
+import json
+import time
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
+from diloco.launch.child import Child
+from diloco.launch.plan import Plan
+from diloco.report.board import Board
+from diloco.report.watching import IslandsView, Tail
+from diloco.run.signals import PAUSE
+
+RESTART_S = 3.0
+RESTARTS = 5  # of one island
+LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s, unless it is still saving
+SAVING_S = 30.0  # since it last wrote to a file
+TICKET_S = 30 * 24 * 3600.0
+
+
+class Fleet:
+    def __init__(self, plan: Plan, view: IslandsView) -> None:
+        self.plan, self.view, self.board = plan, view, Board.of(plan.names)
+        self.children = {name: Child(name, plan.folder / name) for name in plan.names}
+        self._tails = {name: Tail(plan.folder / name / "events.jsonl") for name in plan.names}
+        self._again_at: dict[str, float] = {}  # islands that will be started once more
+        self._running: set[str] = set()
+        self._addresses: list[str] = []
+        self._asked_at: float | None = None
+        self._over_at: float | None = None
+        self._killing = False
+
+    @property
+    def at_work(self) -> bool:
+        return bool(self._running or self._again_at)
+
+    def found(self) -> None:
+        self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
+        if self.plan.resume:
+            (self.plan.folder / self.plan.names[0] / "ticket").unlink(missing_ok=True)  # others wait for the new one
+            for tail in self._tails.values():
+                tail.read()  # what happened before is no news
+        self._start(self.plan.names[0], self.plan.founder())
+
+    def look(self, asked: int) -> None:
+        """One turn: signals, what islands tell, the ticket, who has ended, who comes back."""
+        now = time.monotonic()
+        self._heed(asked, now)
+        self._listen()
+        self._invite()
+        for name in [name for name in self.plan.names if name in self._running]:
+            if not self.children[name].alive:
+                self._ended(name, now)
+        self._wrap_up(now)
+        for name in [name for name, at in self._again_at.items() if now >= at]:
+            del self._again_at[name]
+            self.board.again(name)
+            self._start(name, self.plan.joiner(name))
+        self.view.show(self.board.rows.values())
+
+    def end(self) -> None:
+        """Nobody stays behind, whatever happened here."""
+        for child in self.children.values():
+            child.kill()
+        self._listen()
+        self._say(self.board.flush())
+
+    def _start(self, name: str, arguments: list[str]) -> None:
+        self.children[name].start(arguments, self.plan.environment)
+        self._running.add(name)
+        listed = [{"name": c.name, "pid": c.pid, "folder": str(c.folder)} for c in self.children.values() if c.pid]
+        write_whole(self.plan.folder / "islands.json", json.dumps(listed, indent=2) + "\n")
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
+            self.view.say(line)
+
+    def _listen(self) -> None:
+        events = [(event["time"], name, event) for name, tail in self._tails.items() for event in tail.read()]
+        for _, name, event in sorted(events, key=lambda told: told[0]):
+            self._say(self.board.hear(name, event))
+        self._say(self.board.tick(time.time()))
+
+    def _heed(self, asked: int, now: float) -> None:
+        if asked and self._asked_at is None:
+            self._asked_at = now
+            self._again_at.clear()
+            self.view.say("the islands finish their step, save and stop (once more ends them at once)")
+            for name in self._running:
+                self.children[name].pause()
+        late = self._asked_at is not None and now - self._asked_at > self.plan.config.elastic.grace_s + LEAVE_S
+        if asked > 1 or late:
+            self._kill(even_saving=asked > 1)
+
+    def _invite(self) -> None:
+        """The ticket, with the addresses of all who are there now: any of them can let others in."""
+        if not (self.plan.folder / self.plan.names[0] / "ticket").exists():
+            return
+        there = [self.children[name] for name in self.plan.names if name in self._running]
+        addresses = spread([read_lines(child.folder / "addresses") for child in there])
+        if not addresses or addresses == self._addresses:
+            return
+        first, self._addresses = not self._addresses, addresses
+        owner = Identity.load(self.plan.folder / self.plan.names[0] / "owner.key")
+        ticket = Ticket.issue(owner, addresses, now=time.time(), lifetime_s=TICKET_S).render()
+        write_whole(self.plan.folder / "ticket", ticket + "\n")
+        if first:
+            self._say(invitation(self.plan, ticket))
+            for name in self.plan.names[1:]:
+                self._start(name, self.plan.joiner(name))
+
+    def _ended(self, name: str, now: float) -> None:
+        child, row = self.children[name], self.board.rows[name]
+        asked = self._asked_at is not None or (self._over_at is not None and row.state == "starting")
+        self._running.discard(name)
+        row.state = "left" if child.exit_code == 0 else "gone"
+        if child.exit_code == 0 or self._killing:
+            return
+        if asked and child.exit_code == -PAUSE:
+            self.view.say(f"{name} had not started yet")
+            return
+        self.view.say(f"{name} died ({child.reason()})")
+        if asked:
+            return
+        if not self._addresses:
+            self.view.say("the run was not founded")
+        elif self.plan.restart and not self.board.finished:
+            self._bring_back(name, now)
+
+    def _bring_back(self, name: str, now: float) -> None:
+        if self.board.rows[name].restarts < RESTARTS:
+            self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
+            self._again_at[name] = now + RESTART_S
+        else:
+            log = self.children[name].folder / "output.log"
+            self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
+
+    def _wrap_up(self, now: float) -> None:
+        """Once the run is over, or nobody is left in it, those on their way need not come."""
+        if self._over_at is None and (self.board.finished or self._deserted):
+            self._over_at = now
+            self._again_at.clear()
+            for name in self._running:
+                if self.board.rows[name].state == "starting":
+                    self.children[name].ask()
+            if not self.board.finished and self._asked_at is None:
+                self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
+        if self._over_at is not None and now - self._over_at > LEAVE_S:
+            self._kill(even_saving=False)
+
+    def _kill(self, *, even_saving: bool) -> None:
+        for child in [self.children[name] for name in self._running]:
+            if even_saving or not is_saving(child.folder):
+                self._killing = True
+                child.kill()
+
+    @property
+    def _deserted(self) -> bool:
+        """Nobody holds the run's state: neither an island that trains, nor the founder on its way."""
+        rows = [self.board.rows[name] for name in self._running]
+        founding = self.plan.names[0] in self._running and not self.board.rows[self.plan.names[0]].restarts
+        return not founding and all(row.state != "training" for row in rows)
+
+
+def is_saving(folder: Path) -> bool:
+    """A save or a snapshot of this island has grown lately: a large one takes its time."""
+    files = [*folder.glob("save-*.part/**/*"), *folder.glob("outer/snapshot-*.part/*")]
+    with suppress(FileNotFoundError):  # it has just been finished
+        return any(time.time() - file.stat().st_mtime < SAVING_S for file in files)
+    return True
+
+
+def invitation(plan: Plan, ticket: str) -> list[str]:
+    local = plan.host in (None, "127.0.0.1", "localhost")
+    elsewhere = "to let other machines in, start with --host ADDRESS" if local else "elsewhere: diloco join TICKET"
+    return [f"ticket: {ticket}", f"join from another terminal: diloco join {plan.folder}/ticket; {elsewhere}"]
+
+
+def spread(addresses: list[list[str]]) -> list[str]:
+    """As many as a ticket holds: everybody's first, then everybody's second, …"""
+    turns = zip_longest(*addresses)
+    return [address for turn in turns for address in turn if address is not None][:ADDRESSES_LIMIT]
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Never seen half written."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text)
+    draft.rename(path)

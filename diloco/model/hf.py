@@ -1,0 +1,131 @@
+"""Any Hugging Face causal LM as a network: from its config alone, or with weights from a local folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError, MissingExtra, ModelError
+from diloco.model.anatomy import HF_LLAMA, Anatomy
+from diloco.model.build import Network, parameters_on_meta
+
+
+def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
+    transformers = load_transformers("model.hf")
+    config = _read_config(transformers, path)
+    _refuse_misfit(config, path, data_vocab, sequence)
+    load = weights == "load" or (weights == "auto" and _has_weights(path))
+    if not load and weights != "fresh" and _has_other_weights(path):
+        raise ModelError(
+            f"{path} has weights, but not as safetensors: convert them, or set model.weights=fresh to ignore them"
+        )
+    if load and not _has_weights(path):
+        raise ModelError(f"model.weights=load, but {path} holds no safetensors weights: set model.weights=fresh")
+    module = _skeleton(transformers, config, path)
+    name = f"{config.model_type} ({'weights loaded' if load else 'fresh'})"
+    return Network(
+        module,
+        _anatomy(module),
+        lambda: _initial(transformers, config, path if load else None, seed),
+        name,
+    )
+
+
+def load_transformers(needed_for: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", "hf", needed_for) from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _read_config(transformers: Any, path: str) -> Any:
+    if not Path(path).exists():
+        raise ModelError(f"model.hf={path!r}: no such folder or config.json (models are read from this machine only)")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, _refused_field()) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ModelError(f"model.hf={path!r} cannot be used: {reason}") from None
+    config.use_cache = False
+    return config
+
+
+def _refused_field() -> type[Exception]:
+    """What newer libraries raise when a config's fields do not fit together."""
+    from huggingface_hub import errors
+
+    return getattr(errors, "StrictDataclassError", ValueError)
+
+
+def _refuse_misfit(config: Any, path: str, data_vocab: int, sequence: int) -> None:
+    if getattr(config, "vocab_size", None) is None or getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model.hf={path!r} is a {config.model_type}, which is not a plain causal LM")
+    if config.vocab_size < data_vocab:
+        raise ConfigError(f"model.hf={path!r} has a vocabulary of {config.vocab_size}, the data needs {data_vocab}")
+    longest = getattr(config, "max_position_embeddings", None) or sequence
+    if longest < sequence:
+        raise ConfigError(f"data.sequence={sequence} is longer than the {longest} positions of model.hf={path!r}")
+
+
+def _skeleton(transformers: Any, config: Any, path: str) -> nn.Module:
+    try:
+        with parameters_on_meta():
+            module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise ModelError(f"model.hf={path!r} cannot be built: {str(error).strip().splitlines()[0]}") from None
+    return module.train()
+
+
+def _has_other_weights(path: str) -> bool:
+    return Path(path).is_dir() and any(
+        any(Path(path).glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+    )
+
+
+def _has_weights(path: str) -> bool:
+    return Path(path).is_dir() and any(Path(path).glob("*.safetensors"))
+
+
+def _initial(transformers: Any, config: Any, folder: str | None, seed: int) -> Iterator[tuple[str, Tensor]]:
+    module = _loaded(transformers, folder) if folder else _fresh(transformers, config, seed)
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach().float()
+
+
+def _fresh(transformers: Any, config: Any, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return module
+
+
+def _loaded(transformers: Any, folder: str) -> nn.Module:
+    try:
+        module, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the weights in {folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the weights in {folder} lack {missing[0]} and {len(missing) - 1} more: model.weights=fresh ignores them"
+        )
+    return module
+
+
+def _anatomy(module: nn.Module) -> Anatomy:
+    """Llama's names where they fit; otherwise the largest list of equal blocks, which FSDP can cut but tp cannot."""
+    names = dict(module.named_modules())
+    if HF_LLAMA.blocks in names:
+        return HF_LLAMA
+    lists = [(len(m), name) for name, m in names.items() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(module).__name__} has no list of blocks to cut: it cannot be sharded")
+    return Anatomy(embed="", blocks=max(lists)[1], attention="", feed_forward="", head="")

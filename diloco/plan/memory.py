@@ -1,0 +1,86 @@
+"""What an island needs, in bytes. Parameters, gradients and states are counted; activations are estimated."""
+
+from dataclasses import dataclass
+
+from diloco.config.schema import Config
+from diloco.plan.predict import Workload, phase_steps
+
+FP32 = 4
+OUTER_VECTORS = {"nesterov": 2, "sgd": 2, "adam": 3}  # parameters and the optimizer's own
+KEPT_RESULTS = 16  # the log's last ones stay in memory
+KEPT_CONTRIBUTIONS_BYTES = 2 << 30  # of all fragments at most, in case that a heavier branch lacks them
+# Bytes of a token that a block keeps for its backward pass, for each unit of its width and of its feed-forward;
+# counted in our model. Then the logits of a token: as computed, in fp32, and their gradient.
+KEPT_WIDTH = {"bf16": 37, "fp32": 57}
+KEPT_FEED_FORWARD = {"bf16": 8, "fp32": 16}
+LOGITS = {"bf16": 10, "fp32": 12}
+COMPILED = 0.5  # of that is left where torch.compile fuses operations
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of each accelerator, and of the host of the island's leader."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    host: float
+
+    @property
+    def accelerator(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def memory_of(work: Workload, config: Config, dtype: str, *, islands: int, step_s: float) -> Memory:
+    world = config.island.fsdp * config.island.tp
+    return Memory(
+        parameters=FP32 * work.parameters / world,
+        gradients=FP32 * work.trained / world,
+        optimizer=FP32 * _inner_states(work, config.inner.optimizer) / world,
+        activations=_activations(work, config, dtype) + (_bf16_copies(work, config) if dtype == "bf16" else 0.0),
+        host=_host(work, config, islands, step_s),
+    )
+
+
+def _inner_states(work: Workload, optimizer: str) -> float:
+    """AdamW has two for each parameter, Muon one for those of the blocks' matrices."""
+    hidden = min(work.trained, work.blocks * (4 * work.width**2 + 3 * work.width * work.feed_forward))
+    return 2 * work.trained - (hidden if optimizer == "muon" else 0)
+
+
+def _bf16_copies(work: Workload, config: Config) -> float:
+    """Of the parameters that are being computed with: all of them, or what FSDP gathers at a time."""
+    if config.island.fsdp * config.island.tp == 1:
+        return 2.0 * work.parameters
+    return 2 * (work.vocab * work.width + 2 * work.parameters / work.blocks) / config.island.tp
+
+
+def _activations(work: Workload, config: Config, dtype: str) -> float:
+    """Of one micro-batch on one accelerator."""
+    island = config.island
+    tokens = work.tokens_per_step / (island.fsdp * island.accumulate)
+    block: float = KEPT_WIDTH[dtype] * work.width + KEPT_FEED_FORWARD[dtype] * work.feed_forward
+    block *= COMPILED if island.compile else 1.0
+    kept = work.blocks * block
+    if island.activation_checkpointing:
+        kept = work.blocks * work.width * (2 if dtype == "bf16" else 4) + block
+    return tokens * (kept + LOGITS[dtype] * work.vocab) / island.tp
+
+
+def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
+    """The outer state; where progress is measured from, what was read, the last base; a cut and a decoded mean of a
+    fragment; what encoding lost; the bytes of contributions and results that are kept."""
+    sync, values = config.sync, work.trained
+    counts = work.fragments(sync.fragments, sync.pattern)
+    feedback = sync.feedback == "on" or (sync.feedback == "auto" and sync.codec in ("sparse", "sign", "dct", "lowrank"))
+    vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if feedback else 0)
+    encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
+    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * _rounds(config, step_s)) for size in encoded)
+    results = KEPT_RESULTS * sum(encoded) / len(encoded)
+    return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
+
+
+def _rounds(config: Config, step_s: float) -> float:
+    """Of each fragment in the whole run."""
+    return max(1.0, config.inner.steps / phase_steps(config.sync, step_s))

@@ -1,0 +1,150 @@
+"""One answer for one configuration: what the given setting does on these links, what would be better, and why."""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from diloco.config.schema import Config, SyncConfig
+from diloco.model.accelerators import CPU, Accelerator
+from diloco.plan.memory import Memory, memory_of
+from diloco.plan.predict import Host, Line, Prediction, Situation, Workload, data_parallel_utilisation, predict
+from diloco.plan.profiles import Profile
+from diloco.plan.search import Found, bandwidth_needed, cost, ladder, longest_phase, search
+from diloco.units import format_rate
+
+# What a GPU needs for a block however small it is: its kernels are launched one by one. A guess; compiled or not.
+LAUNCH_S = {False: 0.7e-3, True: 0.25e-3}
+NO_LINE = Line(inf, inf)  # then the question is which one is needed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What an island computes on."""
+
+    name: str
+    dtype: str
+    profile: Profile
+    accelerator: Accelerator | None = None  # None: measured, and of unknown memory
+
+    @property
+    def flops(self) -> float:
+        """A second, of each accelerator."""
+        if self.profile.flops is not None:
+            return self.profile.flops
+        assert self.accelerator is not None
+        return self.accelerator.flops(self.dtype)
+
+    @property
+    def host(self) -> Host:
+        plain = Host(trains_too=True) if self.on_cpu else Host.of_gpus()
+        return replace(plain, codec_ns={**plain.codec_ns, **self.profile.codec_ns})
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.name.lower().startswith(CPU)
+
+
+@dataclass(frozen=True)
+class Row:
+    prediction: Prediction
+    needed_bits_per_s: tuple[float | None, ...]  # for each target; None: no rate is enough
+
+
+@dataclass(frozen=True)
+class Plan:
+    machine: Machine
+    situation: Situation
+    memory: Memory
+    targets: tuple[float, ...]  # the first one decides
+    given: Row
+    chosen: Row | None  # None: no link was given to choose for
+    others: tuple[Row, ...]
+    tried: int
+    data_parallel: float  # its utilisation
+    run_steps: int
+
+    @property
+    def never_synchronises(self) -> bool:
+        """As it is given."""
+        return self.given.prediction.steps > self.run_steps
+
+
+def make_plan(
+    config: Config, work: Workload, machine: Machine, *, islands: int, line: Line, targets: tuple[float, ...]
+) -> Plan:
+    situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
+    memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
+    found = _found(situation, config, targets[0])
+
+    def row(prediction: Prediction) -> Row:
+        return Row(prediction, tuple(bandwidth_needed(situation, prediction.sync, target) for target in targets))
+
+    return Plan(
+        machine, situation, memory, targets,
+        given=row(predict(situation, config.sync)), chosen=row(found.chosen) if found.chosen else None,
+        others=tuple(map(row, found.others)), tried=found.tried, data_parallel=data_parallel_utilisation(situation),
+        run_steps=config.inner.steps,
+    )  # fmt: skip
+
+
+def _step_s(config: Config, work: Workload, machine: Machine) -> float:
+    seconds = work.flops_per_step / (machine.flops * config.island.fsdp * config.island.tp)
+    if machine.profile.flops is not None or machine.on_cpu:
+        return seconds
+    return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.accumulate)
+
+
+def _found(situation: Situation, config: Config, target: float) -> Found:
+    run_steps = config.inner.steps
+    if situation.line != NO_LINE:
+        return search(situation, config.sync, target, run_steps=run_steps)
+    rungs = ladder(config.sync, situation.work.blocks, run_steps)
+    return Found(None, tuple(predict(situation, sync) for sync in rungs), 0)
+
+
+def advice(plan: Plan) -> str:
+    """One sentence."""
+    if not plan.never_synchronises:
+        return _advice(plan)
+    phase = f"its phase of {plan.given.prediction.steps} steps is longer than the run of {plan.run_steps}"
+    return f"{_advice(plan)}; yours never synchronises: {phase}"
+
+
+def _advice(plan: Plan) -> str:
+    given, target = plan.given.prediction, percent(plan.targets[0])
+    if plan.chosen is None:
+        return f"{describe(given.sync)} {_needs(plan, plan.given, target)}"
+    chosen = plan.chosen.prediction
+    name, share = describe(chosen.sync), percent(chosen.utilisation)
+    if chosen.utilisation < plan.targets[0]:
+        nearest = f"{name} comes nearest with {share}, and {_needs(plan, plan.chosen, target)}"
+        return f"none of {plan.tried} settings reaches {target} here; {nearest}"
+    if chosen.sync == given.sync:
+        return f"keep it: none of {plan.tried} settings reaches {target} here at less cost in quality"
+    if given.utilisation < plan.targets[0]:
+        why = f"yours would train {percent(given.utilisation)} of the time"
+    else:
+        more = cost(given.sync, given.steps) - cost(chosen.sync, chosen.steps)
+        why = f"yours reaches it too, at an expected {percent(more)} more loss"
+    return f"take {name}: with {share} the mildest of {plan.tried} settings that reach {target} here; {why}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _needs(plan: Plan, row: Row, target: str) -> str:
+    bits_per_s = row.needed_bits_per_s[0]
+    if bits_per_s is None:
+        longest = row.prediction.steps >= longest_phase(plan.run_steps)
+        better = f"a run of {plan.run_steps} steps is too short for longer phases" if longest else "raise sync.every"
+        return f"reaches {target} at no rate: delays and the leader's own work alone take longer; {better}"
+    return f"needs {format_rate(bits_per_s)} up and down for {target}"
+
+
+def describe(sync: SyncConfig) -> str:
+    """As it is written in a configuration."""
+    keys: dict[str, object] = {"every": sync.every, "codec": sync.codec}
+    keys |= {"fragments": sync.fragments} if sync.fragments > 1 else {}
+    keys |= {"delay": sync.delay} if sync.delay else {}
+    keys |= {"apply": sync.apply} if sync.apply != "rebase" else {}
+    return "sync: {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}"

@@ -1,0 +1,137 @@
+"""Which setting a link needs: of those that reach the target, the one that costs the least quality.
+
+What a setting costs is taken from the papers, as a share of the loss; it orders settings and promises nothing.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.config.schema import SyncConfig
+from diloco.plan.predict import Line, Prediction, Situation, predict
+
+EVERY = (30, 50, 100, 200, 500)
+CODECS = ("int8", "int4")
+DELAYS = (1, 2, 5, 10, 20, 50)
+BLOCKS_A_FRAGMENT = 3
+FRAGMENTS_COST, EAGER_COST, DELAY_COST = 0.0005, 0.0075, 0.001  # 2.67 -> 2.69 with eager updates (2502.12996)
+FLAT_DELAY = 5  # steps that cost no more than one (2501.18512)
+LATE_COST = 0.03  # of a whole phase of delay; more than eager, which exists because of it
+EVERY_COST = 0.029 / math.log2(1000 / 50)  # a doubling: H=1000 is 2.9 % worse than H=50 (2311.08105)
+FREE_EVERY = 30
+CODEC_COST = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "int4": 0.0009, "fp4": 0.0009}
+FEEDBACK_COST = 0.005  # sparse and its like, which want another outer optimizer too
+SLOWEST, FASTEST = 1e3, 1e12  # bits per second
+
+
+@dataclass(frozen=True)
+class Found:
+    chosen: Prediction | None
+    others: tuple[Prediction, ...]  # the best of each other kind
+    tried: int
+
+
+def search(situation: Situation, given: SyncConfig, target: float, *, run_steps: int) -> Found:
+    tried = [predict(situation, sync) for sync in variants(given, situation.work.blocks, run_steps)]
+    best: dict[str, Prediction] = {}
+    for one in (one for one in tried if one.steps <= run_steps):
+        name = kind(one.sync)
+        if name not in best or _rank(one, target) < _rank(best[name], target):
+            best[name] = one
+    chosen, own = min(best.values(), key=lambda one: _rank(one, target)), tried[0]
+    good_enough = own.steps <= run_steps and own.utilisation >= target
+    if good_enough and cost(own.sync, own.steps) <= cost(chosen.sync, chosen.steps):
+        chosen = own
+    others = (one for one in best.values() if one.sync not in (chosen.sync, own.sync))
+    return Found(chosen, tuple(others), len(tried))
+
+
+def _rank(one: Prediction, target: float) -> tuple[float, ...]:
+    """Those that reach the target by what they cost; after them the others by how near they come."""
+    if one.utilisation >= target:
+        return 0, cost(one.sync, one.steps), one.sync.fragments, one.sync.delay, -one.utilisation
+    return 1, -one.utilisation, cost(one.sync, one.steps)
+
+
+def cost(sync: SyncConfig, steps: int) -> float:
+    """Share of the loss that the setting is expected to add."""
+    total = EVERY_COST * max(0.0, math.log2(steps / FREE_EVERY)) + CODEC_COST.get(sync.codec, FEEDBACK_COST)
+    total += FRAGMENTS_COST if sync.fragments > 1 else 0.0
+    if sync.apply == "eager":
+        return total + EAGER_COST
+    if sync.delay:
+        total += DELAY_COST + LATE_COST * max(0, sync.delay - FLAT_DELAY) / steps
+    return total
+
+
+def kind(sync: SyncConfig) -> str:
+    if sync.apply == "eager":
+        return "eager"
+    parts = "streaming" if sync.fragments > 1 else ""
+    if not sync.delay:
+        return parts or "blocking"
+    return f"{parts}, overlapped" if parts else "overlapped"
+
+
+def variants(given: SyncConfig, blocks: int, run_steps: int) -> Iterator[SyncConfig]:
+    """The given one first. The others synchronise at least twice in a run."""
+    yield given
+    every = given.every if isinstance(given.every, int) else EVERY[0]
+    for steps in sorted({min(steps, longest_phase(run_steps)) for steps in (*EVERY, every)}):
+        for codec in dict.fromkeys((*CODECS, given.codec)):
+            yield from _ways(steps, codec, given.pattern, blocks)
+
+
+def _ways(every: int, codec: str, pattern: str, blocks: int) -> Iterator[SyncConfig]:
+    """To wait for rounds, or not to."""
+    here: dict[str, Any] = {"every": every, "codec": codec, "pattern": pattern}
+    parts = streams(blocks)
+    yield SyncConfig(**here)
+    yield SyncConfig(**here, apply="eager")
+    for fragments in (1, parts) if parts <= every else (1,):
+        if fragments > 1:
+            yield SyncConfig(**here, fragments=fragments)
+        for delay in (delay for delay in DELAYS if delay <= every // 2):
+            yield SyncConfig(**here, fragments=fragments, delay=delay)
+
+
+def streams(blocks: int) -> int:
+    """Fragments of three blocks, and one of what is in none."""
+    return -(-blocks // BLOCKS_A_FRAGMENT) + 1
+
+
+def longest_phase(run_steps: int) -> int:
+    return max(1, run_steps // 2)
+
+
+def ladder(given: SyncConfig, blocks: int, run_steps: int) -> list[SyncConfig]:
+    """From the mildest to the thriftiest, to show what each needs where no link is given."""
+    short, long = (min(steps, longest_phase(run_steps)) for steps in (30, 100))
+    delay, parts = min(5, long // 2), min(long, streams(blocks))
+    rungs = [
+        SyncConfig(every=short, codec="int8"),
+        SyncConfig(every=long, codec="int8"),
+        SyncConfig(every=long, codec="int4"),
+        SyncConfig(every=long, codec="int4", delay=delay),
+        SyncConfig(every=long, codec="int4", delay=delay, fragments=parts, pattern=given.pattern),
+        SyncConfig(every=long, codec="int4", apply="eager"),
+    ]
+    return list(dict.fromkeys(rungs))
+
+
+def bandwidth_needed(situation: Situation, sync: SyncConfig, target: float) -> float | None:
+    """Bits per second, up and down, with which this setting reaches the target; None: no rate is enough."""
+
+    def reaches(bits_per_s: float) -> bool:
+        line = Line(bits_per_s, bits_per_s, situation.line.delay_s)
+        at_rate = Situation(situation.work, situation.islands, line, situation.step_s, situation.host)
+        return predict(at_rate, sync).utilisation >= target
+
+    if not reaches(FASTEST):
+        return None
+    low, high = math.log(SLOWEST), math.log(FASTEST)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(math.exp(middle)) else (middle, high)
+    return math.exp(high)

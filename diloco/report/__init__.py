@@ -1,0 +1,4 @@
+"""What people see: events, the terminal, trackers, and the board of several islands.
+
+May import: config and the ground. Start with `events.py`.
+"""

@@ -1,0 +1,203 @@
+"""What several islands tell, put together: a row for each, a line for what matters, an account at the end. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from diloco.report.events import Event
+from diloco.report.terminal import names, sentence
+
+TOLD = (  # of what islands say about each other, and about their disks
+    "joined", "left", "lost", "excluded", "cut off", "diverged", "refused",
+    "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
+    "remote failing", "remote again",
+)  # fmt: skip
+ECHO_S = 10.0  # everybody notices a loss: within this time it is the same one
+HOLD_S = 5.0  # a round's line waits so long for its validation
+
+
+@dataclass
+class Row:
+    name: str
+    state: str = "starting"  # then training; gone: died; left: ended in good order
+    step: int = 0
+    round: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    restarts: int = 0
+    finished: bool = False
+    agreed: tuple[int, str, str] | None = None  # round, chain digest, state digest: where it ended
+
+
+@dataclass
+class Held:
+    """A committed round whose validation may still come."""
+
+    event: Event
+    steps_per_s: float | None
+    since: float
+
+    def line(self, loss: float | None = None) -> str:
+        event = self.event
+        parts = [f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}"]
+        if loss is not None:
+            parts.append(f"validation loss {loss:.4f}")
+        if self.steps_per_s is not None:
+            parts.append(f"{self.steps_per_s:.1f} steps/s")
+        return "  ".join(parts)
+
+
+@dataclass
+class Board:
+    """`hear` takes an island's event and returns the lines that are worth printing."""
+
+    rows: dict[str, Row]
+    steps: int = 0  # of the whole run; 0: not known yet
+    every: int = 1  # steps of a phase
+    rounds: list[Event] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # by step
+    _held: Held | None = None
+    _digests: set[str] = field(default_factory=set)
+    _amendments: int = 0
+    _told: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "Board":
+        return cls({name: Row(name) for name in names})
+
+    def hear(self, name: str, event: Event) -> list[str]:
+        row = self.rows[name]
+        match event["event"]:
+            case "start":
+                row.state, self.steps = "training", event["steps"]
+                self.every = event["every"] if isinstance(event["every"], int) else 1  # a time is no number of steps
+            case "step":
+                row.step, row.loss, row.tokens_per_s = event["step"], event["loss"], event["tokens_per_s"]
+            case "round":
+                row.round = event["round"]
+                return self._round(event)
+            case "validation":
+                return self._validation(event)
+            case "elastic":
+                return self._elastic(event)
+            case "amended":
+                return self._amended(event)
+            case "end":
+                row.finished = event["finished"]
+            case "agreed":
+                row.agreed = (event["round"], event["chain"], event["state"])
+        return []
+
+    def tick(self, now: float) -> list[str]:
+        """The line of a round that nobody validates."""
+        return self.flush() if self._held is not None and now - self._held.since > HOLD_S else []
+
+    def flush(self) -> list[str]:
+        held, self._held = self._held, None
+        return [] if held is None else [held.line()]
+
+    def again(self, name: str) -> None:
+        """The island starts once more."""
+        before = self.rows[name]
+        self.rows[name] = Row(name, step=before.step, round=before.round, restarts=before.restarts + 1)
+
+    @property
+    def step(self) -> int:
+        return self.rounds[-1]["step"] if self.rounds else 0
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.steps <= self.step or any(row.finished for row in self.rows.values())
+
+    @property
+    def contributions(self) -> Counter[str]:
+        """Rounds by contributor: also those who joined from elsewhere."""
+        return Counter(name for event in self.rounds for name in event["contributors"])
+
+    @property
+    def agree(self) -> bool:
+        """Some saw the run's end, and those of them who ended at the same round hold the same state."""
+        endings = {row.agreed for row in self.ended()}
+        return bool(endings) and len(endings) == len({ending[0] for ending in endings if ending is not None})
+
+    def ended(self) -> list[Row]:
+        """Who saw the run's end."""
+        return [row for row in self.rows.values() if row.finished and row.agreed is not None]
+
+    def _round(self, event: Event) -> list[str]:
+        if event["digest"] in self._digests:
+            return []
+        lines = self.flush()
+        self._digests.add(event["digest"])
+        self.rounds.append(event)
+        if event["contributors"]:  # the others only hand out samples
+            self._held = Held(event, self._pace(event), event["time"])
+        return lines
+
+    def _pace(self, event: Event) -> float | None:
+        """Steps of the run's clock in a second, over a phase at least: rounds of its fragments may come all at once."""
+        earlier = [one for one in self.rounds if one["contributors"] and one["step"] <= event["step"] - self.every]
+        if not earlier or event["time"] <= earlier[-1]["time"]:
+            return None
+        return (event["step"] - earlier[-1]["step"]) / (event["time"] - earlier[-1]["time"])
+
+    def _validation(self, event: Event) -> list[str]:
+        step, loss = event["step"], event["validation_loss"]
+        if step in self.losses or loss is None:
+            return []
+        self.losses[step] = loss
+        if (held := self._held) is not None and held.event["round"] == event["round"]:
+            self._held = None
+            return [held.line(loss)]
+        return [f"round {event['round']:>3}  step {step:>5}  validation loss {loss:.4f}"]
+
+    def _amended(self, event: Event) -> list[str]:
+        """By the run's owner: one line, whoever tells it."""
+        line = sentence(event)
+        if line is None or event["number"] <= self._amendments:
+            return []
+        self._amendments, self.steps = event["number"], event["steps"]
+        return [line]
+
+    def _elastic(self, event: Event) -> list[str]:
+        what, island = event["what"], event["island"]
+        echo = event["time"] - self._told.get((what, island), -ECHO_S) < ECHO_S
+        if what not in TOLD or echo or (what == "left" and self.finished):
+            return []
+        self._told[what, island] = event["time"]
+        return [f"{island} {what}: {event['text']}" if event["text"] not in ("", "leaves") else f"{island} {what}"]
+
+
+def account(board: Board) -> list[str]:
+    """What the run came to, in a few lines."""
+    losses = [board.losses[step] for step in sorted(board.losses)]
+    found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    number = max((event["round"] for event in board.rounds), default=0)
+    islands = [*board.rows, *sorted(board.contributions.keys() - board.rows.keys())]
+    start = f"{'done' if board.finished else 'stopped'}: step {board.step}, round {number}{found}"
+    return [start, *(f"  {_share(board, name)}" for name in islands), _agreement(board)]
+
+
+def _share(board: Board, name: str) -> str:
+    """Rounds that only hand out samples are nobody's."""
+    rounds = sum(bool(event["contributors"]) for event in board.rounds)
+    restarts = board.rows[name].restarts if name in board.rows else 0
+    again = f", started again {restarts} time{'s' * (restarts != 1)}" if restarts else ""
+    return f"{name} contributed to {board.contributions[name]} of {rounds} rounds{again}"
+
+
+def _agreement(board: Board) -> str:
+    ended = board.ended()
+    if not ended:
+        return "digests: no island saw the end of the run, so there is nothing to compare"
+    if not board.agree:
+        places = (f"{row.name} round {row.agreed[0]} state {row.agreed[2][:12]}" for row in ended if row.agreed)
+        return f"digests DIFFER: {'; '.join(places)}"
+    ending, times = Counter(row.agreed for row in ended).most_common(1)[0]
+    assert ending is not None
+    seen = f"round {ending[0]}, chain {ending[1][:12]}, state {ending[2][:12]}"
+    if len(ended) == 1:
+        return f"digests: only {ended[0].name} saw the end, so there is nothing to compare: {seen}"
+    if times == 1:
+        return "digests: no two islands ended at the same round, so there is nothing to compare"
+    return f"digests equal on {names([row.name for row in ended if row.agreed == ending])}: {seen}"

@@ -1,0 +1,56 @@
+"""Sinks for experiment trackers: TensorBoard and Weights & Biases, each behind its extra."""
+
+from pathlib import Path
+from typing import Any
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, MissingExtra
+from diloco.report.events import Event
+
+# event kind -> the fields worth a curve
+CURVES = {
+    "step": ("loss", "lr", "tokens_per_s", "mfu", "skipped"),
+    "validation": ("validation_loss",),
+    "round": ("round_s", "update_norm"),
+}
+
+
+def curves(event: Event) -> dict[str, float]:
+    kind = event["event"]
+    return {f"{kind}/{name}": event[name] for name in CURVES.get(kind, ()) if event.get(name) is not None}
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingExtra("tensorboard", "tensorboard", "log.tensorboard") from None
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def tell(self, event: Event) -> None:
+        for name, value in curves(event).items():
+            self._writer.add_scalar(name, value, event["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtra("wandb", "wandb", "log.wandb") from None
+        try:
+            self._run: Any = wandb.init(project="diloco", name=config.run, dir=config.dir, config=config.model_dump())
+        except wandb.errors.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"log.wandb=true: {reason}: run `wandb login`, or set WANDB_MODE=offline") from None
+
+    def tell(self, event: Event) -> None:
+        if values := curves(event):
+            self._run.log(values, step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,98 @@
+"""Several islands as a person watches them: a live table under scrolling milestones, or plain lines."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from diloco.report.board import Row
+from diloco.report.events import Event
+from diloco.units import format_count
+
+COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round")
+
+
+class Tail:
+    """The events that were added to a file since the last look. Waits for the file, and for the end of a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._rest = path, 0, b""
+
+    def read(self) -> list[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        self._at += len(added)
+        *lines, self._rest = (self._rest + added).split(b"\n")
+        return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> Event | None:
+    """None for half a line: its writer was killed."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+class IslandsView(Protocol):
+    def say(self, line: str) -> None: ...
+    def show(self, rows: Iterable[Row]) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_islands_view(stream: TextIO | None = None) -> IslandsView:
+    console = Console(file=stream or sys.stdout, highlight=False)
+    return LiveTable(console) if console.is_terminal else Lines(console)
+
+
+class Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+        self._console.file.flush()
+
+    def show(self, rows: Iterable[Row]) -> None:
+        """Never a line for each island and step."""
+
+    def close(self) -> None:
+        pass
+
+
+class LiveTable(Lines):
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live = Live(console=console, transient=True, refresh_per_second=4)
+
+    def show(self, rows: Iterable[Row]) -> None:
+        self._live.update(table(rows))
+        self._live.start()  # once; an empty one would leave empty lines
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def table(rows: Iterable[Row]) -> Table:
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in COLUMNS:
+        made.add_column(name, justify="left" if name in ("island", "state") else "right")
+    for row in rows:
+        made.add_row(*cells(row), style={"gone": "red", "left": "dim", "starting": "yellow"}.get(row.state, ""))
+    return made
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    loss = "" if row.loss is None else f"{row.loss:.4f}"
+    speed = "" if row.tokens_per_s is None else format_count(row.tokens_per_s)
+    return row.name, row.state, str(row.step or ""), loss, speed, str(row.round or "")

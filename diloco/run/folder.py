@@ -1,0 +1,135 @@
+"""A run's folder: made, locked, set aside, and who writes down there what happens."""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from diloco.checkpoint.save import saves
+from diloco.config.file import render_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, SaveError
+from diloco.report.events import Events, JsonLines, Sink
+from diloco.report.terminal import open_view
+from diloco.report.trackers import TensorBoard, WandB
+
+
+def refuse_remote(config: Config) -> None:
+    """An island alone has saves, and no log."""
+    if config.checkpoint.remote is not None:
+        raise ConfigError(
+            "checkpoint.remote copies the log of an island that others can join, and this one is alone: "
+            "add --islands 1 (connect: alone=False), or leave it out"
+        )
+
+
+def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool, view: bool = True) -> None:
+    folder = Path(config.dir)
+    try:
+        kept = prepare_folder(folder, resume=resume, fresh=fresh)
+        (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
+        log_to(folder / "diloco.log")
+        for sink in _sinks(config, resume=resume):
+            events.attach(sink)
+        if view:
+            events.attach(open_view())
+    except OSError as error:
+        raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
+    if kept is not None:
+        events.emit("note", text=f"the earlier run is kept as {kept}")
+
+
+def log_to(path: Path) -> None:
+    """Warnings of the network's threads: for those who look for a reason, not for the terminal."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("diloco")
+    ours.handlers, ours.propagate = [handler], False
+
+
+def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
+    """Make the run's folder and lock it; returns where `fresh` moved an earlier run.
+
+    Never trains over an earlier run unasked, never moves or fills a folder that is no run, never joins a run that
+    another process is at.
+    """
+    if folder.exists() and not is_run(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
+    if not resume and not fresh and any(has_log(island) or saves(island) for island in folder.glob("island-*/")):
+        raise SaveError(
+            f"{folder} already holds a run of several islands: add --resume to go on with it, --fresh to start again "
+            "(the old one is kept), or --set run=NAME for another run"
+        )
+    kept = None
+    if folder.exists():
+        _lock(folder)
+        if fresh:
+            kept = _free_name(folder.resolve())
+            folder.rename(kept)
+    if not resume and (found := saves(folder)):
+        raise SaveError(
+            f"{folder} already holds a run, saved at step {int(found[-1].stem.removeprefix('save-'))}: add --resume to "
+            "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
+        )
+    if not resume and has_log(folder):
+        raise SaveError(
+            f"{folder} already holds an island's log of a run: add --resume to go on with it, --fresh to start again "
+            "(the old one is kept), or --set run=NAME for another run"
+        )
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _lock(folder)
+    return kept
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
+
+
+def _lock(folder: Path) -> None:
+    """Held until this process ends, however it ends, or releases it."""
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise SaveError(
+            f"another process is training in {folder}: wait for it, or set run=NAME for another run"
+        ) from None
+    _locks.append(lock)
+
+
+_locks: list[TextIO] = []
+
+
+def release(folder: Path) -> None:
+    """For a process that goes on when its run has ended."""
+    for lock in [lock for lock in _locks if Path(lock.name).parent == folder]:
+        _locks.remove(lock)
+        lock.close()
+
+
+def _free_name(folder: Path) -> Path:
+    number = 1
+    while (name := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return name
+
+
+def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
+    yield JsonLines(Path(config.dir) / "events.jsonl", append=resume)
+    if config.log.tensorboard:
+        yield TensorBoard(Path(config.dir) / "tensorboard")
+    if config.log.wandb:
+        yield WandB(config)
+
+
+def has_log(folder: Path) -> bool:
+    """Of a run with others."""
+    return any((folder / "outer").glob("log-*.seg"))
+
+
+def islands_in(folder: Path) -> int:
+    """How many islands of a run with others have left a log there."""
+    return int(has_log(folder)) or sum(has_log(island) for island in folder.glob("island-*"))

@@ -1,0 +1,237 @@
+"""Record 0: what a run is, fixed by whoever founds it. A joiner takes its configuration from it and checks its data.
+
+It holds settings, names, shapes and digests only: nothing in it is ever run.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diloco.checkpoint.log.snapshot import write_file
+from diloco.comm.peers.identity import Identity, verify
+from diloco.comm.peers.ticket import run_id_of
+from diloco.config.file import first_difference, parse_config
+from diloco.config.schema import Config
+from diloco.data import Samples
+from diloco.data.samples import OWN_LOOP
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.record import Head
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import from_plain, to_plain
+from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
+from diloco.island.layout import Layout
+
+PROTOCOL = 4  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents; 4: chunks
+CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
+SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
+SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
+OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machine to machine
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The round of another run that a run goes on from, and what it takes over besides the vectors."""
+
+    genesis: str
+    round: int
+    chain: str  # digest of the head
+    vectors: str  # and of all vectors there
+    tokens: int
+    step: int
+    updates: int
+    ledger: Ledger
+
+    def __str__(self) -> str:
+        return f"round {self.round} (step {self.step}, {self.chain[:12]}) of the run {self.genesis[:12]}"
+
+
+@dataclass(frozen=True)
+class Genesis:
+    protocol: int
+    config: dict[str, Any]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    data: str  # fingerprint: length and digest; or OWN_LOOP
+    samples: int  # of one epoch; 0: not known
+    founder: str
+    owner: str = ""  # public key of whoever may change settings later; "": nobody may
+    parent: Parent | None = None
+    signature: str = ""  # of the owner, in hex
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, samples: Samples | None, founder: str) -> "Genesis":
+        """`samples` is None for a loop that brings its own (diloco.connect)."""
+        shared = shared_of(config)
+        data, count = (OWN_LOOP, 0) if samples is None else (samples.source.fingerprint(), samples.train_count)
+        return cls(PROTOCOL, shared, layout.names, layout.shapes, data, count, founder)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> "Genesis":
+        try:
+            tree = json.loads(raw)
+            names, shapes = tuple(map(str, tree["names"])), tuple(tuple(map(int, s)) for s in tree["shapes"])
+            return cls(
+                int(tree["protocol"]), dict(tree["config"]), names, shapes,
+                str(tree["data"]), int(tree["samples"]), str(tree["founder"]), str(tree.get("owner", "")),
+                from_plain(Parent | None, tree.get("parent")), str(tree.get("signature", "")),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MessageRefused) as error:
+            raise JoinRefused(
+                f"the run's first record cannot be read ({error!r}): use the same diloco as its founder"
+            ) from None
+
+    @classmethod
+    def given(cls, raw: bytes, run_id: bytes) -> "Genesis":
+        """By a peer."""
+        genesis = cls.parse(raw)
+        if not genesis.is_of(run_id):
+            raise MessageRefused("the first record that a peer gives is of another run, or not signed by its owner")
+        return genesis
+
+    def signed(self, owner: Identity) -> "Genesis":
+        draft = replace(self, owner=owner.public_key.hex(), signature="")
+        return replace(draft, signature=owner.sign(draft._to_sign).hex())
+
+    def is_of(self, run_id: bytes) -> bool:
+        """A run's id follows from its owner's key, which has signed this."""
+        try:
+            key, signature = bytes.fromhex(self.owner), bytes.fromhex(self.signature)
+        except ValueError:
+            return False
+        return run_id_of(key) == run_id and verify(key, signature, self._to_sign)
+
+    @property
+    def raw(self) -> bytes:
+        return _dump({**self._unsigned, "signature": self.signature})
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all but the signature."""
+        return hashlib.sha256(_dump(self._unsigned)).hexdigest()
+
+    @property
+    def _unsigned(self) -> dict[str, Any]:
+        tree = {**asdict(self), "parent": None if self.parent is None else to_plain(self.parent)}
+        del tree["signature"]
+        return tree
+
+    @property
+    def _to_sign(self) -> bytes:
+        return CONTEXT + bytes.fromhex(self.digest)
+
+    def state(self) -> RunState:
+        epochs = self.config["data"].get("epochs")
+        limit = None if epochs is None or self.data == OWN_LOOP else epochs * self.samples
+        if (came := self.parent) is None:
+            return RunState(Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner)
+        head, ledger = Head(came.tokens, 0, self.digest), replace(came.ledger, limit=limit)
+        return RunState(
+            head, (self.founder,), ledger, step=came.step, updates=came.updates, owner=self.owner
+        )  # fmt: skip
+
+    def configure(self, own: Mapping[str, Any]) -> Config:
+        """The run's settings, with this island's own for what is its own business."""
+        if self.protocol != PROTOCOL:
+            raise JoinRefused(f"the run speaks protocol {self.protocol}, this diloco {PROTOCOL}: use the same version")
+        tree: dict[str, Any] = {**self.config}
+        for name, value in own.items():
+            if name == "island":
+                tree["island"] = tree["island"] | value
+            elif name not in SHARED:
+                tree[name] = value
+            elif name == "data" and isinstance(value, dict) and set(value) <= set(OWN_DATA):
+                tree["data"] = tree["data"] | value
+            else:
+                raise JoinRefused(f"{name} is the run's own setting, the same for all: leave it out")
+        try:
+            return parse_config(tree)
+        except ConfigError as error:
+            raise JoinRefused(f"the run's configuration does not work here: {error}") from None
+
+    def check(self, layout: Layout, samples: Samples | None) -> None:
+        """Whether this island would train the same model on the same data."""
+        for name, shape, own_name, own_shape in zip(self.names, self.shapes, layout.names, layout.shapes, strict=False):
+            if (name, shape) != (own_name, own_shape):
+                raise JoinRefused(f"the model differs: {own_name} {list(own_shape)} here, {name} {list(shape)} there")
+        if len(self.names) != len(layout.names):
+            raise JoinRefused(f"the model differs: {len(layout.names)} parameters here, {len(self.names)} there")
+        if samples is None and self.data != OWN_LOOP:
+            raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
+        if samples is not None and samples.source.fingerprint() != self.data:
+            hint = "the standard library differs between Python versions: use the same Python as the founder, "
+            hint = hint if self.config["data"]["source"] == "stdlib" else ""
+            raise JoinRefused(
+                f"the data differs: {samples.source.name} is not what the run trains on; {hint}"
+                "or set data.path to the same data"
+            )
+
+    def refuse_changes(self, config: Config) -> None:
+        """The run's own settings stay those that it was founded with."""
+        tree = config.model_dump(mode="json")
+        for name in SHARED:
+            then, now = self.config[name], tree[name]
+            if name == "data":
+                then, now = ({key: value for key, value in data.items() if key not in OWN_DATA} for data in (then, now))
+            if changed := first_difference(name, then, now):
+                raise SaveError(f"the run was founded with {changed}: undo that, or start another one with --fresh")
+
+    def refuse_own_loop(self) -> None:
+        """What the built-in trainer would make of its configuration is another model on other data."""
+        if self.data == OWN_LOOP:
+            raise JoinRefused("the run is a program of its own (diloco.connect): start that program with this ticket")
+
+
+def _dump(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+
+def shared_of(config: Config) -> dict[str, Any]:
+    """What of a configuration is the same for all islands, or suggested to them."""
+    tree = config.model_dump(mode="json")
+    return {name: tree[name] for name in SHARED} | {"island": {name: tree["island"][name] for name in SUGGESTED}}
+
+
+def own_sections(config: Config) -> dict[str, Any]:
+    """What of a configuration is an island's own business."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    own = {name: section for name, section in tree.items() if name not in SHARED}
+    data = {name: value for name, value in tree.get("data", {}).items() if name in OWN_DATA}
+    return {**own, "data": data} if data else own
+
+
+FILE = "genesis.json"
+
+
+def write_genesis(folder: Path, run_id: bytes, genesis: Genesis) -> None:
+    """Next to the log that follows from it: the record, the run, and a digest of both."""
+    if read_genesis(folder, run_id) is None:
+        lines = genesis.raw, run_id.hex().encode()
+        write_file(folder / FILE, b"\n".join([*lines, _seal(*lines), b""]))
+
+
+def read_genesis(folder: Path, run_id: bytes | None = None) -> Genesis | None:
+    """None where there is none, or none that is whole and signed: others have it."""
+    try:
+        raw, run, seal, end = (folder / FILE).read_bytes().split(b"\n")
+        written_for = bytes.fromhex(run.decode())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise SaveError(f"{folder / FILE} cannot be read: {error.strerror}") from None
+    if end or seal != _seal(raw, run):
+        return None
+    if run_id is not None and written_for != run_id:
+        raise SaveError(
+            f"{folder} holds the log of another run (one that was rewound is another one, too): choose another folder"
+        )
+    genesis = Genesis.parse(raw)
+    known = genesis.protocol == PROTOCOL  # older ones were not signed: `configure` refuses them
+    return None if known and not genesis.is_of(written_for) else genesis
+
+
+def _seal(raw: bytes, run: bytes) -> bytes:
+    return hashlib.sha256(raw + run).hexdigest().encode()

@@ -1,0 +1,79 @@
+"""Signals: what asks an island to stop, to pause or to leave at once."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
+REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent to everybody
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """Those that asked to stop; one within a second of the one before is its echo."""
+    heard: list[int] = []
+    last = -REPEAT_S
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > REPEAT_S:
+            last = time.monotonic()
+            heard.append(number)
+
+    with handled(on_signal):
+        yield heard
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT, SIGTERM and PAUSE go to it, for as long as this is open."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, PAUSE)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def nothing_more() -> None:
+    """A pause needs no more than that the loop stops."""
+
+
+class Stop:
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        self.pausing = False
+        self.on_pause: Callable[[], None] = nothing_more  # called at once, in the midst of a step
+
+    @property
+    def asked(self) -> bool:
+        return self.asked_at is not None
+
+
+@contextmanager
+def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
+    """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once. PAUSE asks an
+    island among others to stop without contributing what it has: it will come back.
+
+    Not one within a second of the first: launchers pass on a signal that the terminal has already sent to everybody.
+    """
+    stop = Stop()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if stop.asked_at is None:
+            stop.asked_at, stop.pausing = time.monotonic(), number == PAUSE
+            if stop.pausing:
+                stop.on_pause()
+            if loud:  # a plain write: the handler may have interrupted any other output
+                os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
+        elif time.monotonic() - stop.asked_at > REPEAT_S:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # the live view had hidden the cursor
+            os._exit(128 + number)
+
+    with handled(on_signal):
+        yield stop

@@ -1,0 +1,118 @@
+"""The invariants I1 to I6, worked out anew from the logs: nothing here trusts what a node believes."""
+
+from dataclasses import dataclass, field
+
+from diloco.elastic.protocol.ranges import Ranges, both, minus, normal, size
+from diloco.elastic.protocol.record import Key, Proposal, Record
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a branch contains."""
+
+    progress: dict[tuple[str, int, int], int]  # of an island's life, by fragment
+    samples: Ranges
+    twice: Ranges
+    updates: int = 0  # records with contributions
+    amendments: int = 0
+
+
+@dataclass
+class Checker:
+    """`strict` demands one record per round ever (pause)."""
+
+    strict: bool
+    fragments: int = 1
+    restarted: bool = False  # somebody has: a message of its former life may come late, and its lease seem another's
+    chains: dict[str, Chain] = field(default_factory=dict)
+    by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
+    rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
+
+    @property
+    def excuse(self) -> bool:
+        """For samples in two contributions."""
+        return self.restarted or any(len(rivals) > 1 for rivals in self.rivals.values())
+
+    def genesis(self, digest: str) -> None:
+        self.chains[digest] = Chain({}, (), ())
+
+    def appended(self, island: str, record: Record, overlaps: Ranges, steady: set[str], *, calm: bool) -> None:
+        """`steady` islands were alive and reachable all the time. In a `calm` world nobody was suspected wrongly."""
+        self._check_agreement(island, record, steady, calm)
+        key = record.proposal.key
+        if record.digest not in self.chains:
+            if key.parent not in self.chains:
+                raise Violation(f"I1: {island} appended round {key.round} to a branch that nobody had")
+            self.chains[record.digest] = self._extended(self.chains[key.parent], record)
+        if unsaid := minus(self.chains[record.digest].twice, overlaps):
+            raise Violation(f"I5: samples {unsaid} are in two contributions, and the ledger does not say so")
+        if (twice := self.chains[record.digest].twice) and calm and not self.excuse:
+            raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
+
+    def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:
+        key = record.proposal.key
+        known, by = self.by_round.setdefault(key.round, (record.digest, island))
+        if self.strict and known != record.digest:
+            raise Violation(f"I1: {island} has another record of round {key.round} than {by}")
+        rivals = self.rivals.setdefault(key, {})
+        new = record.digest not in rivals
+        # all who took part hold what was committed
+        if new:
+            rivals[record.digest] = set(record.proposal.islands)
+        rivals[record.digest].add(island)
+        if not (new and calm):  # an older commit shows late, or somebody was suspected wrongly: `merge` may fork then
+            return
+        for digest, who in rivals.items():
+            if digest != record.digest and who & steady:
+                raise Violation(
+                    f"I1: {island} has a record of round {key.round}, and {min(who & steady)},"
+                    " alive and reachable all the time, has another or took part in it"
+                )
+
+    def _extended(self, parent: Chain, record: Record) -> Chain:
+        progress = dict(parent.progress)
+        self._check_turn(parent, record.proposal)
+        for contribution in record.proposal.contributions:
+            offer = contribution.offer
+            mark = contribution.island, offer.incarnation, offer.fragment
+            if offer.lo < progress.get(mark, 0):
+                raise Violation(
+                    f"I2: progress {offer.lo}..{offer.hi} of {contribution.island} is counted twice"
+                    f" in round {record.proposal.key.round}"
+                )
+            if offer.lo > progress.get(mark, 0):
+                raise Violation(f"I3: progress {progress.get(mark, 0)}..{offer.lo} of {contribution.island} is lost")
+            progress[mark] = offer.hi
+        samples, twice = _consumed(parent, record.proposal)
+        updates = parent.updates + bool(record.proposal.contributions)
+        return Chain(progress, samples, twice, updates, self._amended(parent, record.proposal))
+
+    def _amended(self, parent: Chain, proposal: Proposal) -> int:
+        """Each amendment once, one after the other."""
+        if (amendment := proposal.amendment) is None:
+            return parent.amendments
+        if amendment.number != parent.amendments + 1:
+            raise Violation(f"I6: amendment {amendment.number} comes after {parent.amendments} others")
+        return amendment.number
+
+    def _check_turn(self, parent: Chain, proposal: Proposal) -> None:
+        """Fragments follow each other in the log, whatever happens between the updates."""
+        turn = parent.updates % self.fragments if proposal.contributions else -1
+        if {proposal.fragment, *(part.offer.fragment for part in proposal.contributions)} != {turn}:
+            raise Violation(f"I2: round {proposal.key.round} is of fragment {proposal.fragment}, and {turn} is due")
+
+
+def _consumed(parent: Chain, proposal: Proposal) -> tuple[Ranges, Ranges]:
+    """The samples of the branch after it, and those that are in it twice."""
+    samples, twice = parent.samples, parent.twice
+    offered = [contribution.offer.samples for contribution in proposal.contributions]
+    every = tuple(part for ranges in offered for part in ranges)
+    apart = size(normal(every)) == size(every)  # then all at once, for there may be thousands
+    for ranges in [normal(every)] if apart else offered:
+        twice = normal(twice + both(ranges, samples))
+        samples = normal(samples + ranges)
+    return samples, twice

@@ -1,0 +1,350 @@
+"""Random disasters: a schedule of faults drawn from a seed, and what must hold when it is over."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations, product
+from operator import lt
+
+from diloco.elastic.protocol.messages import (
+    Append,
+    Begin,
+    Commit,
+    Done,
+    Effect,
+    FetchResult,
+    Promise,
+    Ready,
+    Remember,
+    Send,
+)
+from diloco.elastic.protocol.rules import ALL, Rules
+from diloco.simulate.protocol.check import Violation
+from diloco.simulate.protocol.streaming import USUAL, Pace
+from diloco.simulate.protocol.timeline import SILENCE_S
+from diloco.simulate.protocol.trainer import PHASE_S
+from diloco.simulate.protocol.world import Pair, Setup, World
+
+FAULTY_S = 40.0
+QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
+FIRST_STREAMING = 200  # smaller seeds are disasters that tests know by number
+PATIENCE = 4  # more quiet times, for late progress of several fragments
+MOMENTS: dict[str, type] = {
+    kind.__name__.lower(): kind for kind in (Append, Commit, Begin, Done, Promise, Ready, Remember, FetchResult)
+}
+MIXES = {
+    "crashes": ["crash"],
+    "restarts": ["crash", "restart", "restart", "stop"],
+    "cascade": ["cascade"],
+    "power": ["power", "restart"],
+    "orphans": ["orphans", "crash"],
+    "partitions": ["split", "split", "one way", "pair", "three"],
+    "everything": ["crash", "restart", "stop", "split", "one way", "pair", "three", "cascade"],
+}
+WEIGHTS = {"cascade": 4, "partitions": 2}
+
+
+Made = dict[str, tuple[int, tuple[int, ...]]]  # incarnation, and progress by fragment
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`moment`: the thing that somebody does next, before or after which it strikes."""
+
+    at: float
+    kind: str
+    islands: tuple[str, ...] = ()
+    moment: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.at:5.1f} {self.kind}", *self.islands, self.moment]).rstrip()
+
+
+@dataclass(frozen=True)
+class Disaster:
+    setup: Setup
+    mix: str
+    late: tuple[tuple[str, float], ...]  # islands that join, and when
+    faults: tuple[Fault, ...]
+    apart: tuple[str, ...] = ()  # two that never reach each other
+    all_return: bool = False  # those who crashed, when the faults are over
+    amendments: tuple[tuple[float, tuple[str, ...]], ...] = ()  # when the owner makes one, and where it is handed in
+
+
+def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
+    chance = random.Random(seed)
+    partition = chance.choice(("merge", "pause"))
+    setup = Setup(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
+    mix = chance.choices(list(MIXES), [WEIGHTS.get(mix, 1) for mix in MIXES])[0]
+    names = setup.names
+    late = tuple((name, chance.uniform(0, FAULTY_S)) for name in names[2:] if chance.random() < 0.2)
+    faults: list[Fault] = []
+    for _ in range(chance.randint(1, 8)):
+        faults += _fault(chance, mix, names)
+    apart = tuple(chance.sample(names, 2)) if mix == "partitions" and len(names) > 2 and chance.random() < 0.3 else ()
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at))
+    all_return = chance.random() < 0.5
+    return Disaster(setup, mix, late, ordered, apart, all_return, amendments_of(seed, names))
+
+
+def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple[str, ...]], ...]:
+    """In half of the seeds. Drawn apart, as the pace is."""
+    chance = random.Random(f"{seed}/amendments")
+    if seed < FIRST_STREAMING or chance.random() < 0.5:
+        return ()
+    times = sorted(chance.uniform(0, FAULTY_S) for _ in range(chance.randint(1, 5)))
+    return tuple((at, tuple(chance.sample(names, chance.choice((1, 1, 2))))) for at in times)
+
+
+def pace_of(seed: int) -> Pace:
+    """A third of the seeds have fragments or overlap. Drawn apart: everything else of a disaster stays as it is."""
+    chance = random.Random(f"{seed}/pace")
+    if seed < FIRST_STREAMING or chance.random() > 1 / 3:
+        return USUAL
+    fragments, overlap = chance.choice([(2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
+    return Pace(fragments, overlap, scarce=chance.random() < 0.3)
+
+
+def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Fault]:
+    kind, at, name = chance.choice(MIXES[mix]), chance.uniform(1, FAULTY_S), chance.choice(names)
+    length = chance.uniform(0.5, 6 * SILENCE_S)
+    match kind:
+        case "crash" | "restart":
+            crash = Fault(at, "crash", (name,), number=chance.randint(1, 12))
+            return [crash] if kind == "crash" else [crash, Fault(at + length, "start", (name,))]
+        case "stop":
+            return [Fault(at, "stop", (name,)), Fault(at + length, "resume", (name,))]
+        case "cascade":
+            return _cascade(chance, at)
+        case "power":
+            moment, number = _moment(chance)
+            return [Fault(at, "power cut", (name,), moment, number), Fault(at + length, "all back", (name,))]
+        case "orphans":
+            return [Fault(at, "orphan")]
+        case "pair":
+            pair = tuple(chance.sample(names, 2))
+            return [Fault(at, "pair", pair), *([] if chance.random() < 0.3 else [Fault(at + length, "heal")])]
+    side = tuple(name for name in names if chance.random() < 0.5)
+    return [Fault(at, kind, side, number=chance.randint(0, 99)), Fault(at + length, "heal")]
+
+
+def _cascade(chance: random.Random, at: float) -> list[Fault]:
+    """Blow upon blow, each at a moment that matters: whoever does the thing next is struck, or whom it follows. All
+    come back later."""
+    blows = []
+    for index in range(chance.randint(1, 4)):
+        kind = chance.choice(("crash at", "crash at", "crash coordinator at", "stop at"))
+        moment, number = _moment(chance)
+        blows.append(Fault(at + 0.01 * index, kind, (), moment, number))
+    return [*blows, Fault(at + chance.uniform(3, 15), "all back")]
+
+
+def _moment(chance: random.Random) -> tuple[str, int]:
+    """0: before it; n: after it, and n - 1 more things."""
+    return chance.choice(list(MOMENTS)), chance.choice((0, 0, 1, 1, 2, 3))
+
+
+def run(plan: Disaster) -> World:
+    """Through the faults, then a quiet time in which everything must come right. Raises Violation."""
+    world = World(plan.setup)
+    try:
+        _run(world, plan)
+    except Violation as violation:
+        violation.args = (str(violation), world)
+        raise
+    return world
+
+
+def _run(world: World, plan: Disaster) -> None:
+    late = dict(plan.late)
+    world.lasting = both_ways(plan.apart[:1], plan.apart[1:])
+    world.sever(world.lasting)
+    world.found(tuple(name for name in world.names if name not in late))
+    for name, when in plan.late:
+        world.timeline.at(when, partial(world.start, name))
+    for fault in plan.faults:
+        world.timeline.at(fault.at, partial(inflict, world, fault))
+    for when, names in plan.amendments:
+        world.timeline.at(when, partial(world.amend, names))
+    world.timeline.run(FAULTY_S + 6 * SILENCE_S)
+    _end_of_faults(world, all_return=plan.all_return)
+    made = {name: (life.node.incarnation, life.trainer.made) for name, life in world.lives.items()}
+    round_then = max((disk.states[-1].head.round for disk in world.disks.values() if disk.states), default=0)
+    world.timeline.run(world.now + quiet_s(plan.setup.pace))
+    if _can_go_on(world, plan.apart):
+        _check_liveness(world, round_then)
+        _check_amendments(world, plan.apart)
+        _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
+
+
+def _wait_for_late_progress(world: World, made: Made) -> None:
+    """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
+    for _ in range(PATIENCE if world.setup.pace != USUAL else 0):
+        if not any(_lost(world, made)):
+            return
+        world.timeline.run(world.now + quiet_s(world.setup.pace))
+
+
+def quiet_s(pace: Pace) -> float:
+    return QUIET_S * (1 + pace.fragments) / 2
+
+
+def inflict(world: World, fault: Fault) -> None:
+    world.tell(f"* {str(fault)[6:]}")
+    everybody = set(world.names)
+    match fault.kind:
+        case "crash":
+            world.crash_soon(fault.islands[0], fault.number)
+        case "start":
+            if fault.islands[0] not in world.lives:
+                world.start(fault.islands[0])
+        case "stop":
+            world.stop(fault.islands[0])
+        case "resume":
+            world.resume(fault.islands[0])
+        case "pair":
+            world.sever(both_ways(fault.islands[:1], fault.islands[1:]))
+        case "split":
+            world.sever(both_ways(fault.islands, everybody - set(fault.islands)))
+        case "one way":
+            world.sever(product(fault.islands, everybody - set(fault.islands)))
+        case "three":
+            group = {name: (index + fault.number) % 3 for index, name in enumerate(world.names)}
+            world.sever(pair for pair in permutations(world.names, 2) if group[pair[0]] != group[pair[1]])
+        case "heal":
+            world.heal()
+        case "orphan":
+            _orphan(world)
+        case "crash at" | "stop at" | "crash coordinator at" | "power cut":
+            _strike(world, fault)
+        case "all back":
+            _all_back(world, without=fault.islands)
+
+
+def both_ways(some: Iterable[str], others: Iterable[str]) -> set[Pair]:
+    return {pair for one, other in product(some, others) for pair in ((one, other), (other, one))}
+
+
+def _orphan(world: World) -> None:
+    """All members die; those who have only just come are left."""
+    states = [life.node.state for life in world.lives.values()]
+    roster = max(states, key=lambda state: state.head).roster if states else ()
+    if world.lives.keys() - set(roster):
+        for name in roster:
+            world.crash(name)
+
+
+def _all_back(world: World, without: tuple[str, ...] = ()) -> None:
+    for name in world.names:
+        world.resume(name)
+        if name not in world.lives and name in world.disks and name not in without:
+            world.start(name)
+
+
+def _strike(world: World, fault: Fault) -> None:
+    """When somebody is about to do a thing of this kind, or has just done it."""
+
+    def watch(name: str, effect: Effect) -> None:
+        done = effect.message if isinstance(effect, Send) else effect
+        if name not in world.lives or not isinstance(done, MOMENTS[fault.moment]):
+            return
+        world.watchers.remove(watch)
+        match fault.kind:
+            case "stop at":
+                world.stop(name)
+            case "crash at":
+                crash(name)
+            case "crash coordinator at":
+                crash(world.lives[name].node.promise.coordinator)
+            case "power cut":
+                for each in list(world.lives):
+                    crash(each)
+
+    def crash(name: str) -> None:
+        if fault.number:
+            world.crash_soon(name, fault.number)
+        else:
+            world.crash(name)
+
+    world.watchers.append(watch)
+
+
+def _end_of_faults(world: World, *, all_return: bool) -> None:
+    world.tell("* the faults are over")
+    world.watchers.clear()
+    world.heal()
+    if all_return:
+        _all_back(world)
+    for name in list(world.stopped):
+        world.resume(name)
+
+
+def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
+    there = set(world.lives) - set(apart[:1])  # of two that are apart, a round has one at most
+    if world.setup.partition == "merge" or not there:
+        return bool(set(world.lives) - set(apart))
+    newest = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    return 2 * len(set(newest.roster) & there) > len(newest.roster) and bool(set(world.lives) - set(apart))
+
+
+def _check_liveness(world: World, round_then: int) -> None:
+    heads = {name: life.node.state.head for name, life in world.lives.items()}
+    best = max(heads.values())
+    length_s = quiet_s(world.setup.pace)
+    if best.round < round_then + length_s / (6 * PHASE_S):
+        raise Violation(f"I4: only round {best.round} after {length_s:.0f} quiet seconds, from {round_then}")
+    some = world.setup.pace.fragments  # rounds may follow each other at once
+    behind = [name for name, head in heads.items() if head.round < best.round - some]
+    if behind:
+        raise Violation(f"I4: {behind} are behind, {heads}")
+    same = {head.digest for head in heads.values() if head.round == best.round}
+    if len(same) > 1:
+        raise Violation(f"I1: two heads at round {best.round} when all is quiet")
+
+
+def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
+    """What somebody has who is there, and reaches everybody, is contained, unless the one before it is nowhere."""
+    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    there = world.lives.keys() - set(apart)
+    held = {amendment.number for name in there for amendment in world.disks[name].amendments}
+    if (number := len(best.amendments) + 1) in held:
+        raise Violation(f"I6: amendment {number} was handed in, and is contained nowhere")
+
+
+def _check_no_loss(world: World, made: Made) -> None:
+    _wait_for_late_progress(world, made)
+    for text in _lost(world, made):
+        raise Violation(f"I3: {text}")
+
+
+def _lost(world: World, made: Made) -> Iterator[str]:
+    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    for name, life in world.lives.items():
+        incarnation, progress = made.get(name, (0, ()))
+        contained = tuple(best.mark(name, incarnation, fragment) for fragment in range(len(progress)))
+        if incarnation == life.node.incarnation and any(map(lt, contained, progress)):
+            yield f"{name} made progress {progress}, only {contained} is contained"
+
+
+def shorten(plan: Disaster) -> tuple[Disaster, Violation]:
+    """Leave out faults one by one, as long as something is still violated."""
+    found = violation_of(plan)
+    assert found is not None
+    index = 0
+    while index < len(plan.faults):
+        fewer = replace(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
+        if (still := violation_of(fewer)) is not None:
+            plan, found = fewer, still
+        else:
+            index += 1
+    return plan, found
+
+
+def violation_of(plan: Disaster) -> Violation | None:
+    try:
+        run(plan)
+    except Violation as violation:
+        return violation
+    return None

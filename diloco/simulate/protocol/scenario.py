@@ -1,0 +1,275 @@
+"""Disasters as small scripts that people read, on a world without chance. Below `---` is what must happen.
+
+    python -m diloco.simulate.protocol.scenario [--write] FILE…
+
+runs them, or writes down what happens now.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from diloco.elastic.protocol.messages import Begin, Effect, Send
+from diloco.elastic.protocol.record import Ballot
+from diloco.elastic.protocol.rules import ALL
+from diloco.elastic.protocol.state import RunState
+from diloco.errors import ConfigError
+from diloco.simulate.protocol.check import Violation
+from diloco.simulate.protocol.faults import MOMENTS, both_ways
+from diloco.simulate.protocol.streaming import Pace
+from diloco.simulate.protocol.world import Setup, World
+
+PATIENCE_S = 60.0  # of `until`
+LIFE_S = 15.0  # within which a round must be committed
+
+
+class Unmet(AssertionError):
+    """What a scenario expects is not so."""
+
+
+@dataclass
+class Scenario:
+    setup: Setup = field(default_factory=lambda: Setup(smooth=True))
+    founders: tuple[str, ...] = ()
+    commands: list[str] = field(default_factory=list)
+    rule: str = ""  # without which
+    violation: str = ""  # this happens
+    told: dict[str, str] = field(default_factory=dict)  # the transcripts: with all rules (""), and without that one
+
+
+def parse(text: str) -> Scenario:
+    script, *parts = re.split(r"^---(.*)\n", text, flags=re.MULTILINE)
+    scenario = Scenario(told={parts[i].strip().removeprefix("without "): parts[i + 1] for i in range(0, len(parts), 2)})
+    names: set[str] = set()
+    for line in script.splitlines():
+        match line.partition("#")[0].split():
+            case []:
+                pass
+            case ["islands", *founders]:
+                scenario.founders = tuple(founders)
+                names |= set(founders)
+            case ["partition", kind]:
+                scenario.setup = replace(scenario.setup, partition=kind)
+            case ["fragments", count]:
+                scenario.setup = replace(scenario.setup, pace=Pace(int(count)))
+            case ["fragments", count, "overlapped"]:
+                scenario.setup = replace(scenario.setup, pace=Pace(int(count), overlap=1))
+            case ["without", rule, "violation", invariant]:
+                scenario.rule, scenario.violation = rule, invariant
+            case words:
+                scenario.commands.append(" ".join(words))
+                names |= {words[1]} if words[0] == "start" else set()
+    scenario.setup = replace(scenario.setup, islands=len(names))
+    return scenario
+
+
+def play(scenario: Scenario, *, without: str = "") -> str:
+    """The transcript. Raises Unmet, or Violation with the transcript as its second argument."""
+    rules = replace(ALL, **{without: False}) if without else ALL
+    world = World(replace(scenario.setup, rules=rules))
+    world.found(scenario.founders)
+    try:
+        for command in scenario.commands:
+            if not (without and command.startswith("expect") and "live" not in command):
+                _obey(world, command)
+    except Violation as violation:
+        violation.args = (str(violation), _told(world) + f"{violation}\n")
+        raise
+    return _told(world)
+
+
+def _obey(world: World, command: str) -> None:
+    match command.split():
+        case ["run", seconds]:
+            world.timeline.run(world.now + float(seconds))
+        case ["until", who, "commits", "round", number]:
+            _until(world, lambda: _newest(world, who).head.round >= int(number), command)
+        case ["until", who, "holds", "round", number]:
+            _until(world, lambda: _holds(world, who, int(number)), command)
+        case ["crash" | "stop" as what, who, "when" | "after" as when, doer, *doing]:
+            _strike(world, (what, who), when, (who if doer == "it" else doer, doing[-1]))
+        case ["crash" | "stop" | "resume" | "leave" | "start" as what, *names]:
+            for name in names:
+                getattr(world, what)(name)
+        case ["amend", *names]:
+            world.amend(names)
+        case ["mute", name]:
+            world.mute.add(name)
+        case ["late", *names]:
+            world.reductions.late = set(names)
+        case ["spoil", name]:
+            world.reductions.spoilt.add(name)
+        case ["slow", name, times]:
+            world.lives[name].trainer.speed = 1 / float(times)
+        case ["cut", *sides] if "|" in sides:
+            bar = sides.index("|")
+            world.tell(f"* {command}")
+            world.sever(both_ways(sides[:bar], sides[bar + 1 :]))
+        case ["cut-one-way", *sides] if "|" in sides:
+            bar = sides.index("|")
+            world.tell(f"* {command}")
+            world.sever(product(sides[:bar], sides[bar + 1 :]))
+        case ["heal"]:
+            world.heal()
+        case ["expect", "a", "live", "round"]:
+            _expect_life(world)
+        case ["expect", *words]:
+            _expect(world, words, command)
+        case _:
+            raise ConfigError(f"no such command in a scenario: {command}")
+
+
+def _until(world: World, come: Callable[[], bool], command: str) -> None:
+    end = world.now + PATIENCE_S
+    while not come():
+        if world.now >= end:
+            raise Unmet(f"not within {PATIENCE_S:.0f} s: {command}")
+        world.timeline.run(world.now + 0.05)
+
+
+def _holds(world: World, who: str, number: int) -> bool:
+    held = world.lives[who].node.held
+    return held is not None and held.record.proposal.key.round == number
+
+
+def _strike(world: World, what: tuple[str, str], when: str, deed: tuple[str, str]) -> None:
+    """Once, just before somebody does a thing, or just after."""
+    blow, victim = what
+    doer, thing = deed
+    kind = MOMENTS[{"appends": "append", "fetches": "fetchresult", "stores": "remember"}.get(thing, thing)]
+
+    def watch(name: str, effect: Effect) -> None:
+        if name != doer or not isinstance(effect.message if isinstance(effect, Send) else effect, kind):
+            return
+        world.watchers.remove(watch)
+        if when == "when":
+            getattr(world, blow)(victim)
+        elif blow == "crash":
+            world.crash_soon(victim, 1)
+        else:
+            world.timeline.after(0, lambda: world.stop(victim))
+
+    world.watchers.append(watch)
+
+
+def _newest(world: World, who: str) -> RunState:
+    names = world.lives if who == "anybody" else [who]
+    return max((world.disks[name].states[-1] for name in names), key=lambda state: state.head)
+
+
+def _expect(world: World, words: list[str], command: str) -> None:
+    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    log = next(world.disks[name].log for name, life in world.lives.items() if life.node.state.head == best.head)
+    match words:
+        case ["round", number, "of", who]:
+            found = ",".join(log[int(number) - 1].proposal.islands) if int(number) <= len(log) else "not committed"
+        case ["round", "at", "least", number, "at", who]:
+            found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.round >= int(number))
+        case ["round", number, "at", who]:
+            found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.round == int(number))
+        case ["some", "round", "of", who]:
+            found = who if any(",".join(record.proposal.islands) == who for record in log) else "none"
+        case ["roster", who]:
+            found = ",".join(best.roster)
+        case ["progress", number, "of", who, *fragment, "contained"]:  # … in fragment 2 contained
+            marks = [mark for (island, _, f), mark in best.marks if island == who and fragment[2:] in ([], [str(f)])]
+            found = who if sum(marks) >= int(number) else f"only {sum(marks)}"
+        case ["late", "progress", "of", who, "contained"]:
+            parts = [part for record in log for part in record.proposal.contributions if part.island == who]
+            found = who if any(part.offer.late for part in parts) else "none"
+        case ["one", "branch", "at", who]:
+            chain = {record.digest for record in log}
+            found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.digest in chain)
+        case ["amendments", who]:
+            found = ",".join(str(amendment.number) for amendment in best.amendments)
+        case ["overlaps", who]:
+            found = "yes" if best.ledger.overlaps else "no"
+        case _:
+            raise ConfigError(f"no such expectation in a scenario: {command}")
+    if found != who:
+        raise Unmet(f"{command}: it is {found or 'nobody'}")
+
+
+def _expect_life(world: World) -> None:
+    before = _newest(world, "anybody").head.round
+    world.timeline.run(world.now + LIFE_S)
+    if _newest(world, "anybody").head.round == before:
+        raise Violation(f"I4: no round within {LIFE_S:.0f} s")
+
+
+def _told(world: World) -> str:
+    return "".join(f"{line}\n" for line in _grouped(_worth_reading(world)))
+
+
+def _worth_reading(world: World) -> Iterator[tuple[float, str]]:
+    begun: set[Ballot] = set()
+    for entry in world.transcript.entries:
+        if len(entry) == 2:
+            if entry[0] > 0:  # that founders start is no news
+                yield entry
+        elif isinstance(begin := entry[3], Begin) and begin.ballot not in begun:
+            begun.add(begin.ballot)
+            fresh = f"of {','.join(begin.proposal.islands) or 'nobody'}"
+            value = f"what {begin.holder} holds" if begin.adopted else fresh
+            yield entry[0], f"{entry[1]} begins {begin.ballot.term}.{begin.ballot.attempt} {value}"
+
+
+def _grouped(entries: Iterator[tuple[float, str]]) -> Iterator[str]:
+    """Those who commit the same record one after the other share a line."""
+    names: list[str] = []
+    first, what = 0.0, ""
+    for now, text in [*entries, (0.0, "")]:
+        name, commits, record = text.partition(" commits ")
+        if names and (not commits or record != what):
+            yield f"{first:7.2f}  {','.join(names)} commit{'s' * (len(names) == 1)} {what}"
+            names = []
+        if commits:
+            first, what = (first if names else now), record
+            names.append(name)
+        elif text:
+            yield f"{now:7.2f}  {text}"
+
+
+def check(path: Path) -> None:
+    """Runs a scenario with all rules, and without the one it is about. Raises AssertionError."""
+    scenario = parse(path.read_text())
+    for rule, told in outcomes(scenario).items():
+        if told != scenario.told.get(rule):
+            raise Unmet(f"{path} {rule and f'without {rule} '}now goes like this:\n{told}")
+
+
+def outcomes(scenario: Scenario) -> dict[str, str]:
+    told = {"": play(scenario)}
+    if scenario.rule:
+        try:
+            play(scenario, without=scenario.rule)
+        except Violation as violation:
+            if not violation.args[0].startswith(scenario.violation):
+                raise
+            told[scenario.rule] = violation.args[1]
+        else:
+            raise Unmet(f"without {scenario.rule}, {scenario.violation} should be violated")
+    return told
+
+
+def write(path: Path) -> None:
+    text = path.read_text()
+    script = re.split(r"^---", text, flags=re.MULTILINE)[0]
+    for rule, told in outcomes(parse(text)).items():
+        script += f"--- without {rule}\n{told}" if rule else f"---\n{told}"
+    path.write_text(script)
+
+
+def main(arguments: list[str]) -> None:
+    work = write if "--write" in arguments else check
+    for name in arguments:
+        if name != "--write":
+            work(Path(name))
+            print(f"{name}: {'written' if work is write else 'holds'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

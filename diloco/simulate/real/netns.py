@@ -1,0 +1,99 @@
+"""Each island in a network namespace of its own (Linux, root), where the kernel holds its rates: tc's token bucket.
+
+So everything counts: the directory's traffic, TCP's acknowledgements and retransmissions. A bridge connects the
+namespaces. Delays, jitter, stalls and cuts of pairs are still made by the islands: not every kernel has netem.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from diloco.errors import ConfigError
+from diloco.simulate.real.topology import Rates
+
+CLONE_NEWNET = 0x40000000
+QUEUE_S, BURST_S, MIN_BURST_BYTES = 0.2, 0.01, 16384
+
+
+class Namespaces:
+    """Of so many islands, while it is open."""
+
+    def __init__(self, islands: int) -> None:
+        self._prefix = f"dl{os.getpid() % 10**6}"
+        self.islands = range(1, islands + 1)
+        self._rates: dict[int, Rates] = {}
+
+    def name(self, island: int) -> str:
+        return f"{self._prefix}-{island}"
+
+    def host(self, island: int) -> str:
+        return f"10.213.0.{island}"
+
+    @contextmanager
+    def opened(self) -> Iterator["Namespaces"]:
+        try:
+            _run("ip", "link", "add", self._prefix, "type", "bridge")
+            _run("ip", "link", "set", self._prefix, "up")
+            for island in self.islands:
+                self._open(island)
+            yield self
+        finally:
+            for island in self.islands:  # its end of the cable goes with it
+                subprocess.run(["ip", "netns", "delete", self.name(island)], capture_output=True)
+            subprocess.run(["ip", "link", "delete", self._prefix], capture_output=True)
+
+    def _open(self, island: int) -> None:
+        name = self.name(island)
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", self._cable(island), "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", self._cable(island), "master", self._prefix, "up")
+        _run("ip", "-n", name, "address", "add", f"{self.host(island)}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _run("ip", "-n", name, "link", "set", device, "up")
+
+    def _cable(self, island: int) -> str:
+        return f"{self._prefix}.{island}"
+
+    def shape(self, island: int, rates: Rates) -> None:
+        """From now on."""
+        if self._rates.get(island) != rates:
+            _run("tc", "-n", self.name(island), *_bucket("eth0", rates.up_bits_per_s))
+            _run("tc", *_bucket(self._cable(island), rates.down_bits_per_s))
+            self._rates[island] = rates
+
+
+def _bucket(device: str, bits_per_s: float) -> list[str]:
+    burst = int(max(MIN_BURST_BYTES, bits_per_s / 8 * BURST_S))
+    limits = ["rate", f"{int(bits_per_s)}bit", "burst", str(burst), "latency", f"{int(1000 * QUEUE_S)}ms"]
+    return ["qdisc", "replace", "dev", device, "root", "tbf", *limits]
+
+
+def enter(name: str) -> None:
+    """This thread, and all it starts from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+def refuse_if_not_permitted() -> None:
+    """Before anything is started."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("--backend netns: network namespaces are Linux's; leave --backend out")
+    if os.geteuid() != 0:
+        raise ConfigError("--backend netns needs root, to make network namespaces: leave it out, or become root")
+    if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
+        raise ConfigError(f"--backend netns needs {' and '.join(missing)}: apt-get install iproute2, or leave it out")
+    with Namespaces(1).opened() as namespaces:
+        namespaces.shape(1, Rates(1e6, 1e6))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        raise ConfigError(f"--backend netns is not permitted here: {' '.join(command)}: {reason}; leave --backend out")

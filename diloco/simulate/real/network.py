@@ -1,0 +1,143 @@
+"""The network of a simulated island, as a file says it is right now.
+
+`diloco simulate` writes the file (rates of each island, paths of each pair, who is cut off from whom) and changes it as
+time passes; each island's process finds it by an environment variable and follows it. It also writes down what has
+passed its link, for the report.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.comm.transport.link import Link, Paths
+from diloco.comm.transport.link import Path as Way
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import Transport
+from diloco.run.peer import Connection
+from diloco.simulate.real.faults import Fault
+from diloco.simulate.real.netns import Namespaces, enter
+from diloco.simulate.real.topology import Topology, island_name
+
+VARIABLE = "DILOCO_SIMULATION"  # the file
+LOOK_S = 0.1
+SAMPLE_S = 0.5
+TRAFFIC = "traffic.jsonl"  # in an island's folder
+
+log = logging.getLogger(__name__)
+
+
+def network_at(
+    topology: Topology,
+    faults: tuple[Fault, ...],
+    ids: Mapping[str, str],
+    seconds: float,
+    namespaces: Namespaces | None = None,
+) -> dict[str, Any]:
+    """What the file holds at that time. `ids` are the islands' peer ids, by name."""
+    slow = {fault.islands[0]: fault.factor for fault in faults if fault.kind == "slow"}
+    cut = set(topology.unconnected)
+    for fault in faults:
+        if fault.kind == "cut" and fault.at_s <= seconds < fault.until_s:
+            cut |= fault.pairs
+    islands = {}
+    for number, site in enumerate(topology.sites, start=1):
+        name, rates = island_name(number), site.rates_at(seconds)
+        islands[name] = {"id": ids[name], **asdict(rates), "slow": slow.get(number, 1.0)}
+        if namespaces is not None:
+            islands[name] |= {"namespace": namespaces.name(number), "host": namespaces.host(number)}
+    paths = [{"between": _names(pair), **asdict(path)} for pair, path in topology.paths.items()]
+    return {"islands": islands, "paths": paths, "cut": sorted(_names(pair) for pair in cut)}
+
+
+def _names(pair: frozenset[int]) -> list[str]:
+    return [island_name(number) for number in sorted(pair)]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What one island reads in it."""
+
+    id: str
+    up_bits_per_s: float
+    down_bits_per_s: float
+    slow: float
+    namespace: str = ""  # then the kernel holds its rates
+    host: str = ""
+
+
+class SimulatedNetwork:
+    """On the island's side."""
+
+    def __init__(self, file: Path, folder: Path) -> None:
+        self._file, self._folder, self._name = file, folder, folder.name
+        self._ids: dict[str, str] = {}
+        self._cut: set[frozenset[str]] = set()
+        self._seen = 0
+        self.own = self._read()[0]
+
+    def _read(self) -> tuple[Own, dict[str, Any]]:
+        self._seen = self._file.stat().st_mtime_ns
+        tree = json.loads(self._file.read_text())
+        self._ids = {name: island["id"] for name, island in tree["islands"].items()}
+        return Own(**tree["islands"][self._name]), tree
+
+    def enter(self) -> None:
+        """Its namespace, where it has one: before anything listens."""
+        if self.own.namespace:
+            enter(self.own.namespace)
+
+    def shape(self, transport: Transport) -> Transport:
+        """The transport over this network, for as long as the process lives."""
+        own, tree = self._read()
+        link = Link() if own.namespace else Link(own.up_bits_per_s, own.down_bits_per_s)
+        paths = Paths()
+        for path in tree["paths"]:
+            one, other = (self._ids[name] for name in path.pop("between"))
+            paths.set(one, other, Way(**path))
+        self._follow(tree, link, paths)
+        threading.Thread(target=self._watch, args=(link, paths), name="simulation", daemon=True).start()
+        return ShapedTransport(transport, link, paths, by_stamp=not own.namespace)
+
+    def _watch(self, link: Link, paths: Paths) -> None:
+        sampled = 0.0
+        with (self._folder / TRAFFIC).open("a", buffering=1) as traffic:
+            while True:
+                if self._file.stat().st_mtime_ns != self._seen:
+                    self._follow(self._read()[1], link, paths)
+                if time.time() - sampled >= SAMPLE_S:
+                    sampled = time.time()
+                    sample = {"time": sampled, "sent": link.up.passed_bytes, "received": link.down.passed_bytes}
+                    traffic.write(json.dumps(sample) + "\n")
+                time.sleep(LOOK_S)
+
+    def _follow(self, tree: dict[str, Any], link: Link, paths: Paths) -> None:
+        own = Own(**tree["islands"][self._name])
+        if not own.namespace:
+            link.up.change(own.up_bits_per_s)
+            link.down.change(own.down_bits_per_s)
+        cut = {frozenset(self._ids[name] for name in pair) for pair in tree["cut"]}
+        for one, other in map(sorted, cut - self._cut):
+            paths.cut(one, other)
+        for one, other in map(sorted, self._cut - cut):
+            paths.heal(one, other)
+        self._cut = cut
+
+
+def as_simulated(connection: Connection, folder: Path) -> Connection:
+    """The connection of the island in this folder: as it is, unless this process belongs to a simulation."""
+    file = os.environ.get(VARIABLE)
+    if file is None:
+        return connection
+    network = SimulatedNetwork(Path(file), folder)
+    network.enter()
+    own = network.own
+    return replace(
+        connection, host=own.host or connection.host, up_bits_per_s=own.up_bits_per_s,
+        down_bits_per_s=own.down_bits_per_s, delay_s=0.0, shape=network.shape, slowness=own.slow,
+    )  # fmt: skip

@@ -1,6 +1,0 @@
-"""Real islands on this machine over links that are not: how they are connected, what befalls them, what came of it.
-
-topology.py and faults.py say what there is and what happens (pure; `topologyfile.py` reads a file); fleet.py makes it
-happen, with network.py on the islands' side; story.py puts the islands' events together, and drawing.py and page.py
-show it.
-"""

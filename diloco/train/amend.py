@@ -1,0 +1,174 @@
+"""Settings that change while a run goes on: which may, what they make of a configuration, where they wait to be heeded.
+
+Only the run's owner signs changes (`diloco set`). They wait as files in the folder of an island, which brings them to
+the others; from the record on that contains one, it holds for every island, also for those that come later.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from diloco.comm.peers.identity import Identity
+from diloco.config.file import flat, overrides_tree, parse_config
+from diloco.config.schema import Config
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.wire import MAX_TEXT, decode, encode
+from diloco.errors import ConfigError, MessageRefused, SaveError
+
+FOLDER = "amendments"  # in an island's folder
+CHANGEABLE = (
+    "inner.lr", "inner.warmup", "inner.schedule", "inner.final_lr", "inner.decay", "inner.steps",
+    "inner.weight_decay", "inner.clip",
+    "outer.lr", "outer.momentum", "outer.second", "outer.eps",
+    "elastic.min_islands", "elastic.straggler",
+)  # fmt: skip
+OWN = ("island", "checkpoint", "evaluate", "log")
+IDENTITY = ("run", "seed", "model", "data")
+
+
+class InForce:
+    """A run's configuration, as its owner has changed it by now."""
+
+    def __init__(self, founded: Config) -> None:
+        self._founded = self.now = founded
+        self._heeded: tuple[Amendment, ...] = ()
+
+    def at(self, amendments: tuple[Amendment, ...]) -> Config:
+        if amendments != self._heeded:
+            self._heeded, self.now = amendments, amended(self._founded, amendments)
+        return self.now
+
+
+def amended(config: Config, amendments: Iterable[Amendment]) -> Config:
+    for amendment in amendments:
+        try:
+            config = changed(config, _changes_of(amendment, config))
+        except (ConfigError, ValueError, TypeError, RecursionError) as error:
+            told = "".join(letter if letter.isprintable() else " " for letter in str(error)[:300])  # it may travel
+            raise ConfigError(
+                f"change {amendment.number} of the run's settings does not work here ({told}): "
+                "use the same diloco as the run's owner"
+            ) from None
+    return config
+
+
+def objection(config: Config, amendments: Iterable[Amendment]) -> str:
+    """Why this diloco cannot follow them. Empty where it can."""
+    try:
+        amended(config, amendments)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
+    changes = json.loads(amendment.changes)
+    if not isinstance(changes, dict):
+        raise ConfigError("it is no table of settings")
+    for key in changes:
+        if reason := _reason_against(key, config, own_loop=False):
+            raise ConfigError(f"{key} {reason}")
+    return changes
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """`changes`: by dotted key."""
+    tree = config.model_dump(mode="json")
+    for key, value in changes.items():
+        section, _, leaf = key.partition(".")
+        if leaf:
+            tree[section] = {**tree.get(section, {}), leaf: value}
+        else:
+            tree[section] = value
+    return parse_config(tree)
+
+
+def in_words(amendment: Amendment) -> str:
+    """For people: `inner.lr=0.0001, inner.steps=4000`."""
+    try:
+        changes = json.loads(amendment.changes)
+        return ", ".join(f"{key}={value}" for key, value in changes.items())
+    except (ValueError, AttributeError, RecursionError):  # in the log of a run whose owner has another diloco
+        return amendment.changes
+
+
+def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[str, Any]:
+    """What these change, by key. Refuses what cannot change while the run goes on, and what is so already."""
+    asked = flat(overrides_tree(overrides))
+    new = flat(changed(config, asked).model_dump(mode="json"))
+    for key in asked:
+        if reason := _reason_against(key, config, own_loop=own_loop):
+            raise ConfigError(f"{key} {reason}")
+    before = flat(config.model_dump(mode="json"))
+    same = [key for key in asked if new[key] == before[key]]
+    if same:
+        raise ConfigError(f"{same[0]} is {before[same[0]]} already: there is nothing to change")
+    return {key: new[key] for key in asked}
+
+
+def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
+    section = key.partition(".")[0]
+    rewind = "diloco rewind RUN ROUND --set starts a new branch with it"
+    if section in OWN:
+        return "is each island's own business: give it to `diloco run --resume` or `diloco join` by --set"
+    if section in IDENTITY:
+        return "says which run it is, and stays: found another one"
+    if key not in CHANGEABLE:
+        return f"cannot change while the run goes on: {rewind}"
+    if own_loop and section == "inner" and key != "inner.steps":
+        return "is the business of the program that trains (diloco.connect)"
+    if section == "inner" and config.sync.growth and config.sync.fragments > 1:
+        return f"decides with sync.growth when each fragment takes its turn: {rewind}"
+    return ""
+
+
+def write_amendment(folder: Path, owner: Identity, number: int, changes: Mapping[str, Any]) -> Amendment | None:
+    """Into an island's folder. None where there is one of this number already."""
+    text = json.dumps(changes, sort_keys=True, separators=(",", ":"))
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"these are too many changes at once ({len(text)} characters): make several of them")
+    amendment = Amendment.sign(owner, number, text)
+    path = folder / FOLDER / f"{number:06}.json"
+    draft = path.with_name(f".{path.name}.{token_hex(4)}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        draft.write_bytes(encode(amendment))
+        os.link(draft, path)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise SaveError(f"{path} cannot be written ({error.strerror}): nothing was changed") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    return amendment
+
+
+def amendment_files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*.json"))
+
+
+def read_amendment(path: Path) -> Amendment:
+    try:
+        return decode(Amendment, path.read_bytes())
+    except (OSError, MessageRefused) as error:
+        raise SaveError(f"{path} is no change of settings that diloco wrote ({error}): remove it") from None
+
+
+class Inbox:
+    """What the owner leaves in an island's folder, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: set[Path] = set()
+
+    def new(self) -> Iterator[Amendment | SaveError]:
+        for path in amendment_files(self._folder):
+            if path not in self._seen:
+                self._seen.add(path)
+                try:
+                    yield read_amendment(path)
+                except SaveError as error:
+                    yield error

@@ -1,0 +1,190 @@
+"""An island among others, as its trainer sees it: where the outer state is, what to train on, when a round is over."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.comm.codec.registry import codec_named, result_codec_for
+from diloco.config.schema import Config, SyncConfig
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver
+from diloco.elastic.runtime.session import Session, Taken, at_once
+from diloco.elastic.runtime.work import Trained
+from diloco.train.amend import InForce
+from diloco.train.outer import outer_settings, preview
+from diloco.train.schedule import schedule_of, usual_steps
+
+
+def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]:
+    """What a coordinator fixes at *begin*: the outer settings for so many islands, and the run's clock after it."""
+    schedule = schedule_of(config.sync, config.inner)
+
+    def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
+        if not contributions:
+            return Settings(), state.step
+        settings = outer_settings(config, len(contributions), state.updates // config.sync.fragments + 1)
+        codec = config.sync.codec
+        result = result_codec_for(codec, len(contributions))
+        step = max(state.step, schedule.next(state.step, usual_steps(contributions)))
+        return replace(settings, codec=codec, result=result), step
+
+    return decide
+
+
+def decay_of(sync: SyncConfig) -> float | None:
+    """Of error feedback; None: there is none."""
+    wanted = codec_named(sync.codec).needs_feedback if sync.feedback == "auto" else sync.feedback == "on"
+    return sync.feedback_decay if wanted else None
+
+
+class Together:
+    def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
+        self.fragments = driver.run.fragments
+        feedback = decay_of(config.sync)
+        self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
+        self._names = names  # of islands, for people
+        self._config = InForce(config)
+        with driver.replica.reading() as vectors:
+            self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
+        for fragment in range(len(self.fragments)):
+            self.session.take(fragment, self.base)
+        self._told = self.session.state.head.round
+
+    @property
+    def step(self) -> int:
+        return self.session.state.step
+
+    @property
+    def updates(self) -> int:
+        return self.session.state.updates
+
+    @property
+    def amendments(self) -> tuple[Amendment, ...]:
+        """Of the run's settings, as last looked at."""
+        return self.session.state.amendments
+
+    @property
+    def round(self) -> int:
+        return self.session.state.head.round
+
+    @property
+    def first(self) -> bool:
+        """Of those who take part: it speaks for all where one is enough."""
+        return self.session.state.roster[:1] == (self.driver.node.me,)
+
+    def start(
+        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+    ) -> None:
+        """`progress` holds its values when `ready` has been called."""
+        self.session.start(fragment, progress, done, step_ms=step_ms, ready=ready)
+
+    def paces(self) -> list[int]:
+        """What an inner step took on each island of the last round, in milliseconds."""
+        return [contribution.offer.step_ms for contribution in self.session.last_round()]
+
+    def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
+        return self.session.finish(fragment, should_stop, since=since)
+
+    def due(self, awaited: int) -> tuple[Head, int | None, bool]:
+        """The head, the fragment of the next round, and whether this island's last one of that is over. None: what is
+        awaited is over, and the next round comes at its own time."""
+        with self.driver.changed:
+            state = self.driver.applied
+            fragment = None if self.session.over(awaited) else state.updates % len(self.fragments)
+            return state.head, fragment, fragment is not None and self.session.over(fragment)
+
+    def poll(self) -> bool:
+        return self.session.poll()
+
+    def look(self) -> None:
+        self.session.look()
+
+    def moved(self) -> list[int]:
+        return self.session.moved()
+
+    def wait(self, seconds: float) -> None:
+        self.session.wait(seconds)
+
+    @property
+    def parameters(self) -> Tensor:
+        """As they are now: a copy."""
+        with self.driver.replica.reading() as vectors:
+            return vectors["parameters"].clone()
+
+    def take(self, fragment: int) -> Taken:
+        return self.session.take(fragment, self.base)
+
+    def preview(self, fragment: int, progress: Tensor) -> Tensor:
+        """Where the fragment would be if the round had nothing but this island's share of it."""
+        share, islands = self._share()
+        config = self._config.at(self.amendments)
+        settings = outer_settings(config, islands, self.updates // len(self.fragments) + 1)
+        with self.driver.replica.reading() as vectors:
+            return preview(vectors, self.fragments, fragment, progress * share, settings)
+
+    def _share(self) -> tuple[float, int]:
+        """This island's weight in the last round, and how many were in it. Before the first, all are alike."""
+        last, me = self.session.last_round(), self.driver.node.me
+        weights = {contribution.island: contribution.weight for contribution in last}
+        if me in weights:
+            return weights[me] / sum(weights.values()), len(weights)
+        islands = max(1, len(self.session.state.roster))
+        return 1 / islands, islands
+
+    def stories(self) -> list[dict[str, Any]]:
+        """Of the rounds that are over since the last time, for people."""
+        records = [record for record in self.session.records() if record.proposal.key.round > self._told]
+        self._told = max(self._told, self.round)
+        return [self._story(record) for record in records if record.proposal.key.round <= self.round]
+
+    def _story(self, record: Record) -> dict[str, Any]:
+        proposal = record.proposal
+        return {
+            "round": proposal.key.round,
+            "fragment": proposal.fragment,
+            "contributors": tuple(self._names(island) for island in proposal.islands),
+            "islands": len(proposal.roster),
+            "tokens": proposal.tokens,
+            "outer_lr": proposal.settings.lr,
+            "step": proposal.step,
+            "digest": record.digest,
+            "applied_at": self.driver.keeper.applied_at.get(proposal.key.round),
+            "late": sum(contribution.offer.late for contribution in proposal.contributions),
+            "samples": [contribution.offer.samples for contribution in proposal.contributions],
+        }
+
+    def ask(self, samples: int) -> None:
+        """How many this island would like to hold."""
+        self.session.ask(samples)
+
+    def available(self, used: Ranges) -> Ranges:
+        return self.session.available(used)
+
+    def owes(self, fragment: int) -> bool:
+        return self.session.owes(fragment)
+
+    def exhausted(self) -> bool:
+        """All samples of the run are consumed."""
+        return self.session.state.ledger.exhausted(self._config.now.island.batch)
+
+    def outer(self) -> dict[str, Tensor]:
+        """The vectors as they are now: copies."""
+        with self.driver.replica.reading() as vectors:
+            return {name: vector.clone() for name, vector in vectors.items()}
+
+    def launched_vectors(self) -> dict[str, Tensor]:
+        return self.session.tensors()
+
+    def leave(self) -> None:
+        self.driver.leave()
+        self.session.close()
+
+    def pause(self) -> None:
+        """Without a word: whoever goes like this means to come back and go on."""
+        self.driver.pause()

@@ -1,0 +1,136 @@
+"""One entry of the replicated log: who contributed what, under which settings, and the digest of the result's bytes."""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.ranges import Ranges
+
+EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record that admits islands and changes nothing else
+
+
+class Head(NamedTuple):
+    """The end of a branch. Branches are compared in this order; nobody moves to one that is not greater."""
+
+    tokens: int  # contributed since the beginning
+    round: int
+    digest: str
+
+
+class Key(NamedTuple):
+    """What a round decides: the record that follows this parent. The number alone would mix branches up."""
+
+    round: int
+    parent: str
+
+
+class Ballot(NamedTuple):
+    term: int
+    coordinator: str
+    attempt: int
+
+
+NO_BALLOT = Ballot(0, "", 0)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Progress of the sender between two of its cuts, (lo, hi], for one fragment."""
+
+    fragment: int
+    lo: int
+    hi: int
+    tokens: int
+    samples: Ranges  # consumed behind it
+    norm: float = 0.0
+    incarnation: int = 0  # whose progress it is: work that a restart restored stays with its old one
+    late: bool = False  # of an earlier phase: ready without having trained
+    steps: int = 0  # inner steps behind it
+    step_ms: int = 0  # what an inner step took; 0: not known
+
+
+@dataclass(frozen=True)
+class Contribution:
+    island: str
+    offer: Offer
+    weight: int  # its tokens, capped
+
+
+@dataclass(frozen=True)
+class Grant:
+    holder: str
+    samples: Ranges
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Scalars are fixed here and stored: libm differs between platforms."""
+
+    lr: float = 0.0
+    momentum: float = 0.0
+    codec: str = "int8"  # of the contributions
+    result: str = ""  # of their mean, where that is another one
+    optimizer: str = "nesterov"
+    second: float = 0.0  # adam's
+    eps: float = 0.0
+    first_correction: float = 1.0
+    second_correction: float = 1.0
+
+    @property
+    def result_codec(self) -> str:
+        return self.result or self.codec
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """All that *begin* fixes. The result's bytes follow from it and from the contributions alone."""
+
+    key: Key
+    fragment: int  # -1: no contributions; the record only admits islands, leases samples, amends settings
+    contributions: tuple[Contribution, ...]
+    roster: tuple[str, ...]  # of the next round, in order
+    releases: tuple[str, ...]  # holders whose leases return
+    grants: tuple[Grant, ...]
+    settings: Settings
+    step: int  # the run's clock after it
+    amendment: Amendment | None = None  # of the run's settings, from the next round on
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(canonical(self)).hexdigest()
+
+    @cached_property
+    def islands(self) -> tuple[str, ...]:
+        return tuple(contribution.island for contribution in self.contributions)
+
+    @property
+    def tokens(self) -> int:
+        return sum(contribution.offer.tokens for contribution in self.contributions)
+
+
+@dataclass(frozen=True)
+class Record:
+    proposal: Proposal
+    payload: str  # SHA-256 of the result's bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """The chain digest: it covers the parent's, and so everything before."""
+        return hashlib.sha256(f"{self.proposal.digest} {self.payload}".encode()).hexdigest()
+
+
+def canonical(value: object) -> bytes:
+    """One text for one value, on every machine."""
+    return json.dumps(value, default=_by_name, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _by_name(value: Any) -> dict[str, object]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def holder_name(island: str, incarnation: int) -> str:
+    """Leases belong to a life of an island: what it held when it died returns although it is back."""
+    return f"{island}#{incarnation}"

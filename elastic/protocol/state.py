@@ -1,0 +1,106 @@
+"""What all islands agree on besides vectors: who, how far, and whose progress is contained. A fold over the log."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.ranges import Ranges, size
+from diloco.elastic.protocol.record import Head, Key, Offer, Record, holder_name
+from diloco.errors import RecordInvalid
+
+Mark = tuple[str, int, int]  # island, incarnation, fragment
+
+
+class Version(NamedTuple):
+    """The last update of a fragment."""
+
+    digest: str
+    step: int  # the run's clock after it
+
+
+@dataclass(frozen=True)
+class RunState:
+    head: Head
+    roster: tuple[str, ...]
+    ledger: Ledger
+    marks: tuple[tuple[Mark, int], ...] = ()  # the highest progress contained, sorted
+    step: int = 0  # the run's clock
+    updates: int = 0  # records that changed parameters
+    versions: tuple[tuple[int, Version], ...] = ()  # of fragments that were updated, sorted
+    owner: str = ""  # the public key of whoever may amend the run's settings; "": nobody may
+    amendments: tuple[Amendment, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        """What is to be decided next."""
+        return Key(self.head.round + 1, self.head.digest)
+
+    def mark(self, island: str, incarnation: int, fragment: int) -> int:
+        return self._contained.get((island, incarnation, fragment), 0)
+
+    @cached_property
+    def _contained(self) -> dict[Mark, int]:
+        return dict(self.marks)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Of members in the roster."""
+        return {member: place for place, member in enumerate(self.roster)}
+
+    def version(self, fragment: int) -> Version:
+        return dict(self.versions).get(fragment, Version("", 0))
+
+    def fits(self, island: str, offer: Offer) -> bool:
+        return offer.lo == self.mark(island, offer.incarnation, offer.fragment) and offer.lo < offer.hi
+
+    def accepts(self, amendment: Amendment) -> bool:
+        return amendment.number == len(self.amendments) + 1 and amendment.is_by(self.owner)
+
+    def is_of(self, owner: str) -> bool:
+        """Nobody else has amended it. What records lead to is so by itself; a state that a peer gives may not be."""
+        numbered = all(number == each.number for number, each in enumerate(self.amendments, start=1))
+        return self.owner == owner and numbered and all(each.is_by(owner) for each in self.amendments)
+
+    def after(self, record: Record) -> "RunState":
+        proposal = record.proposal
+        amendments = () if proposal.amendment is None else (proposal.amendment,)
+        if proposal.key != self.key:
+            raise RecordInvalid(f"the record of round {proposal.key.round} does not follow round {self.head.round}")
+        if not all(map(self.accepts, amendments)):
+            raise RecordInvalid("it changes settings, and that is not the owner's next change")
+        marks, ledger, versions = dict(self.marks), self.ledger, dict(self.versions)
+        if proposal.contributions:
+            versions[proposal.fragment] = Version(record.digest, proposal.step)
+        for contribution in proposal.contributions:
+            offer = contribution.offer
+            if offer.fragment != proposal.fragment:
+                raise RecordInvalid(f"{contribution.island}: fragment {offer.fragment} in a round of another")
+            if not self.fits(contribution.island, offer):
+                raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
+            marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
+            ledger = ledger.consume(holder_name(contribution.island, offer.incarnation), offer.samples)
+        for holder in proposal.releases:
+            ledger = ledger.release(holder)
+        for grant in proposal.grants:
+            ledger = _granted(ledger, grant.holder, grant.samples)
+        return replace(
+            self,
+            head=Head(self.head.tokens + proposal.tokens, proposal.key.round, record.digest),
+            roster=proposal.roster,
+            ledger=ledger,
+            marks=tuple(sorted(marks.items())),
+            step=proposal.step,
+            updates=self.updates + bool(proposal.contributions),
+            versions=tuple(sorted(versions.items())),
+            amendments=(*self.amendments, *amendments),
+        )
+
+
+def _granted(ledger: Ledger, holder: str, samples: Ranges) -> Ledger:
+    """The ledger decides which positions come next; a grant of others is refused."""
+    ledger, granted = ledger.grant(holder, size(samples))
+    if granted != samples:
+        raise RecordInvalid(f"{holder} is granted samples that are not next in line")
+    return ledger

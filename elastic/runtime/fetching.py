@@ -1,0 +1,255 @@
+"""Getting what others have: the bytes of a result, the records this island missed, or a whole state.
+
+All of it runs in threads of its own; nobody waits for it. What comes from peers is checked against digests that the
+protocol has agreed on.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from random import sample
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.begun import Begun
+from diloco.checkpoint.log.entries import Entry, payload_name
+from diloco.checkpoint.log.library import Parcel
+from diloco.checkpoint.log.replica import vector_name
+from diloco.checkpoint.transfer.asking import ask, describe
+from diloco.checkpoint.transfer.fetch import MAX_WORKERS, fetch
+from diloco.comm.transport.frame import Buffer
+from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.elastic.protocol.record import EMPTY, Record
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import decode, encode
+from diloco.errors import ItemMissing, MessageRefused, TransferFailed
+
+SMALL_BYTES = 8 << 20
+ASK_S = 10.0
+REPIN_S = 30.0
+MAX_DONORS = 2 * MAX_WORKERS  # half of them step in for others
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a state consists of."""
+
+    state: RunState
+    sizes: tuple[tuple[str, int], ...]  # elements of each vector
+    genesis: str
+
+    @property
+    def version(self) -> str:
+        return self.state.head.digest
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    state: RunState
+    vectors: dict[str, Tensor]
+    donors: dict[str, int]  # bytes from each
+
+    def of(self, owner: str) -> "Snapshot":
+        if not self.state.is_of(owner):
+            raise TransferFailed("the state that a peer gave was amended by somebody else than the run's owner")
+        return self
+
+
+def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest: str, size: int) -> Tensor:
+    """A result by its digest, from whoever has it."""
+    if digest == EMPTY and size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    name = payload_name(digest)
+    parcel = _describe_any(transport, donors, name)
+    if parcel.size != size:
+        raise TransferFailed(f"{name}: {parcel.size} bytes, {size} were due")
+    room = torch.empty(size, dtype=torch.uint8)
+    view = memoryview(room.numpy())  # type: ignore[arg-type]
+    fetch(parcel, donors, transport, view)
+    if hashlib.sha256(view).hexdigest() != digest:
+        raise TransferFailed(f"{name}: the bytes are not those that were agreed on")
+    return room
+
+
+def _describe_any(transport: Transport, donors: Mapping[str, PeerAddress], name: str) -> Parcel:
+    reasons = []
+    for address in donors.values():
+        try:
+            return describe(transport, address, name, ASK_S)
+        except TransferFailed as failed:
+            reasons.append(str(failed))
+    raise TransferFailed("; ".join(reasons) or f"{name}: nobody to ask")
+
+
+def fetch_missed(
+    transport: Transport,
+    peer: str,
+    others: Mapping[str, PeerAddress],
+    since: str,
+    result_bytes: Callable[[Record], int],
+    *,
+    at_most: int,
+    known: Callable[[Record], bool] = lambda record: False,
+) -> Iterator[tuple[Record, Tensor]]:
+    """What this peer has after `since`, up to what is known, one after the other; nothing where it does not know that,
+    no longer has the bytes, or they are more than `at_most`."""
+    try:
+        raw = ask(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
+    except ItemMissing:
+        return
+    records = list(takewhile(lambda record: not known(record), decode(tuple[Record, ...], raw)))
+    if sum(result_bytes(record) for record in records) <= at_most:
+        for record in records:
+            yield record, fetch_bytes(transport, others, record.payload, result_bytes(record))
+
+
+def fetch_state(
+    transport: Transport,
+    peer: str,
+    others: Mapping[str, PeerAddress],
+    genesis: str,
+    sizes: Mapping[str, int],
+    begun: Begun | None = None,
+) -> Snapshot:
+    """The present state of this peer, or the one that was begun to be fetched if somebody still has it; taken from
+    several who have the same one."""
+    others = {peer: others[peer]} | dict(others)  # it is asked first
+    raw, donors = _to_go_on(transport, others, begun)
+    if not donors:
+        raw = ask(transport, others[peer], "manifest", limit=SMALL_BYTES, timeout_s=ASK_S)
+    manifest = decode(Manifest, raw)
+    if manifest.genesis != genesis or dict(manifest.sizes) != dict(sizes):
+        raise TransferFailed(f"{peer} has the state of another run")
+    if not donors:
+        donors = {peer: others[peer]} | _some(others)
+        if begun is not None:
+            begun.start(raw)
+    fetch = _Fetch(transport, donors, manifest, begun)
+    snapshot = fetch.run()
+    if begun is not None:  # all of it has come: right or wrong, there is nothing to go on with
+        begun.end()
+    if not fetch.right:
+        raise TransferFailed(f"the state of {next(iter(donors))} is not what its digest says")
+    return snapshot
+
+
+def _to_go_on(
+    transport: Transport, others: Mapping[str, PeerAddress], begun: Begun | None
+) -> tuple[bytes, dict[str, PeerAddress]]:
+    raw = begun.about if begun is not None else None
+    if raw is None:
+        return b"", {}
+    try:
+        return raw, _pinned(transport, others, decode(Manifest, raw).version)
+    except MessageRefused:  # it is torn
+        return b"", {}
+
+
+def _some(others: Mapping[str, PeerAddress]) -> dict[str, PeerAddress]:
+    """Not the same for each newcomer, so that they share the load; who has another version by now is passed over."""
+    return {other: others[other] for other in sample(sorted(others), min(len(others), MAX_DONORS))}
+
+
+def _pinned(transport: Transport, others: Mapping[str, PeerAddress], version: str) -> dict[str, PeerAddress]:
+    """Those who have this version, which was there a while ago."""
+    if not others:
+        return {}
+    with ThreadPoolExecutor(min(len(others), MAX_DONORS)) as pool:
+        answers = pool.map(lambda address: _has(transport, address, version), others.values())
+        return {other: address for (other, address), here in zip(others.items(), answers, strict=True) if here}
+
+
+def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
+    """Where it has moved on, or is busy, others give."""
+    try:
+        ask(transport, address, f"pin/{version}", limit=200, timeout_s=ASK_S)
+    except TransferFailed:
+        return False
+    return True
+
+
+class _Fetch:
+    """Of one state. What is to be worked out, there and here, is worked out while bytes are on their way."""
+
+    def __init__(
+        self, transport: Transport, donors: Mapping[str, PeerAddress], manifest: Manifest, begun: Begun | None
+    ) -> None:
+        self._transport, self._donors, self._manifest, self._begun = transport, donors, manifest, begun
+        self._taken = dict.fromkeys(donors, 0)
+        self._asked = time.monotonic()
+        self._found, self.right = hashlib.sha256(), False  # of all vectors
+
+    def run(self) -> Snapshot:
+        sizes, version = sorted(self._manifest.sizes), self._manifest.version
+        pool = ThreadPoolExecutor(2)
+        try:
+            parcels = [pool.submit(self._describe, vector_name(version, name), count) for name, count in sizes]
+            digest = pool.submit(_ask_any, self._transport, self._donors, f"digest/{version}")
+            vectors = {}
+            for (name, count), parcel in zip(sizes, parcels, strict=True):
+                vectors[name] = torch.empty(count)
+                room = memoryview(vectors[name].view(torch.uint8).numpy())  # type: ignore[arg-type]
+                self._fetch(name, parcel.result(), room)
+            self.right = self._found.hexdigest() == digest.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return Snapshot(self._manifest.state, vectors, self._taken)
+
+    def _describe(self, item: str, count: int) -> Parcel:
+        parcel = _describe_any(self._transport, self._donors, item)
+        if parcel.size != 4 * count:
+            raise TransferFailed(f"{item}: {parcel.size} bytes, {4 * count} were due")
+        return parcel
+
+    def _fetch(self, name: str, parcel: Parcel, room: memoryview) -> None:
+        have = self._begun.load(name, parcel, room) if self._begun is not None else set()
+        keep = self._begun.keeping(name, parcel, room, have) if self._begun is not None else _nothing
+
+        hashed = 0
+
+        def on_progress(*_: object) -> None:
+            nonlocal hashed
+            keep()
+            while hashed in have:
+                self._found.update(room[parcel.chunk(hashed)])
+                hashed += 1
+            self._pin_again()
+
+        given = fetch(parcel, self._donors, self._transport, room, have=have, on_progress=on_progress)
+        for donor, size in given.items():
+            self._taken[donor] += size
+
+    def _pin_again(self) -> None:
+        """Donors drop a copy that nobody has asked for in a while: a slow fetch asks now and then."""
+        if time.monotonic() - self._asked > REPIN_S:
+            self._asked = time.monotonic()
+            for address in self._donors.values():
+                _has(self._transport, address, self._manifest.version)
+
+
+def _ask_any(transport: Transport, donors: Mapping[str, PeerAddress], name: str) -> str:
+    reasons = []
+    for address in donors.values():
+        try:
+            return ask(transport, address, name, limit=200, timeout_s=6 * ASK_S).decode()
+        except TransferFailed as failed:
+            reasons.append(str(failed))
+    raise TransferFailed("; ".join(reasons))
+
+
+def _nothing() -> None:
+    pass
+
+
+def tensor_of(data: Buffer) -> Tensor:
+    """A copy."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+
+
+def entry_of(record: Record) -> Entry:
+    key = record.proposal.key
+    return Entry(key.round, record.digest, key.parent, encode(record), record.payload)

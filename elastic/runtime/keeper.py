@@ -1,0 +1,214 @@
+"""What an island keeps of its run: the log, the vectors that follow from it, and results that nobody has committed yet.
+
+Records are appended in order by the driver's thread and applied by a thread of the keeper's own, which also makes the
+copies that snapshots are written from. What peers may ask for is served from here.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.entries import OuterLog, payload_name
+from diloco.checkpoint.log.library import Item, Library
+from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
+from diloco.checkpoint.log.snapshot import Frozen
+from diloco.checkpoint.log.store import Store
+from diloco.comm.codec.registry import codec_named
+from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.record import EMPTY, Record
+from diloco.elastic.protocol.state import RunState, Version
+from diloco.elastic.protocol.wire import decode, encode, to_plain
+from diloco.elastic.runtime.fetching import Manifest, Snapshot, entry_of
+from diloco.elastic.runtime.fragments import Fragments
+
+__all__ = ["Keeper", "Kept", "Run", "Vectors", "Version"]
+
+KEEP_RECORDS = 1000  # for those who tell people what happened
+LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
+DIGEST_EVERY = 10  # rounds between two digests of all vectors
+
+Vectors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an island needs to know of its run besides who it is."""
+
+    genesis: bytes
+    genesis_digest: str
+    fragments: Fragments
+    apply: Callable[[Vectors, Record, Tensor, Fragments], None]  # a committed update, into the outer state's vectors
+    snapshot_every: int = 0  # updates; 0: only where there is no other way
+
+    def result_bytes(self, record: Record) -> int:
+        proposal = record.proposal
+        if not proposal.contributions:
+            return 0
+        return codec_named(proposal.settings.result_codec).size(self.fragments.counts[proposal.fragment])
+
+    def wants_snapshot_of(self, state: RunState, record: Record) -> bool:
+        """At the same rounds on every island that is set alike."""
+        due = self.snapshot_every and state.updates % self.snapshot_every == 0
+        return bool(due and record.proposal.contributions)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a snapshot holds besides vectors: with it, records can be replayed by whoever has their bytes."""
+
+    genesis: str
+    state: RunState
+    fragments: tuple[Ranges, ...]
+
+
+class Keeper:
+    def __init__(
+        self, run: Run, state: RunState, vectors: Vectors, store: Store, vouch: Callable[[RunState, str], None]
+    ) -> None:
+        """`vouch` is told the digest of the vectors now and then, in the thread that applies."""
+        self.run, self.store, self._vouch = run, store, vouch
+        self.changed = threading.Condition()
+        self.applied = state  # what the vectors contain
+        self.applied_at: dict[int, float] = {}  # by the clock on the wall, each of the last rounds
+        self.versions = self._versions(state)
+        known = store.entries()
+        last = (decode(Record, entry.header) for entry in known[-LAST_RECORDS:])
+        self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
+        self.library = Library(self._make_item)
+        self.library.put("genesis", run.genesis)
+        self.log = OuterLog(self.library, lambda payload: payload == EMPTY or store.has(payload))
+        self.log.replace(known)
+        self.vector_names = tuple(sorted(vectors))
+        self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
+        self._logged = state
+        self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
+        self._to_apply: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        if store.wants_snapshot:
+            self._photograph(state)
+
+    # called by the driver's thread
+
+    def hold(self, payload: str, result: Tensor) -> None:
+        """A result, before *done* is said: whoever takes over may ask for it."""
+        self._results[payload] = result
+        if payload != EMPTY:
+            view = memoryview(result.numpy())  # type: ignore[arg-type]
+            self.library.put(payload_name(payload), view)
+            self.store.put(payload, view)
+
+    def append(self, record: Record) -> None:
+        state = self._logged = self._logged.after(record)
+        payload = self._results[record.payload]
+        self._forget_results()
+        entry = entry_of(record)
+        self.store.append(entry, rotate=self.run.wants_snapshot_of(state, record))
+        self.log.append(entry)
+        self.records.append(record)
+        self._to_apply.put(lambda: self._apply(record, payload, state))
+
+    def mend(self, record: Record, result: Tensor) -> None:
+        """Of long ago; it is written when this returns. Also called by other threads."""
+        if record.payload != EMPTY:
+            self.store.put(record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
+        self.store.mend(entry_of(record))
+        done = threading.Event()
+        self.store.then(done.set)
+        done.wait()
+
+    def switch(self, snapshot: Snapshot) -> None:
+        """All at once: nobody ever sees a state between two branches."""
+        state = self._logged = snapshot.state
+        self._forget_results()
+        self.store.follow(state.head.digest, state.head.round)
+        self.log.replace([])
+        self.records.clear()
+
+        def work() -> None:
+            with self.replica.reading():
+                self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
+                self._announce(state)
+            self._photograph(state)
+
+        self._to_apply.put(work)
+
+    def _forget_results(self) -> None:
+        self._results = {EMPTY: self._results[EMPTY]}
+
+    def stop(self) -> None:
+        self._to_apply.put(None)
+
+    # the thread that applies
+
+    def apply_all(self) -> None:
+        while (work := self._to_apply.get()) is not None:
+            work()
+
+    def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
+        def change(vectors: Vectors) -> None:
+            if record.proposal.contributions:
+                self.run.apply(vectors, record, payload, self.run.fragments)
+            self._announce(state)
+
+        self.replica.apply(change, state.head.digest, self._meta(state))
+        if self.run.wants_snapshot_of(state, record) or self.store.wants_snapshot:
+            self._photograph(state)
+        if state.head.round % DIGEST_EVERY == 0:
+            digest = self.replica.digest()
+            self.store.vouch(state.head.digest, digest)
+            self._vouch(state, digest)
+
+    def _announce(self, state: RunState) -> None:
+        """Together with the vectors: whoever reads them holds their lock."""
+        with self.changed:
+            self.applied, self.versions = state, self._versions(state)
+            self.applied_at[state.head.round] = time.time()
+            self.applied_at.pop(state.head.round - KEEP_RECORDS, None)
+            self.changed.notify_all()
+
+    def _versions(self, state: RunState) -> list[Version]:
+        return [state.version(fragment) for fragment in range(len(self.run.fragments))]
+
+    def _photograph(self, state: RunState) -> None:
+        """Only the copy is made here."""
+        if not self.store.keeps:
+            return
+        with self.replica.reading() as vectors:
+            copies = {name: host_copy(vector) for name, vector in vectors.items()}
+        kept = Kept(self.run.genesis_digest, state, self.run.fragments.ranges)
+        head = state.head
+        self.store.snapshot(Frozen(head.round, head.digest, (head.tokens, head.round), to_plain(kept), copies))
+
+    # what peers may ask for, besides what lies in the library
+
+    def _make_item(self, name: str) -> bytes | Item | None:
+        kind, _, argument = name.partition("/")
+        match kind:
+            case "manifest":
+                return self.replica.pin()
+            case "pin":
+                return b"here" if self.replica.pin(argument) else None
+            case "state":
+                return self.library.held(name) if self.replica.pin(argument.partition("/")[0]) else None
+            case "digest":
+                return self._pinned_digest(argument)
+            case "payload":
+                return self.store.item(argument)
+            case "after":
+                entries = self.log.after(argument)
+                return None if entries is None else b"[" + b",".join(entry.header for entry in entries) + b"]"
+        return None
+
+    def _pinned_digest(self, version: str) -> bytes | None:
+        items = {name: self.library.get(vector_name(version, name)) for name in self.vector_names}
+        data = {name: item.data for name, item in items.items() if item is not None}
+        return bytes_digest(data).encode() if len(data) == len(items) else None
+
+    def _meta(self, state: RunState) -> bytes:
+        sizes = tuple((name, self.run.fragments.count) for name in self.vector_names)
+        return encode(Manifest(state, sizes, self.run.genesis_digest))

@@ -1,0 +1,234 @@
+"""Control messages between islands: one stream to each peer for what is said, one from each for what is heard.
+
+A stream begins with a greeting that proves admission to the run. A stream that breaks is looked into at once: a peer
+that refuses connections is gone, one that merely does not answer may be stopped or slow.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from diloco.comm.transport.frame import END
+from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.elastic.protocol.messages import Message
+from diloco.elastic.protocol.wire import decode_message, encode_message
+from diloco.errors import FrameError, MessageRefused, PeerRefused, StreamClosed, TransportError, TransportTimeout
+
+CHANNEL = "control"
+GREETING, MESSAGE = 1, 2
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_WAITING = 1000  # messages to one peer
+CONNECT_S = 3.0
+QUICK_S = 1.0  # a connection that fails sooner was refused; later, nobody answered
+RETRY_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Hears(Protocol):
+    """Called from the mailbox's threads."""
+
+    def heard(self, peer: str, message: Message) -> None: ...
+    def gone(self, peer: str) -> None: ...
+    def refuse(self, peer: str, reason: str) -> None: ...
+
+
+class Mailbox:
+    def __init__(
+        self, transport: Transport, ears: Hears, *, greeting: bytes = b"", admit: Callable[[str, bytes], None]
+    ) -> None:
+        """`admit` raises a DilocoError where a peer's greeting does not let it in."""
+        self.transport, self.ears, self.greeting, self.admit = transport, ears, greeting, admit
+        self._lines: dict[str, Line] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._last: tuple[Message | None, bytes] = None, b""
+        self.admitted: set[str] = set()
+        threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
+
+    def know(self, addresses: Mapping[str, PeerAddress]) -> None:
+        for peer, address in addresses.items():
+            with self._lock:
+                line = self._lines.get(peer)
+                if line is None and not self._closed:
+                    line = self._lines[peer] = Line(self, address)
+            if line is not None:
+                line.address = address
+
+    def send(self, peer: str, message: Message) -> None:
+        if (line := self._lines.get(peer)) is not None:
+            line.put(self._encoded(message))
+
+    def _encoded(self, message: Message) -> bytes:
+        """One message goes to many, and a *begin* of many islands is large."""
+        said, raw = self._last
+        if said is not message:
+            raw = encode_message(message)
+            self._last = message, raw
+        return raw
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(line.bytes_sent for line in list(self._lines.values()))
+
+    def flush(self, timeout_s: float) -> None:
+        """Until what was said has gone out, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(not line.idle for line in list(self._lines.values())):
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            lines = list(self._lines.values())
+        self.transport.forget(CHANNEL)
+        for line in lines:
+            line.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                stream = self.transport.accept(CHANNEL, timeout_s=0.2)
+            except TransportTimeout:
+                continue
+            except StreamClosed:
+                return
+            threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+
+    def _listen(self, stream: Stream) -> None:
+        heard = False
+        try:
+            greeting = stream.receive(_bounded(GREETING), timeout_s=CONNECT_S)
+            self.admit(stream.peer, bytes(greeting.payload))
+            self.admitted.add(stream.peer)
+            while True:
+                frame = stream.receive(_bounded(MESSAGE))
+                heard = True  # who hangs up before that was only looking whether we live
+                self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
+        except (FrameError, MessageRefused) as bad:
+            self.ears.refuse(stream.peer, f"sent garbage: {bad}")
+        except TransportError as lost:
+            log.debug("%s: stream of %s is over: %s", self.transport.identity, stream.peer, lost)
+            if heard:
+                self._look_into(stream.peer)
+        except Exception as error:  # noqa: BLE001 -- a thread's outermost frame: admission was refused
+            self.ears.refuse(stream.peer, f"was not admitted: {error}")
+        finally:
+            stream.close()
+
+    def _look_into(self, peer: str) -> None:
+        if not self._closed and (line := self._lines.get(peer)) is not None:
+            line.probe()
+
+
+class Line:
+    """What is said to one peer, in order, by a thread of its own."""
+
+    def __init__(self, mailbox: Mailbox, address: PeerAddress) -> None:
+        self.mailbox, self.address = mailbox, address
+        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._stream: Stream | None = None
+        self._sent_before = 0  # by streams that broke
+        self._closed = False
+        self._busy = False
+        threading.Thread(target=self._run, name=f"line-{address.identity[-6:]}", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        return self._queue.empty() and not self._busy
+
+    def put(self, raw: bytes) -> None:
+        try:
+            self._queue.put_nowait(raw)
+        except queue.Full:  # nobody reads: what it missed is sent again, or no longer matters
+            log.debug("%s does not keep up", self.address.identity)
+
+    def probe(self) -> None:
+        """Its own stream to us broke: is it still there?"""
+        self.put(b"")
+
+    def close(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+        self._drain()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (raw := self._queue.get()) is not None and not self._closed:
+            self._busy = True
+            try:
+                if raw:
+                    self._say(raw)
+                else:
+                    self._connect().close()  # a stream that is fine stays: hanging up would make the other side probe
+            except TransportError as error:
+                log.debug("to %s: %s", self.address.identity, error)
+                self._hang_up()
+            self._busy = False
+        self._hang_up()
+
+    def _say(self, raw: bytes) -> None:
+        if self._stream is None:
+            self._stream = self._connect()
+        self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
+
+    def _connect(self) -> Stream:
+        started = time.monotonic()
+        try:
+            stream = self.mailbox.transport.connect(self.address, CHANNEL, timeout_s=CONNECT_S)
+            stream.send(GREETING, b"", self.mailbox.greeting, timeout_s=CONNECT_S)
+            return stream
+        except TransportError as error:
+            refused_us = isinstance(error, PeerRefused)  # it lives, and does not know us yet
+            if not refused_us and time.monotonic() - started < QUICK_S and not self._closed:
+                self.mailbox.ears.gone(self.address.identity)
+            self._drain()
+            time.sleep(RETRY_S)
+            raise
+
+    def _drain(self) -> None:
+        """What was to be said to a peer that is not there is out of date when it is back."""
+        while True:
+            try:
+                if self._queue.get_nowait() is None:
+                    self._queue.put_nowait(None)
+                    return
+            except queue.Empty:
+                return
+
+    @property
+    def bytes_sent(self) -> int:
+        stream = self._stream
+        return self._sent_before + (stream.bytes_sent if stream is not None else 0)
+
+    def _hang_up(self) -> None:
+        if self._stream is not None:
+            self._sent_before += self._stream.bytes_sent
+            self._stream.close()
+            self._stream = None
+
+
+def greet(transport: Transport, address: PeerAddress, greeting: bytes) -> None:
+    """Be admitted without having anything to say yet: before a newcomer has a mailbox, it asks for the state."""
+    stream = transport.connect(address, CHANNEL, timeout_s=CONNECT_S)
+    try:
+        stream.send(GREETING, b"", greeting, timeout_s=CONNECT_S)
+        stream.end(timeout_s=CONNECT_S)
+        with suppress(TransportError):  # it hangs up when it has read that
+            stream.receive(timeout_s=CONNECT_S)
+    finally:
+        stream.close()
+
+
+def _bounded(kind: int) -> Callable[[int, bytes, int], memoryview]:
+    def place(got: int, head: bytes, length: int) -> memoryview:
+        if got not in (kind, END) or length > MAX_MESSAGE_BYTES:
+            raise FrameError(f"a frame of kind {got} with {length} bytes")
+        return memoryview(bytearray(length))
+
+    return place

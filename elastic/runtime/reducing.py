@@ -1,0 +1,129 @@
+"""One attempt at an all-reduce as the driver sees it: a thread, its progress, and who is to blame when it fails."""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.reduce.allreduce import Reduction
+from diloco.comm.reduce.grid import TwoLevelPlan
+from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
+from diloco.comm.reduce.two_level import TwoLevelReduction
+from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.elastic.protocol.messages import Begin
+from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
+
+FLAT_UP_TO = 64  # members; more would have too many streams and too small chunks
+CONNECT_S = 10.0
+UNKNOWN_RATE = 1_000_000  # bytes a second, of a member that has not measured its link yet
+FIRST_STALL_S = 30.0  # until the first round has shown how fast chunks come
+SLACK = 4  # times the usual time of a chunk
+MOST_PATIENT = 6  # doublings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`payload` is the result's digest, or "" after a failure; `blamed` is whom this member could not work with."""
+
+    payload: str
+    result: Tensor | None = None
+    blamed: str = ""
+    reason: str = ""
+    refused: bool = False  # what the blamed one contributed is bad
+    stalled: bool = False  # no chunk came for too long, as far as this member can tell
+    seconds: float = 0.0
+    bytes_sent: int = 0
+
+
+class Attempt:
+    def __init__(
+        self,
+        begin: Begin,
+        contribution: Tensor,
+        count: int,
+        transport: Transport,
+        addresses: Mapping[str, PeerAddress],
+        done: Callable[[Begin, Outcome], None],
+    ) -> None:
+        self.begin = begin
+        self.started = time.monotonic()
+        self._done = done
+        plan = plan_of(begin, count)  # PlanRefused: what peers propose is checked there
+        if len(contribution) != plan.codec.size(count):
+            raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
+        self.reduction: Reduction | TwoLevelReduction
+        if isinstance(plan, TwoLevelPlan):
+            self.reduction = TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+            first = self.reduction.levels.scatter
+        else:
+            self.reduction = Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+            first = plan
+        self.chunks = max(len(first.chunks(member)) for member in range(len(first.members)))
+        self._stalled = ""
+        threading.Thread(target=self._run, name="reduce", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            result = self.reduction.run()
+            outcome = Outcome(hashlib.sha256(memoryview(result.numpy())).hexdigest(), result)  # type: ignore[arg-type]
+        except ContributionRefused as bad:
+            outcome = Outcome("", blamed=bad.peer, reason=str(bad), refused=True)
+        except ReduceFailed as failed:
+            blamed = self._stalled or failed.peer or failed.hung_up
+            outcome = Outcome("", blamed=blamed, reason=str(failed), stalled=bool(self._stalled))
+        except Exception as error:  # a thread's outermost frame: memory, descriptors; another attempt may work
+            log.exception("an all-reduce failed here")
+            outcome = Outcome("", reason=f"{type(error).__name__}: {error}")
+        seconds = time.monotonic() - self.started
+        sent = self.reduction.bytes_sent
+        self._done(self.begin, Outcome(**{**vars(outcome), "seconds": seconds, "bytes_sent": sent}))
+
+    def cancel(self) -> None:
+        self.reduction.cancel("another ballot")
+
+    def watch(self, stall_s: float) -> None:
+        """Give it up when somebody's chunks have not come for so long; the one who is behind longest is to blame."""
+        now, began = time.monotonic(), self.started
+        if isinstance(self.reduction, TwoLevelReduction):
+            began = self.reduction.level_began
+            stall_s += began - self.started  # others may need as long again for what comes before
+        last = {
+            peer: max(began, progress.last_at)
+            for peer, progress in self.reduction.progress.items()
+            if progress.received_chunks < self.reduction.expected(peer)
+        }
+        slowest = min(last, key=lambda peer: last[peer], default="")
+        if slowest and not self._stalled and now - last[slowest] > stall_s:
+            self._stalled = slowest
+            self.reduction.cancel(f"no chunk of {slowest} for {stall_s:.1f} s")
+
+
+def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
+    """The same on all members: all of it follows from *begin*. Many reduce in two levels."""
+    proposal = begin.proposal
+    if len(begin.bytes_per_s) != len(begin.members):
+        raise PlanRefused("a rate for each member was due")
+    rates = tuple(float(rate or UNKNOWN_RATE) for rate in begin.bytes_per_s)
+    weights = tuple(contribution.weight for contribution in proposal.contributions)
+    ballot, key = begin.ballot, begin.key
+    channel = f"reduce/{key.round}/{key.parent[:16]}/{ballot.term}.{ballot.attempt}/{ballot.coordinator}"
+    noise = NoiseKey(key.round, proposal.fragment, "result")
+    codec, result = proposal.settings.codec, proposal.settings.result
+    if len(begin.members) > FLAT_UP_TO:
+        return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result)
+    spans = spans_by_bandwidth(count, rates)
+    return ReducePlan(channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result)
+
+
+def stall_after(silence_s: float, last: Outcome | None, chunks: int, stalls: int = 0) -> float:
+    """A deadline from measured rates: silence, plus several times what a chunk took in the last round. After stalls in
+    a row it may be the deadline that is wrong: it doubles each time."""
+    usual_s = max(silence_s, FIRST_STALL_S) if last is None else silence_s + SLACK * last.seconds / max(1, chunks)
+    return usual_s * 2 ** min(stalls, MOST_PATIENT)

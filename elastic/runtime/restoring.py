@@ -1,0 +1,131 @@
+"""What an island's own disk gives back: a snapshot that is whole, and the log replayed from there.
+
+Of several snapshots the one counts whose log leads furthest; one that is damaged is set aside, and an older one, with
+more of the log, gives the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
+from diloco.elastic.protocol.messages import Memory
+from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import decode, from_plain
+from diloco.elastic.runtime.fetching import tensor_of
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.keeper import Kept, Run
+from diloco.errors import MessageRefused, RecordInvalid, SaveError, SnapshotDamaged
+
+Tell = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Restored:
+    state: RunState
+    vectors: dict[str, Tensor]
+    memory: Memory | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A snapshot, and where its log leads."""
+
+    manifest: Manifest
+    path: Path
+    kept: Kept
+    records: tuple[Record, ...]
+    end: RunState
+
+
+def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Restored | None:
+    """None where there is nothing, or nothing that is whole. Damaged snapshots are told of and set aside."""
+    for path in snapshots(folder):
+        with _setting_aside(path, tell):
+            read_manifest(path)
+    points = sorted(points_of(folder, journal), key=lambda point: (point.end.head, point.kept.state.head))
+    for point in reversed(points):
+        if point.kept.genesis != run.genesis_digest:
+            raise SaveError(f"{folder} holds the log of another run: choose another folder, or --fresh")
+        with _setting_aside(point.path, tell):
+            vectors = read_vectors(point.path, point.manifest)
+            state = replay(point, vectors, journal, run, tell)
+            if state is not None:
+                return Restored(state, vectors, memory_of(journal, tell))
+    return None
+
+
+@contextmanager
+def _setting_aside(path: Path, tell: Tell) -> Iterator[None]:
+    try:
+        yield
+    except SnapshotDamaged as damaged:
+        tell("damaged", str(damaged))
+        set_aside(path)
+
+
+def points_of(folder: Path, journal: Journal) -> Iterator[Point]:
+    for manifest, path in manifests(folder):
+        kept = kept_in(manifest, path)
+        records, state = [], kept.state
+        for entry in journal.chain(manifest.version):
+            try:
+                record = record_of(entry)
+                state = state.after(record)
+            except (MessageRefused, RecordInvalid):  # as written by a diloco that had other rules
+                break
+            records.append(record)
+        yield Point(manifest, path, kept, tuple(records), state)
+
+
+def kept_in(manifest: Manifest, path: Path) -> Kept:
+    try:
+        kept: Kept = from_plain(Kept, manifest.meta)
+    except MessageRefused as refused:
+        raise SaveError(f"{path}/manifest.json is of another version of diloco ({refused}): use that one") from None
+    return kept
+
+
+def record_of(entry: Entry) -> Record:
+    record = decode(Record, entry.header)
+    if record.digest != entry.digest or record.payload != entry.payload:
+        raise MessageRefused(f"the record of round {entry.round} is not what its digest says")
+    return record
+
+
+def replay(
+    point: Point, vectors: dict[str, Tensor], journal: Journal, run: Run, tell: Tell, *, until: int | None = None
+) -> RunState | None:
+    """Into the vectors. None where it gives another state than the island had at the time."""
+    state, fragments = point.kept.state, Fragments(point.kept.fragments)
+    for record in point.records:
+        number = record.proposal.key.round
+        payload = journal.payload(record.payload)
+        if payload is None or (until is not None and number > until):
+            break
+        if record.proposal.contributions:
+            run.apply(vectors, record, tensor_of(payload), fragments)
+        state = state.after(record)
+        expected = journal.states.get(state.head.digest)
+        if expected is not None and vectors_digest(vectors) != expected:
+            tell("damaged", f"{point.path.name}: replayed to round {number}, it gives another state than there was")
+            return None
+    return state
+
+
+def memory_of(journal: Journal, tell: Tell) -> Memory | None:
+    if journal.memory is None:
+        return None
+    memory = decode(Memory, journal.memory)
+    if memory.held is None or journal.has(memory.held.record.payload):
+        return memory
+    # the disk refused it, or it is damaged
+    tell("result lost", f"that of round {memory.key.round}, which this island held: others have it")
+    return replace(memory, held=None)

@@ -1,0 +1,243 @@
+"""The trainer's side of a driver: hand in progress, learn where the outer state went, draw leased samples."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from diloco.comm.codec.feedback import ErrorFeedback
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import codec_named
+from diloco.elastic.protocol.messages import Begin, Effect
+from diloco.elastic.protocol.ranges import Ranges, minus, normal, size
+from diloco.elastic.protocol.record import Contribution, Head, Offer, Record, holder_name
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import from_plain, to_plain
+from diloco.elastic.runtime.driver import Driver, check
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.work import KEEP_BYTES, MAX_PHASES, Trained, Work
+
+WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
+
+
+def at_once() -> None:
+    """Nothing has to be waited for."""
+
+
+class Taken(NamedTuple):
+    """Where a fragment is now."""
+
+    step: int  # the run's clock after the update that brought it there
+    owed: Tensor | None = None  # the sum of this island's progress up to its last cut that it does not contain
+    owed_steps: int = 0  # and the inner steps behind that
+
+
+class Session:
+    """For one trainer thread."""
+
+    def __init__(self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None) -> None:
+        """`feedback`: what encoding loses is added to the next contribution; so much of it is left by then."""
+        self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
+        self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
+        if feedback is not None:
+            self._feedback = [ErrorFeedback(self.codec, count, feedback) for count in fragments.counts]
+        self.works = [self._work(fragment) for fragment in range(len(fragments))]
+        self.state = driver.applied  # as last seen
+        driver.contribution = self._contribution
+        self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
+        self._wanted, self._late = driver.node.want, 0  # samples to train on, and those behind late progress
+        self._offered_at = [("", 0)] * len(fragments)
+        self._offers: dict[int, Offer] = {}  # by fragment: the last one
+        self._encoding = ThreadPoolExecutor(1, "encode")
+        self._encoded: list[Future[None]] = []  # the last one
+
+    def _work(self, fragment: int) -> Work:
+        node, count = self.driver.node, self.fragments.counts[fragment]
+        role = holder_name(node.me, node.incarnation)
+        feedback = self._feedback[fragment] if self._feedback else None
+
+        def encode(vector: Tensor, hi: int) -> Tensor:
+            key = NoiseKey(hi, fragment, role)
+            if feedback is None:
+                return self.codec.encode(vector, key).cpu()
+            payload = feedback.encode(vector, key)
+            feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
+            return payload.cpu()
+
+        # what is encoded again loses again: with feedback, late pieces go one by one
+        phases = MAX_PHASES if feedback is None else 1
+        decode = partial(self.codec.decode, count=count)
+        keep_bytes = KEEP_BYTES // len(self.fragments)
+        return Work(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
+
+    def owes(self, fragment: int = 0) -> bool:
+        """Progress of earlier phases is not contained: it can be offered without training first."""
+        work = self.works[fragment]
+        return bool(work.owed(work.mark))
+
+    def _contribution(self, begin: Begin) -> Tensor:
+        me = self.driver.node.me
+        (offer,) = (c.offer for c in begin.proposal.contributions if c.island == me)
+        return self.works[offer.fragment].payload(offer)
+
+    def start(
+        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+    ) -> None:
+        """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded:
+        `progress` holds its values when `ready` has been called, and is not to be changed after that."""
+        check(self.driver)
+        work = self.works[fragment]
+        make_offer = work.cut(progress, done, usual_norm=self._usual_norm())
+        self._offered_at[fragment] = self.driver.versions[fragment].digest, work.mark
+
+        def encode_and_offer() -> None:
+            ready()
+            offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
+            self.driver.post(lambda now: self._offer(offer, now))
+
+        self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]
+
+    def _offer(self, offer: Offer, now: float) -> list[Effect]:
+        return self.driver.node.offer(offer, now)
+
+    def _usual_norm(self) -> float:
+        """The median of the last round with contributions; 0: there was none."""
+        last = self.last_round()
+        return median([contribution.offer.norm for contribution in last]) if last else 0.0
+
+    def last_round(self) -> tuple[Contribution, ...]:
+        """Who contributed what to the last round that had contributions."""
+        rounds = (record.proposal.contributions for record in reversed(self.records()))
+        return next((contributions for contributions in rounds if contributions), ())
+
+    def finish(
+        self, fragment: int, should_stop: Callable[[], bool] = lambda: False, *, since: Head | None = None
+    ) -> bool | None:
+        """Wait until its round is over, with or without this island's part. False: asked to stop before. None: the
+        head is another one than `since`."""
+        with self.driver.changed:
+            while not self.over(fragment):
+                check(self.driver)
+                if should_stop():
+                    return False
+                if since is not None and self.driver.applied.head != since:
+                    return None
+                self.driver.changed.wait(WAIT_S)
+        if self._mark(self.driver.applied, fragment) < self.works[fragment].hi:
+            self.driver.post(lambda now: self._withdraw(fragment))
+        return True
+
+    def _withdraw(self, fragment: int) -> list[Effect]:
+        self.driver.node.withdraw(fragment)
+        return []
+
+    def over(self, fragment: int) -> bool:
+        """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
+        version, mark = self._offered_at[fragment]
+        return self.driver.versions[fragment].digest != version or self._mark(self.driver.applied, fragment) != mark
+
+    def _mark(self, state: RunState, fragment: int) -> int:
+        node = self.driver.node
+        return state.mark(node.me, node.incarnation, fragment)
+
+    def poll(self) -> bool:
+        """Whether anything was agreed on since the last look."""
+        check(self.driver)
+        return self.driver.applied.head != self.state.head
+
+    def look(self) -> None:
+        """Samples behind progress that is late are held besides those that it wants to train on."""
+        self.state = self.driver.applied
+        late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
+        if late != self._late:
+            self._late = late
+            self.ask(self._wanted)
+
+    def ask(self, samples: int) -> None:
+        """How many this island would like to hold to train on."""
+        self._wanted, both = samples, samples + self._late
+        self.driver.post(lambda now: self.driver.node.ask(both, now))
+
+    def moved(self) -> list[int]:
+        """Fragments whose outer parameters are not those that were last taken."""
+        return [f for f, taken in enumerate(self._taken) if self.driver.versions[f].digest != taken]
+
+    def wait(self, seconds: float) -> None:
+        with self.driver.changed:
+            if not self.poll():
+                self.driver.changed.wait(seconds)
+
+    def take(self, fragment: int, base: Tensor) -> Taken:
+        """Where this fragment is now: its parameters are written to their place in `base`."""
+        with self.driver.replica.reading() as vectors, self.driver.changed:
+            self.fragments.copy(vectors, "parameters", base, fragment)
+            self.state, version = self.driver.applied, self.driver.versions[fragment]
+        self._taken[fragment] = version.digest
+        work = self.works[fragment]
+        owed = work.rebase(self._mark(self.state, fragment))
+        return Taken(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
+
+    def available(self, used: Ranges) -> Ranges:
+        """Samples that this island may train on, besides those it has used since its last cut."""
+        node = self.driver.node
+        lease = self.state.ledger.lease_of(holder_name(node.me, node.incarnation))
+        return minus(minus(lease, self._used()), used)
+
+    def _used(self) -> Ranges:
+        """By progress that is not contained."""
+        parts: Iterable[tuple[int, int]] = (
+            part for work in self.works for part in work.used(self._mark(self.state, work.fragment))
+        )
+        return normal(parts)
+
+    def records(self) -> list[Record]:
+        """The last ones, oldest first."""
+        return list(self.driver.records)
+
+    # what a save holds of it, for the same incarnation to go on
+
+    def facts(self) -> dict[str, Any]:
+        self._finish_encoding()
+        return {
+            "incarnation": self.driver.node.incarnation, "wanted": self._wanted, "taken": list(self._taken),
+            "offered_at": list(self._offered_at), "works": [work.facts() for work in self.works],
+            "offers": [to_plain(offer) for offer in self._offers.values()],
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Encoded progress that is not contained, and what its encoding has lost."""
+        self._finish_encoding()
+        payloads = {
+            f"piece.{work.fragment}.{lo}.{hi}": payload
+            for work in self.works
+            for (lo, hi), payload in work.payloads().items()
+        }
+        residuals = {f"residual.{number}": feedback.residual for number, feedback in enumerate(self._feedback)}
+        return payloads | residuals
+
+    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """What was on offer is offered again, with the same bytes, unless a round has contained it meanwhile."""
+        assert facts["incarnation"] == self.driver.node.incarnation
+        self._taken, self._offered_at = list(facts["taken"]), [(version, mark) for version, mark in facts["offered_at"]]
+        for work, known in zip(self.works, facts["works"], strict=True):
+            names = [name.split(".") for name in tensors if name.startswith(f"piece.{work.fragment}.")]
+            work.restore(known, {(int(lo), int(hi)): tensors[f"piece.{f}.{lo}.{hi}"] for _, f, lo, hi in names})
+        for number, feedback in enumerate(self._feedback):
+            feedback.residual = tensors[f"residual.{number}"]
+        self.ask(facts["wanted"])
+        self.look()
+        for offer in (from_plain(Offer, plain) for plain in facts["offers"]):
+            self._offers[offer.fragment] = offer
+            if not self.over(offer.fragment) and self.state.fits(self.driver.node.me, offer):
+                self.driver.post(partial(self._offer, offer))
+
+    def _finish_encoding(self) -> None:
+        wait(self._encoded)
+        check(self.driver)
+
+    def close(self) -> None:
+        self._encoding.shutdown(wait=False, cancel_futures=True)

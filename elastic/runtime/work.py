@@ -1,0 +1,176 @@
+"""An island's own progress for one fragment that the replicated state may not contain yet, in pieces, oldest first.
+
+A piece is the displacement (base - local) between two cuts. It is encoded once, before it is first offered, and kept
+after its commit: if this island moves to a branch that lacks it, it is owed again and comes as a late contribution.
+
+Cuts are made by the trainer's thread; the encoding that an offer needs may run in another one.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diloco.elastic.protocol.ranges import Ranges, normal
+from diloco.elastic.protocol.record import Offer
+
+MAX_PHASES = 2  # worth of late progress in one contribution
+MAX_NORM = 2.0  # times the last round's median
+KEEP_BYTES = 2 << 30  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[Tensor, int], Tensor]
+
+
+class Trained(NamedTuple):
+    """What was done between two cuts."""
+
+    tokens: int
+    samples: Ranges
+    steps: int = 0
+
+
+def trained(plain: list[Any]) -> Trained:
+    """As it was written to a save."""
+    tokens, samples, steps = plain
+    return Trained(tokens, normal((lo, hi) for lo, hi in samples), steps)
+
+
+class Encoded(NamedTuple):
+    payload: Tensor  # uint8
+    norm: float
+
+
+@dataclass
+class Piece:
+    lo: int
+    hi: int
+    done: Trained
+    vector: Tensor | None  # until it is encoded
+    _encoded: Encoded | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def encoded(self, encode: Encode) -> Encoded:
+        with self._lock:
+            if self._encoded is None:
+                assert self.vector is not None
+                norm = float(torch.linalg.vector_norm(self.vector))
+                self._encoded, self.vector = Encoded(encode(self.vector, self.hi), norm), None
+            return self._encoded
+
+
+class Work:
+    """`encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer."""
+
+    def __init__(
+        self,
+        fragment: int,
+        incarnation: int,
+        encode: Encode,
+        decode: Callable[[Tensor], Tensor],
+        *,
+        max_phases: int = MAX_PHASES,
+        keep_bytes: int = KEEP_BYTES,
+    ) -> None:
+        self.fragment, self.incarnation = fragment, incarnation
+        self._encode, self._decode = encode, decode
+        self._max_phases, self._keep_bytes = max_phases, keep_bytes
+        self.pieces: list[Piece] = []
+        self._offered: dict[tuple[int, int], Tensor] = {}
+        self.hi = 0  # the last cut
+        self.mark = 0  # of the state that the island's parameters were last rebased on
+
+    def cut(self, progress: Tensor, done: Trained, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
+        """What was trained since the last cut is a piece. Returned is what makes the offer of all that is owed: of the
+        oldest phases only, where some is late."""
+        if done.tokens:
+            self.hi += 1
+            self.pieces.append(Piece(self.hi - 1, self.hi, done, progress))
+        owed = self.owed(self.mark)
+        if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
+            log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
+            owed[0].lo = self.mark
+        oldest, late = owed[: self._max_phases], len(owed) > 1
+        return lambda: self._offer(oldest, late, usual_norm)
+
+    def _offer(self, oldest: list[Piece], late: bool, usual_norm: float) -> Offer:
+        """Pieces stay apart: another branch may contain the first only.
+
+        Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
+        """
+        encoded = oldest[0].encoded(self._encode) if len(oldest) == 1 else self._joined(oldest, usual_norm)
+        lo, hi = oldest[0].lo, oldest[-1].hi
+        self._offered[lo, hi] = encoded.payload
+        tokens, steps = sum(piece.done.tokens for piece in oldest), sum(piece.done.steps for piece in oldest)
+        samples = normal(part for piece in oldest for part in piece.done.samples)
+        return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps)
+
+    def _joined(self, late: list[Piece], usual_norm: float) -> Encoded:
+        vector = self._sum(late)
+        norm = float(torch.linalg.vector_norm(vector))
+        if usual_norm and norm > MAX_NORM * usual_norm:
+            vector *= MAX_NORM * usual_norm / norm
+            norm = MAX_NORM * usual_norm
+        return Encoded(self._encode(vector, late[-1].hi), norm)
+
+    def payload(self, offer: Offer) -> Tensor:
+        """The bytes of an offer, the same in every ballot."""
+        return self._offered[offer.lo, offer.hi]
+
+    def owed(self, mark: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.lo >= mark]
+
+    def used(self, mark: int) -> Ranges:
+        """Samples behind progress that a state with this mark does not contain."""
+        return normal(part for piece in self.owed(mark) for part in piece.done.samples)
+
+    def rebase(self, mark: int) -> Tensor | None:
+        """The island's parameters move to a state with this mark: the sum of what that does not contain."""
+        self.mark = mark
+        self._forget()
+        owed = self.owed(mark)
+        return self._sum(owed) if owed else None
+
+    @property
+    def clean(self) -> bool:
+        """Everything up to the last cut is contained."""
+        return self.mark == self.hi
+
+    def facts(self) -> dict[str, Any]:
+        """With `payloads`: what a save holds of it. What is contained is left out."""
+        owed = [(piece, piece.encoded(self._encode).norm) for piece in self.owed(self.mark)]
+        pieces = [[piece.lo, piece.hi, norm, *piece.done] for piece, norm in owed]
+        return {"hi": self.hi, "mark": self.mark, "pieces": pieces}
+
+    def payloads(self) -> dict[tuple[int, int], Tensor]:
+        """Encoded progress by its cuts. An offer of one piece has the piece's bytes."""
+        pieces = {(piece.lo, piece.hi): piece.encoded(self._encode).payload for piece in self.owed(self.mark)}
+        return {**self._offered, **pieces}
+
+    def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
+        self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
+        self.pieces = [
+            Piece(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
+            for lo, hi, norm, *done in facts["pieces"]
+        ]
+
+    def _sum(self, pieces: list[Piece]) -> Tensor:
+        total = self._decode(pieces[0].encoded(self._encode).payload).clone()
+        for piece in pieces[1:]:
+            total += self._decode(piece.encoded(self._encode).payload)
+        return total
+
+    def _forget(self) -> None:
+        for cuts in [cuts for cuts in list(self._offered) if cuts[0] < self.mark]:
+            self._offered.pop(cuts, None)
+        contained = [piece for piece in self.pieces if piece.hi <= self.mark]
+        size = sum(piece.encoded(self._encode).payload.numel() for piece in contained)
+        while contained and size > self._keep_bytes:
+            oldest = contained.pop(0)
+            size -= oldest.encoded(self._encode).payload.numel()
+            self.pieces.remove(oldest)

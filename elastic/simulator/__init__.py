@@ -1,1 +1,0 @@
-"""The protocol on a virtual clock and network: seeded disasters, hand-written ones, invariants at every commit."""
