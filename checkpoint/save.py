@@ -32,9 +32,8 @@ from diloco.errors import SaveError
 
 KEEP = 2
 PART, ASIDE = ".part", ".aside"
-FACTS = (
-    "step", "round", "outer_step", "exchange", "launched", "position", "skipped", "checked_at", "data", "config",
-)  # fmt: skip
+FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
+OF_ALONE = ("launched", "position", "together")  # the first two of an island alone, as diloco 0.1.0 wrote it
 
 
 def write_save(
@@ -202,7 +201,7 @@ def saves(folder: Path) -> list[Path]:
 def read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / "facts.json").read_text())
-        return {**{name: facts[name] for name in FACTS}, "together": facts.get("together")}
+        return {name: facts[name] for name in FACTS} | {name: facts.get(name) for name in OF_ALONE}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SaveError(
             f"{folder}/facts.json cannot be used ({error!r}): delete {folder} to fall back to an older save"

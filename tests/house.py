@@ -52,7 +52,6 @@ ORDER = [
     "simulate.protocol",
     "simulate.virtual",
     "simulate.real",
-    "loop",
     "api",
     "bench",
     "cli",

@@ -23,7 +23,7 @@ from diloco.report.events import Events
 from diloco.run.join import options_for
 from diloco.train.outer import apply_record
 from diloco.train.resume import Earlier, find_earlier
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 from diloco.train.trainer import Trainer
 
 DIGEST = "0" * 64  # of a genesis that nobody asks for
@@ -41,7 +41,7 @@ class Life:
         self.name, self.config = name, own_folder(config, name)
         self.heard = Heard()
         self.trainer = Trainer(self.config, place, Events([self.heard]))
-        self.together: Together | None = None
+        self.together: Rounds | None = None
         self.earlier: Earlier | None = None
         if place.leader:
             self._enter(roster, network)
@@ -52,7 +52,7 @@ class Life:
         store = self.store = DiskStore(Path(self.config.dir) / "outer", lambda what, text: None)
         own = restore(store.folder, store.journal, run, store.tell)
         state = own.state if own else RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
-        vectors = own.vectors if own else {name: vector.clone() for name, vector in self.trainer.outer.items()}
+        vectors = own.vectors if own else self.trainer.initial_vectors()
         store.begin(DIGEST, state.head.digest, state.head.round, known=own is not None)
         incarnation = 1 + state.head.round
         if own is not None:
@@ -65,12 +65,12 @@ class Life:
         plain = network.transport(self.name)
         peers = Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None)
         self.driver = Driver(node, run, vectors, peers, lambda note: None, store)
-        self.together = Together(self.driver, self.config, str)
+        self.together = Rounds(self.driver, self.config, str)
 
     def train(self, asked: Callable[[int], bool], pausing: Callable[[], bool]) -> None:
         """`asked` to stop at a step?"""
         self.trainer.join(self.together, self.earlier)
-        self.trainer.run(lambda: asked(self.trainer.step), pausing)
+        self.trainer.run(lambda: asked(self.trainer.step_count), pausing)
 
     @property
     def losses(self) -> dict[int, float]:

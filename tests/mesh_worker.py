@@ -8,39 +8,34 @@ import sys
 from pathlib import Path
 
 import torch
+from alone import train as train_alone
 from largest import Largest
 
-from diloco.bench.speed import Heard
 from diloco.config.file import parse_config
 from diloco.data.batches import validation_batches
 from diloco.island.flat import Shards
 from diloco.island.island import next_token_loss
 from diloco.island.mesh import take_place
 from diloco.island.parallel import tied_names, whole
-from diloco.report.events import Events
-from diloco.train.trainer import Trainer
 
 LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
 
 
 def train(tree, place, stop_at=None):
-    heard = Heard()
-    trainer = Trainer(parse_config(tree), place, Events([heard]))
-    if stop_at is not None:
-        trainer.run(lambda: trainer.step >= stop_at)
-        trainer = Trainer(parse_config(tree), place, Events([heard]))
-        trainer.resume()
-    trainer.run()
+    config = parse_config(tree)
+    lives = [] if stop_at is None else [train_alone(config, place=place, until=stop_at)]
+    lives.append(train_alone(config, place=place, resume=stop_at is not None))
+    trainer, told = lives[-1].trainer, [event for life in lives for event in life.heard.events]
     local = torch.empty(trainer.island.layout.size) if place.leader else None
     trainer.island.read(local)
     return {
-        "losses": [event["loss"] for event in heard.events if event["event"] == "step"],
-        "validation": [event["validation_loss"] for event in heard.events if event["event"] == "validation"],
-        "parameters": next(event["parameters"] for event in heard.events if event["event"] == "start"),
+        "losses": [event["loss"] for event in told if event["event"] == "step"],
+        "validation": [event["validation_loss"] for event in told if event["event"] == "validation"],
+        "parameters": next(event["parameters"] for event in told if event["event"] == "start"),
         "trained": trainer.island.layout.size,
         "gradients": gradient_norms(trainer),
         "ties": tied_names(trainer.island.module),
-        "agrees": place.leader and torch.equal(local, trainer.outer["parameters"]),
+        "agrees": place.leader and torch.equal(local, trainer.rounds.outer()["parameters"]),
         "skipped": trainer.island.skipped.item(),
         "buckets": through_small_buckets(trainer.island),
     }

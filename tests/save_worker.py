@@ -7,6 +7,7 @@ python tests/save_worker.py endless FOLDER                            saves unti
 import json
 import os
 import sys
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from diloco.checkpoint.saver import Saver
 from diloco.config.file import parse_config
 from diloco.island.mesh import take_place
 from diloco.report.events import Events
+from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
 
@@ -33,18 +35,19 @@ def leaves(tree) -> dict[str, torch.Tensor]:
 
 def mesh(config: Path) -> None:
     config = parse_config(json.loads(config.read_text()))
-    with take_place(config.island) as place:
+    with take_place(config.island) as place, ExitStack() as stack:
         heard = Heard()
         trainer = Trainer(config, place, Events([heard]))
-        for _ in range(3):
+        stack.enter_context(alone(trainer))
+        while trainer.step_count < 3:
             trainer.advance()
         state = trainer.island.state()
         then = {name: leaf.clone() for name, leaf in leaves(state).items()}
-        trainer._save_if_possible()
+        trainer.begin_save()
         with torch.no_grad():
             for leaf in leaves(state).values():
                 leaf.zero_()
-        trainer._saver.wait()
+        trainer.saver.wait()
         (save,) = saves(Path(config.dir))
         read_inner(save, into=state)
         found = leaves(state)
@@ -54,8 +57,8 @@ def mesh(config: Path) -> None:
         # a disk that refuses is told of on every process, and nobody waits for another
         Path(config.dir).rename(f"{config.dir}.gone") if place.leader else None
         Path(config.dir).write_text("in the way") if place.leader else None
-        trainer._save_if_possible()
-        trainer._saver.wait()
+        trainer.begin_save()
+        trainer.saver.wait()
         assert [event["text"][:17] for event in heard.events if event["event"] == "note"] == ["training goes on,"]
         trainer.batches.close()
 

@@ -24,8 +24,8 @@ from diloco.report.events import Events
 from diloco.run.genesis import Genesis
 from diloco.run.join import options_for
 from diloco.train.outer import apply_record, outer_vectors
-from diloco.train.rounds import Together
-from diloco.train.sync import Membership
+from diloco.train.rounds import Rounds
+from diloco.train.sync import SyncLoop
 from diloco.train.trainer import Trainer
 
 HERE = Place(0, 1, torch.device("cpu"), None)
@@ -122,7 +122,7 @@ class Team:
 
     def _train(self, name: str, driver: Driver) -> None:
         trainer, read = self.trainers[name], self.trainers[name].batches.read
-        trainer.join(Together(driver, self.config, str))
+        trainer.join(Rounds(driver, self.config, str))
 
         def recording(batch, upcoming=()):
             time.sleep(self.pauses_s[name])
@@ -134,10 +134,10 @@ class Team:
         trainer.run()
 
 
-def one_step_done(team: Team, drivers: Mapping[str, Driver], name: str, late: Callable[[], bool]) -> Membership:
+def one_step_done(team: Team, drivers: Mapping[str, Driver], name: str, late: Callable[[], bool]) -> SyncLoop:
     """An island of the team that has its first samples, and has drawn a batch of them."""
-    team.trainers[name].join(Together(drivers[name], team.config, str))
-    membership = team.trainers[name].membership
+    team.trainers[name].join(Rounds(drivers[name], team.config, str))
+    membership = team.trainers[name].sync
     while not membership.draw(8, 8):
         membership.without_samples(8, late)
     return membership

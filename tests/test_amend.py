@@ -40,7 +40,7 @@ from diloco.train.amend import (
     read_amendment,
     write_amendment,
 )
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
 
@@ -420,8 +420,8 @@ def test_who_comes_later_finds_the_changed_settings(small):
         amendment = Amendment.sign(owner(), 1, '{"inner.lr":0.125,"inner.clip":0.25,"inner.steps":50}')
         state = replace(driver.node.state, amendments=(amendment,))
         driver.keeper.applied = state
-        trainer.join(Together(driver, config, str))
-        assert trainer.membership.config.inner.lr == 0.125 and trainer.membership.schedule.steps == 50
+        trainer.join(Rounds(driver, config, str))
+        assert trainer.sync.config.inner.lr == 0.125 and trainer.sync.schedule.steps == 50
         assert trainer.island._clip == 0.25
     finally:
         driver.close()

@@ -25,11 +25,11 @@ from diloco.elastic.protocol.record import holder_name
 from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError
 from diloco.island.layout import Layout
 from diloco.island.user_model import OwnModel
-from diloco.loop import Run, indices
 from diloco.report.events import Events, read_events
 from diloco.run.genesis import Genesis
 from diloco.run.join import options_for
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
+from diloco.train.user_loop import Run, indices
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,7 +56,7 @@ def trained_plainly(steps: int) -> tuple[list[float], torch.Tensor]:
 
 
 def test_alone_with_a_round_at_every_step_it_is_plain_training(tmp_path):
-    _, losses, outer = alone(tmp_path, sync={"every": 1}, outer=PLAIN, inner={"steps": 30})
+    _, losses, outer = alone(tmp_path, sync={"every": 1, "codec": "fp32"}, outer=PLAIN, inner={"steps": 30})
     expected, weights = trained_plainly(30)
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(outer, weights, rtol=1e-6, atol=1e-7)
@@ -252,7 +252,7 @@ class Islands:
     def _train(self, name) -> list[dict]:
         config, module, heard = own_folder(self.config, name), self.models[name].module, Heard()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        together = Together(self.drivers[name], config, str)
+        together = Rounds(self.drivers[name], config, str)
         run = Run(config, self.models[name], optimizer, Events([heard]), together)
         for places in run.batches(range(10_000), 4, shuffle=False):
             self.positions[name] += places.tolist()

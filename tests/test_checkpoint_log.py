@@ -21,8 +21,9 @@ from diloco.elastic.runtime.keeper import Keeper
 from diloco.errors import SaveError
 from diloco.history.log import find_logs, rows, state_of, verify
 from diloco.report.events import Events
+from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, write_genesis
-from diloco.run.join import OUTER, run_of
+from diloco.run.join import run_of
 from diloco.simulate.protocol.world import owner
 from diloco.train.trainer import Trainer
 
@@ -48,10 +49,11 @@ def write_log(config: Config) -> tuple[Path, list[str]]:
     write_genesis(folder, run_id_of(owner().public_key), genesis)
     state = genesis.state()
     store.begin(genesis.digest, state.head.digest, 0, known=False)
-    keeper = Keeper(run_of(genesis, config, trainer.fragments), state, trainer.outer, store, lambda state, digest: None)
+    vectors = trainer.initial_vectors()
+    keeper = Keeper(run_of(genesis, config, trainer.fragments), state, vectors, store, lambda state, digest: None)
     thread = threading.Thread(target=keeper.apply_all)
     thread.start()
-    digests = [vectors_digest(trainer.outer)]
+    digests = [vectors_digest(vectors)]
     for _ in range(ROUNDS):
         record, payload = following(state, trainer.island.layout.size)
         keeper.hold(record.payload, payload)

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import train
 from conftest import SMALL
 from lives import Life, live
-from team import HERE, PATIENT
+from team import PATIENT
 from test_launcher import ONE, TWO, events_of, islands, last_agreed, rounds_with, wait_until
 
-from diloco.bench.speed import Heard
 from diloco.checkpoint.save import read_facts, saves
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config, parse_config
 from diloco.config.schema import Config
-from diloco.report.events import Event, Events
+from diloco.report.events import Event
 from diloco.train.resume import TAKEN
 from diloco.train.schedule import learning_rate
-from diloco.train.trainer import Trainer
 
 H, STEPS = 4, 16
 SCHEDULES = {
@@ -61,7 +60,7 @@ def found_at_the_end(lives: dict[str, Life]) -> list[object]:
     found: list[object] = []
     for life in lives.values():
         found += [life.driver.applied.head, life.driver.replica.digest(), held_by(life).tolist()]
-        found += [life.trainer.membership.exchange.steps, life.losses[STEPS]]
+        found += [life.trainer.sync.exchange.steps, life.losses[STEPS]]
     return found
 
 
@@ -100,7 +99,7 @@ def test_who_died_or_left_comes_back_with_its_optimizer_as_a_new_incarnation(pai
     for name, life in after.items():
         assert life.driver.node.incarnation > 1
         assert min(life.losses) > H  # all agree on the first phase
-        earlier_steps = before[name].trainer.membership.exchange.steps
+        earlier_steps = before[name].trainer.sync.exchange.steps
         assert adam_steps(life) == earlier_steps + len(life.losses)
         first = next(event for event in life.heard.events if event["event"] == "step")
         assert first["lr"] == learning_rate(config.inner, first["step"])
@@ -124,7 +123,7 @@ def test_a_save_that_the_log_does_not_lead_to_is_left_alone(paired):
     life.store.close()
     assert life.earlier.path == older and life.earlier.incarnation is None  # it has been gone on from
     assert torch.equal(held_by(life), life.together.parameters)
-    assert life.trainer.membership.exchange.steps == read_facts(older)["exchange"]["steps"] > 0
+    assert life.trainer.sync.exchange.steps == read_facts(older)["exchange"]["steps"] > 0
 
 
 @pytest.mark.slow
@@ -138,9 +137,8 @@ def test_the_inner_state_goes_on_on_other_meshes(tmp_path):
         }  # fmt: skip
         return {"config": tree, "stop_at": stop_at}
 
-    heard = Heard()
-    Trainer(parse_config(case(0, "alone")["config"]), HERE, Events([heard])).run()
-    expected = {event["step"]: event["loss"] for event in heard.events if event["event"] == "step"}
+    whole = train(parse_config(case(0, "alone")["config"]))
+    expected = {event["step"]: event["loss"] for event in whole.events("step")}
 
     (tmp_path / "cases.json").write_text(json.dumps([case(6, fsdp=2), case(11, tp=2)]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import train
 from test_checkpoint_segments import BASE, chain, opened, write
 from test_checkpoint_snapshot import frozen, photograph, settle
 from trained_run import Command
@@ -23,12 +24,10 @@ from diloco.checkpoint.transfer.mirror import Mirror, restore
 from diloco.checkpoint.transfer.remote import Remote
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import points_of
-from diloco.errors import ConfigError, RemoteError
-from diloco.run.folder import has_log
-from diloco.run.join import OUTER
+from diloco.errors import RemoteError
+from diloco.run.folder import OUTER, has_log
 from diloco.run.peer import Connection
-from diloco.run.start import found, go_on
-from diloco.run.start import run as run_alone
+from diloco.run.start import run as train_in
 
 SERVER = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
 
@@ -266,7 +265,7 @@ def evil(path: Path) -> None:
 def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp_path):
     far = tmp_path / "far"
     config = small(checkpoint={"remote": f"file://{far}", "snapshot_every": 1}, elastic={"silence_s": 1})
-    found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    train_in(config, Connection("127.0.0.1", name="island-1"))
     (run,) = far.glob(f"{config.run}-*")
     own = Path(config.dir) / OUTER
     assert [path.name for path in snapshots(run)] == [path.name for path in snapshots(own)] != []
@@ -282,13 +281,13 @@ def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_traine
     (tmp_path / "far").write_text("in the way")
     config = small(checkpoint={"remote": f"file://{tmp_path}/far"})
     with pytest.raises(RemoteError, match=r"far/.* cannot be written to \(.*: create the bucket"):
-        found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+        train_in(config, Connection("127.0.0.1", name="island-1"))
     assert not has_log(Path(config.dir))
 
 
-def test_an_island_alone_has_no_log_to_copy(small, tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.remote .* add --islands 1"):
-        run_alone(small(checkpoint={"remote": f"file://{tmp_path}/far"}))
+def test_the_log_of_an_island_alone_is_copied_too(small, tmp_path):
+    train(small(checkpoint={"remote": f"file://{tmp_path}/far"}))
+    assert list((tmp_path / "far").glob("*/*/log-*.seg")) or list((tmp_path / "far").glob("*/log-*.seg"))
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -300,7 +299,7 @@ def far(request, endpoint, tmp_path, monkeypatch) -> str:
 
 def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_path, far, command):
     config = small(checkpoint={"remote": far, "snapshot_every": 1}, elastic={"silence_s": 1})
-    found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    train_in(config, Connection("127.0.0.1", name="island-1"))
     own, back = Path(config.dir), tmp_path / "back"
     (head, *_) = sorted((point.end.head for point in points_of(own / OUTER, Journal.read(own / OUTER))), reverse=True)
     assert [name for name in Remote(far).sizes() if name.endswith(".key")] == []
@@ -313,7 +312,7 @@ def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_p
     assert command("log", back, "--verify").code == 0
     command("rewind", back, head.round, tmp_path / "on", "--set", "inner.steps=16")
     again = load_config(tmp_path / "on" / "config.yaml", [])
-    outcome = go_on(again, Connection("127.0.0.1", name="island-1"))
+    outcome = train_in(again, Connection("127.0.0.1", name="island-1"), resume=True)
     assert outcome.finished and outcome.step == 16
 
 

@@ -12,16 +12,13 @@ from random import Random
 
 import pytest
 import torch
+from alone import train
 from conftest import SMALL
-from trained_run import ALONE
 
-from diloco.bench.speed import Heard
 from diloco.checkpoint.save import ASIDE, FACTS, KEEP, read_facts, read_inner, read_outer, saves, write_save
 from diloco.checkpoint.saver import Saver
 from diloco.errors import SaveError
 from diloco.history.load import load_trained
-from diloco.report.events import Events
-from diloco.train.trainer import Trainer
 
 WORKER = Path(__file__).with_name("save_worker.py")
 
@@ -188,13 +185,10 @@ def test_a_save_that_fails_is_told_of_and_the_next_one_is_written(tmp_path, monk
 
 
 def test_the_end_of_a_run_waits_for_what_is_being_written(small, gate):
-    heard = Heard()
-    trainer = Trainer(small(checkpoint={"snapshot_every": 2}), ALONE, Events([heard]))
     threading.Timer(1.0, gate.open.set).start()
-    trainer.run()
-    kinds = [event["event"] for event in heard.events]
-    assert kinds[-1] == "end"
-    assert [event["step"] for event in heard.events if event["event"] == "save"] == [10, 12]
+    life = train(small(checkpoint={"snapshot_every": 2}))
+    assert [event["event"] for event in life.heard.events][-2:] == ["end", "agreed"]
+    assert [event["step"] for event in life.events("save")] == [10, 12]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from diloco.checkpoint.log.snapshot import (
 from diloco.checkpoint.save import saves
 from diloco.errors import SnapshotDamaged
 from diloco.report.events import Events, JsonLines, read_events
+from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
 
@@ -341,15 +342,16 @@ def test_a_full_disk_does_not_end_training_and_loses_events_by_number(tmp_path, 
         events, heard = Events([JsonLines(disk / "events.jsonl")]), Heard()
         events.attach(heard)
         trainer = Trainer(config, ALONE, events)
-        ballast = fill(disk)
-        while trainer.step < 15:
-            trainer.advance()
-        trainer._saver.wait()
-        ballast.unlink()
-        trainer.run()
+        with alone(trainer):
+            ballast = fill(disk)
+            while trainer.step_count < 15:
+                trainer.advance()
+            trainer.saver.wait()
+            ballast.unlink()
+            trainer.run()
         notes = [event["text"] for event in heard.events if event["event"] == "note"]
         assert len(notes) == 3 and all("No space left" in text for text in notes)
         told = read_events(disk / "events.jsonl")
         (lost,) = [event["events"] for event in told if event["event"] == "lost"]
-        assert lost + len(told) - 1 == len(heard.events) and told[-1]["event"] == "end"
+        assert lost + len(told) - 1 == len(heard.events) and told[-1]["event"] == "agreed"
         assert len(saves(Path(config.dir))) == 1

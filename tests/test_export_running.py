@@ -19,10 +19,10 @@ from diloco.checkpoint.save import read_outer, saves
 from diloco.history.export import export, qwen3_name
 from diloco.history.load import load_trained, saves_of
 from diloco.history.log import find_logs, furthest, rows, state_of
+from diloco.run.folder import OUTER
 from diloco.run.genesis import read_genesis
-from diloco.run.join import OUTER
 from diloco.run.peer import Connection
-from diloco.run.start import found
+from diloco.run.start import run as train_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_run_with_others_starts_from_a_hugging_face_folder(small, tmp_path):
     transformers.AutoModelForCausalLM.from_config(llama).save_pretrained(tmp_path / "llama")
     model = dict.fromkeys(small().model.model_fields_set) | {"hf": str(tmp_path / "llama")}
     config = small(model=model, checkpoint={"keep": 0}, elastic={"silence_s": 1})
-    found(config, Connection("127.0.0.1", name="island-1"), fresh=False)
+    train_in(config, Connection("127.0.0.1", name="island-1"))
     assert same(tensors_at(Path(config.dir) / OUTER, 0), load_file(tmp_path / "llama" / "model.safetensors"))
 
 

@@ -1,14 +1,15 @@
 """The inner side in one process. What several processes do is in test_mesh.py."""
 
+import time
+
 import pytest
 import torch
+from alone import train
 from largest import Largest
 from torch import nn
 
-from diloco.bench.speed import Heard
 from diloco.config.file import own_island
 from diloco.data.batches import Batches, open_samples, validation_batches
-from diloco.elastic.runtime.session import at_once
 from diloco.errors import ConfigError, ModelError
 from diloco.island.buckets import buckets_of
 from diloco.island.flat import Shards
@@ -17,9 +18,7 @@ from diloco.island.layout import Layout
 from diloco.island.mesh import Place
 from diloco.island.parallel import slices
 from diloco.model.build import build_network, refuse_float_buffers
-from diloco.report.events import Events
-from diloco.train.alone import Alone
-from diloco.train.trainer import Trainer
+from diloco.train.exchange import Cut
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
@@ -179,33 +178,23 @@ def test_an_island_that_does_not_know_its_batch_yet_may_have_any_shape():
         own_island({"island": {"fsdp": "many"}})
 
 
-class Late(Alone):
-    """Leaves a cut's progress to be worked out by whoever needs it first, as a thread that is slow to encode does."""
-
-    def start(self, fragment, progress, done, *, step_ms=0, ready=at_once):
-        super().start(fragment, progress, done, step_ms=step_ms)
-
-
-def trained(config, *, late: bool, stop_at: int | None = None) -> list[float]:
-    heard = Heard()
-    trainer = Trainer(config, ALONE, Events([heard]))
-    if late:
-        trainer._meet(Late(config, trainer.outer["parameters"], trainer.fragments))
-    trainer.run(lambda: trainer.step == stop_at)
-    if stop_at is not None:
-        trainer = Trainer(config, ALONE, Events([heard]))
-        trainer.resume()
-        trainer.run()
-    return [event["loss"] for event in heard.events if event["event"] == "step"]
-
-
 @pytest.mark.parametrize("apply", ["rebase", "mix"])
-def test_what_is_launched_is_what_was_there_then_whenever_it_is_worked_out(small, apply, tmp_path):
-    sync = {"every": 4, "fragments": 2, "delay": 3, "apply": apply}
-    expected = trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "a")}), late=False)
+def test_what_is_launched_is_what_was_there_then_whenever_it_is_worked_out(small, apply, tmp_path, monkeypatch):
+    """A thread that is slow to encode works a cut out long after training has gone on."""
+    sync = {"every": 4, "fragments": 2, "delay": 3, "apply": apply, "codec": "fp32"}
+    expected = train(small(sync=sync, checkpoint={"dir": str(tmp_path / "a")})).losses
     assert len(expected) == 12
-    assert trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "b")}), late=True) == expected
-    assert trained(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), late=True, stop_at=7) == expected
+    finish = Cut.finish
+
+    def late(cut: Cut) -> None:
+        time.sleep(0.1)
+        finish(cut)
+
+    monkeypatch.setattr(Cut, "finish", late)
+    assert train(small(sync=sync, checkpoint={"dir": str(tmp_path / "b")})).losses == expected
+    first = train(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), until=7)
+    second = train(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), resume=True)
+    assert first.losses + second.losses == expected
 
 
 def test_validation_takes_the_same_samples_at_once_or_in_small_batches(small, monkeypatch):

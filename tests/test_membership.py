@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from alone import train
 from team import HERE, PATIENT, Team, deadline, introduced, one_step_done, own_folder, side_by_side, wait_until
 
 from diloco.bench.speed import Heard
@@ -14,7 +15,7 @@ from diloco.elastic.protocol.ranges import size
 from diloco.elastic.runtime.work import Trained
 from diloco.report.events import Events
 from diloco.train.exchange import Exchange
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 from diloco.train.trainer import Trainer
 
 
@@ -24,8 +25,8 @@ def two_exchanges(config):
     network, names = MemoryNetwork(), ("A", "B")
     trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
     drivers = {name: driver_for(trainers[name], names, network.transport(name)) for name in names}
-    islands = {name: Together(driver, config, str) for name, driver in drivers.items()}
-    exchanges = {name: Exchange(trainers[name].island, HERE, config.sync, islands[name]) for name in names}
+    islands = {name: Rounds(driver, config, str) for name, driver in drivers.items()}
+    exchanges = {name: Exchange(trainers[name].shards, HERE, config.sync, islands[name]) for name in names}
     yield exchanges, drivers
     for together in islands.values():
         together.session.close()
@@ -56,7 +57,7 @@ def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
             fast.trained((), 10)
         fast.launch(0)
         assert fast.finish(0, lambda: False) and fast.step == 6
-        wait_until(lambda: slow.take_what_moved() and slow.step != 2)
+        wait_until(lambda: slow.apply_remote_updates() and slow.step != 2)
         assert slow.step == 6 + 2
 
 
@@ -71,20 +72,20 @@ def test_progress_that_a_later_round_contains_counts_once(small):
         island.in_flight.clear()
         for _ in range(2):
             island.trained((), 10)
-        wait_until(lambda: island.take_what_moved() and drivers["A"].applied.updates == 1)
+        wait_until(lambda: island.apply_remote_updates() and drivers["A"].applied.updates == 1)
         assert island.step == 6 + 2
 
 
 def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
     config = small(sync={"every": 6}, elastic=PATIENT)
     with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
-        island, node = exchanges["A"].outside, drivers["A"].node
+        island, node = exchanges["A"].rounds, drivers["A"].node
         for samples in (((0, 8),), ((8, 16),)):  # two phases that no round contains
             island.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
-        island.look()
-        island.ask(40)
+        island.refresh()
+        island.request_samples(40)
         wait_until(lambda: node.want == 40 + 16)
-        island.ask(50)
+        island.request_samples(50)
         wait_until(lambda: node.want == 50 + 16)
 
 
@@ -144,9 +145,9 @@ def test_at_the_end_of_the_data_every_fragment_has_all_of_it(small, tmp_path):
     team = Team(small(data=data, sync=sync, inner={"steps": 1000}, elastic=elastic, evaluate={"every": 0}))
     team.run()
     for trainer in team.trainers.values():
-        assert trainer.finished and trainer.step < 1000
-        assert not any(trainer.outside.owes(fragment) for fragment in range(3))
-        assert not any(trainer.membership.exchange.owes(fragment) for fragment in range(3))
+        assert trainer.finished and trainer.step_count < 1000
+        assert not any(trainer.rounds.owes(fragment) for fragment in range(3))
+        assert not any(trainer.sync.exchange.owes(fragment) for fragment in range(3))
 
 
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
@@ -160,7 +161,7 @@ def test_by_time_islands_of_any_speed_come_to_each_round_and_end_together(small,
     for before, proposal in zip([0, *clock], team.rounds, strict=False):  # what most of them have done, up to the end
         steps = max(contribution.offer.steps for contribution in proposal.contributions)
         assert proposal.step == min(60, before + steps)
-    fast, slow = (team.trainers[name].membership for name in team.names)
+    fast, slow = (team.trainers[name].sync for name in team.names)
     assert fast.finished and slow.finished
     assert fast.exchange.steps >= slow.exchange.steps >= len(clock)
 
@@ -197,9 +198,8 @@ def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch
 
 
 def test_alone_by_time_a_run_ends_where_it_should(small):
-    heard = Heard()
-    trainer = Trainer(small(sync={"every": "50ms"}, inner={"steps": 25}), HERE, Events([heard]))
-    trainer.run()
-    assert trainer.finished and trainer.step == trainer.membership.exchange.steps == 25
-    rounds = [event["step"] for event in heard.events if event["event"] == "round"]
+    life = train(small(sync={"every": "50ms"}, inner={"steps": 25}))
+    trainer = life.trainer
+    assert trainer.finished and trainer.step_count == trainer.sync.exchange.steps == 25
+    rounds = [event["step"] for event in life.events("round") if event["contributors"]]
     assert rounds == sorted(set(rounds)) and rounds[-1] == 25

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from alone import train
 from torch import nn
 
-from diloco.bench.speed import Heard
 from diloco.config.schema import InnerConfig
 from diloco.data.batches import Batches, open_samples
 from diloco.errors import ConfigError
@@ -13,8 +13,6 @@ from diloco.island.mesh import Place
 from diloco.island.muon import hidden_matrices, newton_schulz
 from diloco.island.optimizer import build_optimizer, named_optimizer, step_if_finite
 from diloco.model.build import build_network
-from diloco.report.events import Events
-from diloco.train.trainer import Trainer
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 MUON = {"optimizer": "muon"}
@@ -130,37 +128,23 @@ def test_the_loss_falls(small):
     assert curve[-1] < curve[0] - 1.0
 
 
-def make_trainer(config) -> tuple[Trainer, Heard]:
-    heard = Heard()
-    return Trainer(config, ALONE, Events([heard])), heard
-
-
-def curve(*heard: Heard) -> list[float]:
-    return [event["loss"] for one in heard for event in one.events if event["event"] == "step"]
-
-
 @pytest.mark.parametrize("stop_at", [0, 7])
 def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
-    whole, heard = make_trainer(small(inner=MUON, checkpoint={"dir": str(tmp_path / "whole")}))
-    whole.run()
-    first, heard_first = make_trainer(small(inner=MUON))
-    assert not first.run(lambda: first.step >= stop_at).finished
-    second, heard_second = make_trainer(small(inner=MUON))
-    second.resume()
-    second.run()
-    assert curve(heard_first, heard_second) == curve(heard)
-    ours, theirs = (trainer.island.state() for trainer in (second, whole))
+    settings = {"inner": MUON, "sync": {"codec": "fp32"}}
+    whole = train(small(**settings, checkpoint={"dir": str(tmp_path / "whole")}))
+    first = train(small(**settings), until=stop_at)
+    second = train(small(**settings), resume=True)
+    assert first.losses + second.losses == whole.losses
+    ours, theirs = (life.trainer.island.state() for life in (second, whole))
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
     for name, state in theirs["optimizer"].items():
         assert all(torch.equal(ours["optimizer"][name][key], value) for key, value in state.items())
 
 
 def test_settings_may_change_at_a_resume(small):
-    first, _ = make_trainer(small(inner=MUON))
-    first.run(lambda: first.step >= 3)
-    second, _ = make_trainer(small(inner={**MUON, "momentum": 0.5, "weight_decay": 0.0}))
-    second.resume()
-    groups = second.island.optimizer.param_groups
+    train(small(inner=MUON), until=3)
+    second = train(small(inner={**MUON, "momentum": 0.5, "weight_decay": 0.0}), resume=True)
+    groups = second.trainer.island.optimizer.param_groups
     assert {group["rule"] for group in groups} == {"muon", "adamw"}
     assert {(group["momentum"], group["weight_decay"]) for group in groups} == {(0.5, 0.0)}
 

@@ -6,9 +6,7 @@ import torch
 from diloco.config.schema import Config, InnerConfig, OuterConfig, SyncConfig
 from diloco.elastic.protocol.record import Settings
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import Trained
 from diloco.island.layout import Layout
-from diloco.train.alone import Alone
 from diloco.train.outer import CHUNK, apply, outer_pace, outer_settings, outer_vectors, preview
 
 WHOLE = Fragments.whole
@@ -128,15 +126,3 @@ def test_a_short_run_remembers_less():
     assert outer_pace(few, 4) == (1.0, 0.0)
     assert pace(rounds=3, lr=0.5) == (0.5, 0.0)
     assert pace(rounds=3, optimizer="adam", lr=1e-3)[1] == 0.9
-
-
-def test_alone_the_contribution_is_the_mean():
-    config = Config(outer=OuterConfig(optimizer="sgd", lr=0.4), sync=SyncConfig(every=50))
-    alone = Alone(config, torch.zeros(3), WHOLE(3))
-    alone.start(0, torch.ones(3), Trained(10, ((0, 5),)))
-    assert alone.position == 5 and alone.updates == 0
-    taken = alone.take(0)
-    assert taken.owed is None and (taken.step, alone.step, alone.updates) == (50, 50, 1)
-    (story,) = alone.stories()
-    assert (story["round"], story["tokens"]) == (1, 10) and alone.stories() == []
-    assert alone.base.tolist() == pytest.approx([-0.4] * 3)

@@ -27,8 +27,9 @@ from diloco.history.rewind import rewind
 from diloco.island.fragments import fragments_of
 from diloco.island.layout import Layout
 from diloco.report.events import read_events
+from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
-from diloco.run.join import OUTER, run_of
+from diloco.run.join import run_of
 from diloco.train.schedule import Schedule
 
 ROUND = 5

@@ -17,7 +17,7 @@ from diloco.report.events import Events
 from diloco.simulate.real.page import page, write_page
 from diloco.simulate.real.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
 from diloco.simulate.real.timeline import Flow, Span, flat, flows, sending, timeline
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 
 # what is told
 
@@ -58,7 +58,7 @@ def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small
     trainer, heard = team.trainers["A"], Heard()
     trainer.events = Events([heard])
     with introduced(drivers):
-        trainer.join(Together(drivers["A"], team.config, str))
+        trainer.join(Rounds(drivers["A"], team.config, str))
         trainer.run(lambda: next(looks, True))
     kinds = [event["event"] for event in heard.events]
     assert "step" not in kinds and kinds.index("start") < kinds.index("wait") < kinds.index("end")

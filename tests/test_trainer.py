@@ -1,66 +1,60 @@
-import os
 import random
+import shutil
 
 import pytest
 import torch
+from alone import HERE, train
 from torch import nn
 
-from diloco.bench.speed import Heard
 from diloco.checkpoint.save import saves
-from diloco.data.batches import Batches
-from diloco.errors import SaveError, TrainingDiverged
+from diloco.comm.peers.identity import Identity
+from diloco.data.batches import Batches, open_samples
+from diloco.errors import ConfigError, JoinRefused, SaveError, TrainingDiverged
 from diloco.island.island import materialise, next_token_loss
 from diloco.island.mesh import Place
 from diloco.model.build import build_network
 from diloco.report.events import Events
+from diloco.run.join import alone
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
 
-ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
-
-
-def make_trainer(config) -> tuple[Trainer, Heard]:
-    heard = Heard()
-    return Trainer(config, ALONE, Events([heard])), heard
-
-
-def curve(heard: Heard) -> list[float]:
-    return [event["loss"] for event in heard.events if event["event"] == "step"]
-
 
 def test_tells_the_story_of_a_run(small):
-    trainer, heard = make_trainer(small())
-    outcome = trainer.run()
-    kinds = [event["event"] for event in heard.events if event["event"] != "step"]
-    assert kinds == ["start", "validation", *["round", "validation"] * 3, "save", "end"]
-    assert (outcome.step, outcome.round, outcome.finished) == (12, 3, True)
-    assert [event["step"] for event in heard.events if event["event"] == "round"] == [5, 10, 12]
-    assert outcome.validation_losses[-1] < outcome.validation_losses[0]
-    assert [event["tokens"] for event in heard.events if event["event"] == "round"] == [1280, 1280, 512]
+    life = train(small())
+    told = [event for event in life.heard.events if event["event"] not in ("step", "wait")]
+    told = [event for event in told if event.get("contributors") != ()]  # a record that only leases samples
+    kinds = [event["event"] for event in told]
+    assert kinds == ["start", "validation", *["round", "validation"] * 3, "save", "end", "agreed"]
+    assert (life.outcome.step, life.outcome.finished) == (12, True)
+    assert life.outcome.validation_losses[-1] < life.outcome.validation_losses[0]
+    updates = [event for event in told if event["event"] == "round"]
+    assert [event["step"] for event in updates] == [5, 10, 12]
+    assert [event["tokens"] for event in updates] == [1280, 1280, 512]
 
 
 def test_a_slowed_island_sleeps_after_each_step(small, monkeypatch):
     slept: list[float] = []
-    monkeypatch.setattr("diloco.train.trainer.time.sleep", slept.append)
-    trainer = Trainer(small(inner={"steps": 4}), ALONE, Events(), slowness=3.0)
-    trainer.advance()
-    assert len(slept) == 1 and slept[0] > 0
+    trainer = Trainer(small(inner={"steps": 4}, evaluate={"every": 0}), HERE, Events(), slowness=3.0)
+    with alone(trainer):
+        trainer.sync.without_samples(8)
+        monkeypatch.setattr("diloco.train.trainer.time.sleep", slept.append)
+        while not slept:
+            trainer.advance()
+    assert slept[0] > 0
 
 
 def test_island_and_outer_state_agree_after_a_round(small):
-    trainer, _ = make_trainer(small(inner={"steps": 10}))
-    trainer.run()
-    local = torch.empty(trainer.island.layout.size)
-    trainer.island.read(local)
-    assert torch.equal(local, trainer.outer["parameters"])
+    life = train(small(inner={"steps": 10}))
+    local = torch.empty(life.trainer.layout.size)
+    life.trainer.island.read(local)
+    assert torch.equal(local, life.outer["parameters"])
 
 
 def test_syncing_every_step_with_plain_sgd_is_plain_training(small):
-    """M=1, H=1, outer SGD with lr 1: the outer round must be invisible."""
-    config = small(sync={"every": 1}, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 50})
-    trainer, heard = make_trainer(config)
-    trainer.run()
-    assert curve(heard) == pytest.approx(plain_training(config), rel=1e-6)
+    """M=1, H=1, outer SGD with lr 1, nothing lost in between: the outer round must be invisible."""
+    sync = {"every": 1, "codec": "fp32"}
+    config = small(sync=sync, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 50})
+    assert train(config).losses == pytest.approx(plain_training(config), rel=1e-5)
 
 
 def plain_training(config) -> list[float]:
@@ -74,7 +68,7 @@ def plain_training(config) -> list[float]:
     vectors = [p for p in module.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.inner.betas)
-    samples = make_trainer(config)[0].samples
+    samples = open_samples(config)
     losses = []
     for step in range(1, config.inner.steps + 1):
         for group in optimizer.param_groups:
@@ -88,112 +82,112 @@ def plain_training(config) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
 @pytest.mark.parametrize("stop_at", [0, *random.Random(7).sample(range(1, 12), 2)])
-def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, tmp_path):
-    whole, heard = make_trainer(small(checkpoint={"dir": str(tmp_path / "whole")}))
-    whole.run()
-    first, heard_first = make_trainer(small())
-    assert not first.run(lambda: first.step >= stop_at).finished
-    second, heard_second = make_trainer(small())
-    second.resume()
-    second.run()
-    assert curve(heard_first) + curve(heard_second) == curve(heard)
-    assert torch.equal(second.outer["parameters"], whole.outer["parameters"])
-    assert torch.equal(second.outer["momentum"], whole.outer["momentum"])
+def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, codec, tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.run.join.new_incarnation", lambda me, state: 7)  # rounding follows who and when
+    Identity.load(tmp_path / "run" / "identity.key")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    sync = {"codec": codec}
+    whole = train(small(sync=sync, checkpoint={"dir": str(tmp_path / "whole")}))
+    first = train(small(sync=sync), until=stop_at)
+    assert first.outcome.paused and not first.outcome.finished
+    second = train(small(sync=sync), resume=True)
+    assert first.losses + second.losses == whole.losses
+    for name, vector in whole.outer.items():
+        assert torch.equal(second.outer[name], vector)
 
 
 def test_settings_may_change_at_a_resume(small):
-    first, _ = make_trainer(small())
-    first.run(lambda: first.step >= 3)
-    second, _ = make_trainer(small(inner={"weight_decay": 0.0, "betas": [0.5, 0.6]}))
-    second.resume()
-    groups = second.island.optimizer.param_groups
+    """Then a run of one is founded anew at that step, with the same samples, parameters and optimizer."""
+    first = train(small(), until=3)
+    second = train(small(inner={"weight_decay": 0.0, "betas": [0.5, 0.6]}), resume=True)
+    groups = second.trainer.island.optimizer.param_groups
     assert {(group["betas"], group["weight_decay"]) for group in groups} == {((0.5, 0.6), 0.0)}
+    assert [event["step"] for event in first.events("step") + second.events("step")] == list(range(1, 13))
+    assert any("inner.betas" in event["text"] for event in second.events("note"))
+    assert second.events("round")[-1]["samples"][-1][-1][1] == 12 * 8  # none left out, none twice
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, {"delay": 3}, {"fragments": 2, "every": 6, "delay": 2}, {"apply": "eager"}], ids=str
+)
+def test_a_run_may_be_trained_longer(small, sync, tmp_path):
+    """Also one that has come to its end, and one with rounds in flight."""
+    schedule = {"schedule": "constant"}
+    train(small(sync=sync, inner=schedule), until=7)
+    longer = train(small(sync=sync, inner={**schedule, "steps": 20}), resume=True)
+    assert longer.outcome.finished and longer.outcome.step == 20
+    ledger = longer.trainer.rounds.session.state.ledger
+    assert ledger.overlaps == () and ledger.consumed == 20 * 8
+    ended = train(small(sync=sync, inner={**schedule, "steps": 26}), resume=True)
+    assert ended.outcome.step == 26 and ended.outcome.trained
+    assert sorted(path.name for path in (tmp_path / "run").glob("outer*")) == ["outer", "outer.1", "outer.2"]
 
 
 def test_other_data_or_fewer_steps_are_refused_at_a_resume(small, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words " * 1000)
     config = small(data={"source": "text", "path": str(text)})
-    first, _ = make_trainer(config)
-    first.run(lambda: first.step >= 3)
+    train(config, until=6)
     with pytest.raises(SaveError, match=r"past inner\.steps=2"):
-        make_trainer(small(data={"source": "text", "path": str(text)}, inner={"steps": 2, "warmup": 1}))[0].resume()
+        train(small(data={"source": "text", "path": str(text)}, inner={"steps": 2, "warmup": 1}), resume=True)
     text.write_text("Some words " * 1000)
-    with pytest.raises(SaveError, match="has changed since"):
-        make_trainer(config)[0].resume()
+    with pytest.raises(JoinRefused, match="the data differs"):
+        train(config, resume=True)
 
 
 def test_a_disk_that_is_full_is_said_and_leaves_earlier_saves_whole(small, tmp_path):
-    trainer, _ = make_trainer(small())
-    trainer.run(lambda: trainer.step >= 2)
-    again, _ = make_trainer(small())
-    again.resume()
-    (tmp_path / "run").chmod(0o555)
+    train(small(), until=2)
     blocked = tmp_path / "run" / "save-00000012.part"
-    try:
-        if os.access(tmp_path / "run", os.W_OK):  # root ignores permissions: put a file in the way instead
-            blocked.write_text("in the way")
-        with pytest.raises(SaveError, match="save-00000012 could not be written"):
-            again.run()
-    finally:
-        (tmp_path / "run").chmod(0o755)
+    blocked.write_text("in the way")
+    with pytest.raises(SaveError, match="save-00000012 could not be written"):
+        train(small(), resume=True)
     assert [path.name for path in saves(tmp_path / "run")] == ["save-00000002"]
 
 
 def test_only_the_last_two_saves_are_kept_and_none_is_half_written(small, tmp_path):
-    config = small(inner={"steps": 20}, checkpoint={"snapshot_every": 1})
-    make_trainer(config)[0].run()
+    train(small(inner={"steps": 20}, checkpoint={"snapshot_every": 1}))
     assert sorted(path.name for path in (tmp_path / "run").glob("save-*")) == ["save-00000015", "save-00000020"]
 
 
-def test_a_save_of_another_model_is_refused(small):
-    trainer, _ = make_trainer(small())
-    trainer.run(lambda: trainer.step >= 2)
-    other, _ = make_trainer(small(model={"width": 64}))
-    with pytest.raises(SaveError, match=r"was made with model\.width=32, now it is 64"):
-        other.resume()
-    nothing, _ = make_trainer(small(checkpoint={"dir": "/nonexistent"}))
+def test_a_run_of_another_model_is_refused(small):
+    train(small(), until=2)
+    with pytest.raises(ConfigError, match=r"model\.width cannot change"):
+        train(small(model={"width": 64}), resume=True)
     with pytest.raises(SaveError, match="holds no save"):
-        nothing.resume()
+        train(small(checkpoint={"dir": "/nonexistent"}), resume=True)
 
 
-@pytest.mark.parametrize("damaged", ["facts.json", "outer.safetensors", "inner/.metadata"])
+@pytest.mark.parametrize("damaged", ["outer.safetensors", "inner/.metadata"])
 def test_a_damaged_save_is_named(small, tmp_path, damaged):
-    trainer, _ = make_trainer(small())
-    trainer.run(lambda: trainer.step >= 2)
+    train(small(), until=2)
     (tmp_path / "run" / "save-00000002" / damaged).write_bytes(b"rubbish")
-    again, _ = make_trainer(small())
     with pytest.raises(SaveError, match="save-00000002"):
-        again.resume()
+        train(small(), resume=True)
 
 
-def poisoned(config) -> Trainer:
-    trainer, _ = make_trainer(config)
+def poison(trainer: Trainer) -> None:
     trainer.island.parameters["norm.weight"].register_hook(lambda gradient: gradient * float("nan"))
-    return trainer
 
 
 def test_a_phase_without_a_finite_gradient_ends_the_run(small):
     with pytest.raises(TrainingDiverged, match=r"all 5 steps up to step 5 .* lower inner\.lr$"):
-        poisoned(small()).run()
+        train(small(), prepare=poison)
 
 
 def test_the_same_across_a_resume(small):
-    first = poisoned(small())
-    first.run(lambda: first.step >= 3)
-    second = poisoned(small())
-    second.resume()
+    train(small(), until=3, prepare=poison)
     with pytest.raises(TrainingDiverged, match=r"all 5 steps up to step 5 .* --resume"):
-        second.run()
+        train(small(), resume=True, prepare=poison)
 
 
 def test_every_mesh_position_reads_its_own_rows(small):
     """Two data ranks together see exactly the rows that one alone sees, micro-batch by micro-batch."""
     config = small(island={"accumulate": 2})
-    samples = make_trainer(config)[0].samples
+    samples = open_samples(config)
     batch = ((0, config.island.batch),)
-    alone = Batches(samples, config.island, ALONE).read(batch)
+    alone = Batches(samples, config.island, HERE).read(batch)
 
     class Half(Place):
         data_ranks = property(lambda self: 2)  # type: ignore[assignment]

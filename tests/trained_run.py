@@ -5,22 +5,17 @@ from dataclasses import dataclass
 
 import pytest
 import tokenizers
-import torch
+from alone import train as train_alone
 
-from diloco.bench.speed import Heard
 from diloco.cli import main
 from diloco.config.schema import Config
-from diloco.island.mesh import Place
-from diloco.report.events import Events
-from diloco.train.trainer import Trainer
 
-ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 TEXT = "the cat sat on the mat\nthe dog sat on the cat\n"
 
 
 def train(config: Config) -> list[float]:
     """Its validation losses, first to last."""
-    return Trainer(config, ALONE, Events([Heard()])).run().validation_losses
+    return train_alone(config).outcome.validation_losses
 
 
 def byte_pairs() -> tokenizers.Tokenizer:

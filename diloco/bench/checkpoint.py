@@ -6,6 +6,7 @@ and the steps that fall into the writing are compared with those in between. The
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.island.mesh import take_place
 from diloco.report.events import Events
+from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
 WARM_UP = 3  # steps
@@ -50,8 +52,9 @@ def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
 
 def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
     config = _config(folder, device)
-    with take_place(config.island) as place:
+    with take_place(config.island) as place, ExitStack() as stack:
         trainer = Trainer(config, place, Events())
+        stack.enter_context(alone(trainer))
         store = DiskStore(folder / "outer", lambda what, text: None, keep=1)
         store.begin("", "", 0, known=True)  # as in the middle of a run: nothing hurries
         during: list[float] = []
@@ -75,17 +78,18 @@ def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
 def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
     """What training waits for."""
     started = time.perf_counter()
-    trainer._save_if_possible()
-    vectors = {name: host_copy(vector) for name, vector in trainer.outer.items()}
+    trainer.begin_save()
+    assert trainer.rounds is not None
+    vectors = {name: host_copy(vector) for name, vector in trainer.rounds.outer().items()}
     store.snapshot(Frozen(block, f"{block:064x}", (block,), {}, vectors))
     return time.perf_counter() - started
 
 
 def _steps_while_writing(trainer: Trainer, store: DiskStore) -> list[float]:
     found: list[float] = []
-    while trainer._saver.writing or store.photographing:
+    while trainer.saver.writing or store.photographing:
         seconds = _timed_step(trainer)
-        if trainer._saver.writing or store.photographing:
+        if trainer.saver.writing or store.photographing:
             found.append(seconds)
     return found
 

@@ -19,6 +19,7 @@ from diloco.island.island import compute_dtype, next_token_loss
 from diloco.island.mesh import take_place
 from diloco.model.decoder import Decoder, initial_parameters, shape_of
 from diloco.report.events import Events
+from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
 STEPS_A_BLOCK = 10  # one progress report each
@@ -31,7 +32,8 @@ def measure(*, device: str, blocks: int) -> Report:
         with take_place(config.island) as place:
             trainer = Trainer(config, place, Events())
             bare = BareLoop(config, trainer.samples, place.device)
-            ours_s, bare_s = _take_turns(trainer, bare, blocks, place.device)
+            with alone(trainer):
+                ours_s, bare_s = _take_turns(trainer, bare, blocks, place.device)
             kind = place.device.type
             trainer.batches.close()
     ratio = median(ours_s) / median(bare_s)

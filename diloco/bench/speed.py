@@ -9,6 +9,7 @@ from diloco.bench.report import Report
 from diloco.config.file import parse_config
 from diloco.island.mesh import take_place
 from diloco.report.events import Event, Events
+from diloco.run.join import alone
 from diloco.train.trainer import Trainer, describe_device
 
 WARM_UP = 10
@@ -31,8 +32,9 @@ def measure(*, preset: str, batch: int, sequence: int, vocab: int, steps: int, c
         with take_place(config.island) as place:
             heard = Heard()
             trainer = Trainer(config, place, Events([heard]))
-            for _ in range(WARM_UP + steps):
-                trainer.advance()
+            with alone(trainer):
+                for _ in range(WARM_UP + steps):
+                    trainer.advance()
             trainer.batches.close()
             reports = [event for event in heard.events if event["event"] == "step" and event["step"] > WARM_UP]
             mfu = [event["mfu"] for event in reports if event["mfu"] is not None]

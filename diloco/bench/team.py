@@ -31,9 +31,9 @@ from diloco.elastic.runtime.driver import Driver, Network, Run
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.mesh import Place, pick_device
 from diloco.report.events import Events
-from diloco.run.join import options_for
+from diloco.run.join import alone, options_for
 from diloco.train.outer import apply_record
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 from diloco.train.trainer import Trainer
 
 GENESIS = b"a run among friends"
@@ -62,8 +62,7 @@ def driver_for(
     node = Node(transport.identity, state, options_for(trainer.config), now=time.monotonic(), incarnation=1)
     run = Run(GENESIS, digest, trainer.fragments, apply)
     network = Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)
-    vectors = {name: vector.clone() for name, vector in trainer.outer.items()}
-    return Driver(node, run, vectors, network, lambda note: None)
+    return Driver(node, run, trainer.initial_vectors(), network, lambda note: None)
 
 
 def train_alone(config: Config) -> dict[str, Any]:
@@ -71,7 +70,8 @@ def train_alone(config: Config) -> dict[str, Any]:
     place = Place(0, 1, pick_device(config.island.device), None)
     heard = Heard()
     trainer = Trainer(config, place, Events([heard]))
-    trainer.run()
+    with alone(trainer):
+        trainer.run()
     return {"bytes_sent": 0, **_seen(trainer, heard)}
 
 
@@ -91,7 +91,7 @@ def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any
     driver = driver_for(trainer, names, transport)
     try:
         driver.know(addresses)
-        trainer.join(Together(driver, config, str))
+        trainer.join(Rounds(driver, config, str))
         peer.barrier()
         trainer.run()
         rounds = [record for record in driver.records if record.proposal.contributions]
@@ -114,7 +114,7 @@ def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:
     return {
         "losses": {e["step"]: e["validation_loss"] for e in heard.events if e["event"] == "validation"},
         "wall_s": end - start, "parameters": trainer.island.layout.size, "moments": moments,
-        "waited_s": trainer.membership.waited_s, "steps": trainer.membership.exchange.steps,
+        "waited_s": trainer.sync.waited_s, "steps": trainer.sync.exchange.steps,
     }  # fmt: skip
 
 

@@ -68,12 +68,12 @@ def islands_command(
         return
     start_if_several(config.island)
     from diloco.run.peer import Connection
-    from diloco.run.start import found, go_on
+    from diloco.run.start import run
     from diloco.simulate.real.network import as_simulated
 
     connection = Connection(host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config.island))
     connection = as_simulated(connection, Path(config.dir))
-    outcome = go_on(config, connection) if resume else found(config, connection, fresh=fresh)
+    outcome = run(config, connection, resume=resume, fresh=fresh)
     if outcome.leader:
         again = command_line(path, overrides, "--islands", "1", *network_options(link, host), "--resume")
         text = ending(outcome, config.dir) + ("" if outcome.finished else f"; go on with:\n  {again}")

@@ -7,8 +7,8 @@ from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError, SaveError
 from diloco.history.log import find_logs, newest_state
+from diloco.run.folder import OUTER
 from diloco.run.genesis import FILE, Genesis, read_genesis
-from diloco.run.join import OUTER
 from diloco.train.amend import FOLDER, amended, amendment_files, check, in_words, read_amendment, write_amendment
 
 

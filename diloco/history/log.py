@@ -24,9 +24,8 @@ from diloco.elastic.runtime.keeper import Run
 from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
-from diloco.run.folder import has_log
+from diloco.run.folder import OUTER, has_log
 from diloco.run.genesis import FILE, Genesis, Parent, read_genesis
-from diloco.run.join import OUTER
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 

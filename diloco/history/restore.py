@@ -18,8 +18,8 @@ from diloco.config.file import render_config
 from diloco.data.samples import OWN_LOOP
 from diloco.errors import RemoteError, SaveError
 from diloco.history.log import Findings, verify
+from diloco.run.folder import OUTER
 from diloco.run.genesis import FILE, Genesis, read_genesis
-from diloco.run.join import OUTER
 
 
 @dataclass(frozen=True)

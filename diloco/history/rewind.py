@@ -11,31 +11,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.checkpoint.log.journal import Header, Kind, header_frame
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import SegmentWriter, sync_path
-from diloco.checkpoint.log.snapshot import Frozen, write_snapshot
+from diloco.checkpoint.log.segments import sync_path
 from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.ticket import run_id_of
 from diloco.config.file import flat, load_config, overrides_tree, render_config
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.protocol.wire import to_plain
-from diloco.elastic.runtime.keeper import Kept
 from diloco.errors import ConfigError, SaveError
 from diloco.history.log import find_logs, fragments_in, furthest, state_of
-from diloco.run.folder import has_log
-from diloco.run.genesis import FILE, PROTOCOL, Genesis, Parent, own_sections, read_genesis, shared_of, write_genesis
-from diloco.run.join import OUTER
+from diloco.run.branch import refuse_other_state, updates_at, write_branch
+from diloco.run.folder import OUTER, has_log
+from diloco.run.genesis import FILE, Genesis, Parent, own_sections, read_genesis, shared_of
 from diloco.train.amend import amended, changed
-from diloco.train.outer import VECTORS
-from diloco.train.schedule import Schedule, schedule_of
-
-FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
-FREE = ("data.epochs", "data.path", "data.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -95,10 +85,7 @@ def _config(island: Path, genesis: Genesis, state: RunState, overrides: list[str
     before = amended(genesis.configure(own), state.amendments)
     asked = flat(overrides_tree(overrides))
     config = changed(before, asked | {"checkpoint.dir": str(out)})
-    for key in asked:
-        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
-        if fixed or (key == "outer.optimizer" and VECTORS[config.outer.optimizer] != VECTORS[before.outer.optimizer]):
-            raise ConfigError(f"{key} cannot change: the state of round {state.head.round} was made with it")
+    refuse_other_state(before, config, f"the state of round {state.head.round}")
     if state.step >= config.inner.steps:
         raise ConfigError(
             f"round {state.head.round} is at step {state.step}, where inner.steps={config.inner.steps} ends the run: "
@@ -111,30 +98,14 @@ def _found(
     home: Path, old: Genesis, state: RunState, vectors: dict[str, Tensor], config: Config, fragments: tuple[Ranges, ...]
 ) -> Genesis:
     """An island's folder with the first snapshot of a run that has no other records yet."""
-    outer = home / OUTER
-    outer.mkdir(parents=True)
-    owner, founder = Identity.load(home / "owner.key"), Identity.load(home / "identity.key")
+    home.mkdir(parents=True, exist_ok=True)
+    founder = Identity.load(home / "identity.key")
     parent = Parent(
-        old.digest, state.head.round, state.head.digest, vectors_digest(vectors),
-        state.head.tokens, state.step, _updates(config, state), _returned(state.ledger),
+        old.digest, state.head.round, state.head.digest, vectors_digest(vectors), state.head.tokens, state.step,
+        updates_at(config, state.step, state.updates), _returned(state.ledger),
     )  # fmt: skip
-    genesis = replace(
-        old, protocol=PROTOCOL, config=shared_of(config), founder=founder.peer_id, parent=parent
-    ).signed(owner)  # fmt: skip
-    write_genesis(outer, run_id_of(owner.public_key), genesis)
-    begin = genesis.state()
-    head, kept = begin.head, to_plain(Kept(genesis.digest, begin, fragments))
-    segment = SegmentWriter(outer, 1)
-    segment.write(Kind.HEADER, header_frame(Header(genesis.digest, head.digest, head.round)))
-    segment.close()
-    write_snapshot(outer, Frozen(head.round, head.digest, (head.tokens, head.round), kept, vectors))
-    return genesis
-
-
-def _updates(config: Config, state: RunState) -> int:
-    """So many launches are behind the clock, in the schedule that holds from now on: each fragment has its turn."""
-    schedule = schedule_of(config.sync, config.inner)
-    return schedule.behind(state.step) if isinstance(schedule, Schedule) else state.updates
+    draft = replace(old, config=shared_of(config), founder=founder.peer_id)
+    return write_branch(home, home / OUTER, draft, parent, vectors, fragments)
 
 
 def _returned(ledger: Ledger) -> Ledger:

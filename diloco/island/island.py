@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -93,14 +92,7 @@ class Island:
         if isinstance(self.module, FSDPModule):
             self.module.reshard()  # without a backward pass the root keeps what it gathered: old values, after a write
         self.module.train()
-        return self.mean(torch.stack(losses).mean())
-
-    def mean(self, value: Tensor) -> float:
-        """The mean over the island's processes, read."""
-        if self.place.mesh is not None:
-            dist.all_reduce(value)
-            value = value / self.place.world
-        return value.item()
+        return self.place.mean(torch.stack(losses).mean())
 
     @property
     def layout(self) -> Layout:

@@ -47,6 +47,13 @@ class Place:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
+    def mean(self, value: torch.Tensor) -> float:
+        """Return the mean over the island's processes, read."""
+        if self.mesh is not None:
+            dist.all_reduce(value)
+            value = value / self.world
+        return value.item()
+
     def share(self, value: Any) -> Any:
         """The leader's value, on every process."""
         if self.mesh is None:

@@ -2,32 +2,39 @@
 
 import fcntl
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
 from diloco.config.file import render_config
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, SaveError
+from diloco.errors import SaveError
 from diloco.report.events import Events, JsonLines, Sink
 from diloco.report.terminal import open_view
 from diloco.report.trackers import TensorBoard, WandB
 
-
-def refuse_remote(config: Config) -> None:
-    """An island alone has saves, and no log."""
-    if config.checkpoint.remote is not None:
-        raise ConfigError(
-            "checkpoint.remote copies the log of an island that others can join, and this one is alone: "
-            "add --islands 1 (connect: alone=False), or leave it out"
-        )
+OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 
 
-def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool, view: bool = True) -> None:
+def nothing_to_say() -> str:
+    return ""
+
+
+def open_folder(
+    config: Config,
+    events: Events,
+    *,
+    resume: bool,
+    fresh: bool,
+    view: bool = True,
+    prepare: Callable[[], str] = nothing_to_say,
+) -> None:
+    """`prepare` is called once the folder is locked, before anything in it is changed; it returns a note or nothing."""
     folder = Path(config.dir)
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
+        note = prepare()
         (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
         log_to(folder / "diloco.log")
         for sink in _sinks(config, resume=resume):
@@ -36,8 +43,9 @@ def open_folder(config: Config, events: Events, *, resume: bool, fresh: bool, vi
             events.attach(open_view())
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
-    if kept is not None:
-        events.emit("note", text=f"the earlier run is kept as {kept}")
+    for text in (f"the earlier run is kept as {kept}" if kept is not None else "", note):
+        if text:
+            events.emit("note", text=text)
 
 
 def log_to(path: Path) -> None:
@@ -126,10 +134,16 @@ def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
 
 
 def has_log(folder: Path) -> bool:
-    """Of a run with others."""
-    return any((folder / "outer").glob("log-*.seg"))
+    """Whether an island has left its log of a run there."""
+    return any((folder / OUTER).glob("log-*.seg"))
 
 
 def islands_in(folder: Path) -> int:
-    """How many islands of a run with others have left a log there."""
-    return int(has_log(folder)) or sum(has_log(island) for island in folder.glob("island-*"))
+    """How many islands of a run that others can join have left a log there."""
+    is_open = has_log(folder) and not is_closed(folder)
+    return int(is_open) or sum(has_log(island) for island in folder.glob("island-*"))
+
+
+def is_closed(folder: Path) -> bool:
+    """Whether the run in this folder is of an island alone: nobody was ever given a ticket."""
+    return not (folder / "ticket").exists()

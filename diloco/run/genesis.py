@@ -169,15 +169,21 @@ class Genesis:
                 "or set data.path to the same data"
             )
 
-    def refuse_changes(self, config: Config) -> None:
-        """The run's own settings stay those that it was founded with."""
+    def first_change(self, config: Config) -> str:
+        """Say in which of the run's own settings a configuration differs; empty where it does not."""
         tree = config.model_dump(mode="json")
         for name in SHARED:
             then, now = self.config[name], tree[name]
             if name == "data":
                 then, now = ({key: value for key, value in data.items() if key not in OWN_DATA} for data in (then, now))
             if changed := first_difference(name, then, now):
-                raise SaveError(f"the run was founded with {changed}: undo that, or start another one with --fresh")
+                return f"the run was founded with {changed}"
+        return ""
+
+    def refuse_changes(self, config: Config) -> None:
+        """The run's own settings stay those that it was founded with."""
+        if change := self.first_change(config):
+            raise SaveError(f"{change}: undo that, or start another one with --fresh")
 
     def refuse_own_loop(self) -> None:
         """What the built-in trainer would make of its configuration is another model on other data."""

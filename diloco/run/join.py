@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,29 @@ from diloco.checkpoint.transfer.mirror import Mirror
 from diloco.checkpoint.transfer.remote import Remote
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket, run_id_of
+from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.messages import Memory, Note
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run
+from diloco.elastic.runtime.driver import Driver, Network, Run
 from diloco.elastic.runtime.fetching import Snapshot, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.report.events import Events
+from diloco.run.closed import ClosedPeer
+from diloco.run.folder import OUTER
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import Connection, Peer
 from diloco.train.amend import Inbox, amended, objection
 from diloco.train.outer import VECTORS, apply_record
-from diloco.train.rounds import Together, decider
-from diloco.train.sync import PHASES_AHEAD
+from diloco.train.participant import Participant
+from diloco.train.rounds import Rounds, decider
+from diloco.train.sync import samples_ahead
 
 TICKET_S = 30 * 24 * 3600.0
 SEARCH_S = 60.0  # for a member that answers
@@ -44,7 +48,8 @@ AGAIN_S = 0.3
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
-OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
+
+AnyPeer = Peer | ClosedPeer
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,21 @@ def peer_at(
 
 
 @contextmanager
-def founding_peer(folder: Path, connection: Connection) -> Iterator[tuple[Peer, Ticket]]:
-    """The first peer of a run, and what lets others in."""
+def founding_peer(folder: Path, connection: Connection | None, name: str) -> Iterator[tuple[AnyPeer, Ticket | None]]:
+    """The first peer of a run, and what lets others in; without a connection nobody gets in."""
     owner = Identity.load(folder / OWNER_KEY)
+    if connection is None:
+        with closing(ClosedPeer(folder, run_id_of(owner.public_key), name)) as closed:
+            yield closed, None
+        return
     with peer_at(folder, run_id_of(owner.public_key), None, connection, lonely=True) as peer:
         ticket = peer.ticket = Ticket.issue(owner, peer.addresses, now=time.time(), lifetime_s=TICKET_S)
         yield peer, ticket
 
 
-def new_start(peer: Peer, genesis: Genesis, vectors: dict[str, torch.Tensor], config: Config, events: Events) -> Start:
+def new_start(
+    peer: AnyPeer, genesis: Genesis, vectors: dict[str, torch.Tensor], config: Config, events: Events
+) -> Start:
     """Of a run that begins here."""
     genesis = genesis.signed(Identity.load(Path(config.dir) / OWNER_KEY))
     store, state = open_store(peer, genesis, config, events), genesis.state()
@@ -95,7 +106,7 @@ def new_start(peer: Peer, genesis: Genesis, vectors: dict[str, torch.Tensor], co
     return Start(genesis, state, vectors, store)
 
 
-def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragments, events: Events) -> Start:
+def find_start(peer: AnyPeer, genesis: Genesis, config: Config, fragments: Fragments, events: Events) -> Start:
     """Where this island's own disk ends, from where the others take it on; or where they are."""
     store = open_store(peer, genesis, config, events)
     own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.tell)
@@ -112,7 +123,7 @@ def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragment
     return Start(genesis, state, vectors, store, own.memory if own is not None else None, own is not None)
 
 
-def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
+def open_store(peer: AnyPeer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
     folder = Path(config.dir) / OUTER
     if (remote := remote_of(peer, config)) is not None:
         remote.check()
@@ -126,19 +137,19 @@ def open_store(peer: Peer, genesis: Genesis, config: Config, events: Events) -> 
     return store
 
 
-def teller(peer: Peer, events: Events) -> Callable[[str, str], None]:
+def teller(peer: AnyPeer, events: Events) -> Callable[[str, str], None]:
     """Of what happens to this island's own log."""
     return lambda what, text: events.emit("elastic", what=what, island=peer.connection.name, text=text)
 
 
-def remote_of(peer: Peer, config: Config) -> Remote | None:
+def remote_of(peer: AnyPeer, config: Config) -> Remote | None:
     """A folder for each run: others may be copied to the same address."""
     url = config.checkpoint.remote
     return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
 
 
 @contextmanager
-def mirrored(peer: Peer, store: Store, config: Config, events: Events) -> Iterator[None]:
+def mirrored(peer: AnyPeer, store: Store, config: Config, events: Events) -> Iterator[None]:
     """For as long as it is open, what the store writes is copied; the rest of it when the store has been closed."""
     remote = remote_of(peer, config)
     folder = Path(config.dir) / OUTER
@@ -158,7 +169,7 @@ def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
 
 @contextmanager
 def meeting(
-    peer: Peer,
+    peer: AnyPeer,
     start: Start,
     config: Config,
     fragments: Fragments,
@@ -166,7 +177,7 @@ def meeting(
     *,
     options: Options,
     incarnation: int | None = None,
-) -> Iterator[Together]:
+) -> Iterator[Rounds]:
     """Among the others, for as long as it is open; as a new incarnation, unless one goes on."""
     incarnation, now = incarnation or new_incarnation(peer.id, start.state), time.monotonic()
     node = Node(peer.id, start.state, options, now=now, incarnation=incarnation, memory=start.memory)
@@ -201,9 +212,31 @@ def meeting(
             peer.publish()
             driver.know(peer.look())
             peer.watch(look)
-            yield Together(driver, config, peer.name_of)
+            yield Rounds(driver, config, peer.name_of)
         finally:
             driver.close()
+
+
+@contextmanager
+def alone(part: Participant) -> Iterator[None]:
+    """Let a participant take part in a run of one that nobody can join and no disk keeps: for benches and tests."""
+    config, vectors = part.config, part.initial_vectors()
+    if not part.place.leader:
+        part.join(None)
+        yield
+        return
+    transport = MemoryNetwork().transport("alone")
+    genesis = Genesis.of(config, part.layout, part.samples, transport.identity)
+    options = options_for(config)
+    node = Node(transport.identity, genesis.state(), options, now=time.monotonic(), incarnation=1)
+    network = Network(transport, transport, b"", lambda peer, greeting: None)
+    driver = Driver(node, run_of(genesis, config, part.fragments), vectors, network, lambda note: None)
+    try:
+        part.join(Rounds(driver, config, lambda peer: config.run))
+        yield
+    finally:
+        driver.close()
+        transport.close()
 
 
 def new_incarnation(me: str, state: RunState) -> int:
@@ -211,6 +244,12 @@ def new_incarnation(me: str, state: RunState) -> int:
     marks = [incarnation for (island, incarnation, _), _ in state.marks if island == me]
     leases = [int(holder.rpartition("#")[2]) for holder, _ in state.ledger.leases if holder.startswith(f"{me}#")]
     return max(int(time.time() * 1000), *(earlier + 1 for earlier in [0, *marks, *leases]))
+
+
+def leased_incarnation(me: str, state: RunState) -> int | None:
+    """Of this island, where the run begins with samples that it holds."""
+    held = (holder.rpartition("#") for holder, _ in state.ledger.leases)
+    return next((int(incarnation) for island, _, incarnation in held if island == me), None)
 
 
 def options_for(config: Config) -> Options:
@@ -231,23 +270,12 @@ def options_for(config: Config) -> Options:
     )  # fmt: skip
 
 
-def samples_ahead(config: Config, per_step: int) -> int:
-    """What an island would like to hold."""
-    return PHASES_AHEAD * config.sync.phase_steps * per_step
-
-
-def agreement(together: Together) -> dict[str, Any]:
-    state = together.session.state
-    return {
-        "round": state.head.round, "chain": state.head.digest, "state": together.driver.replica.digest(),
-        "tokens": state.head.tokens, "bytes_sent": together.driver.bytes_sent,
-    }  # fmt: skip
-
-
 class Search:
     """A newcomer among peers that may not know it yet: ask until somebody answers."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: AnyPeer) -> None:
+        if isinstance(peer, ClosedPeer):
+            raise JoinRefused("nobody else is in this run")
         self.peer = peer
         self._reason = "nobody is in the run's directory"
 

@@ -55,17 +55,16 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
+def stop_on_signal(stop: Stop, *, loud: bool, always_pause: bool = False) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once. PAUSE asks an
-    island among others to stop without contributing what it has: it will come back.
+    island among others to stop without contributing what it has: it will come back. `always_pause`: every signal does.
 
     Not one within a second of the first: launchers pass on a signal that the terminal has already sent to everybody.
     """
-    stop = Stop()
 
     def on_signal(number: int, _: FrameType | None) -> None:
         if stop.asked_at is None:
-            stop.asked_at, stop.pausing = time.monotonic(), number == PAUSE
+            stop.asked_at, stop.pausing = time.monotonic(), always_pause or number == PAUSE
             if stop.pausing:
                 stop.on_pause()
             if loud:  # a plain write: the handler may have interrupted any other output
@@ -76,4 +75,4 @@ def stop_on_signal(*, loud: bool) -> Iterator[Stop]:
             os._exit(128 + number)
 
     with handled(on_signal):
-        yield stop
+        yield

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,9 @@ from diloco.elastic.runtime.work import Trained
 from diloco.island.flat import Shards
 from diloco.island.fragments import names_of
 from diloco.island.mesh import Place
-from diloco.train.alone import Alone
-from diloco.train.rounds import Together
+from diloco.train.rounds import Rounds
 
-Outside = Alone | Together
 NOWHERE = Head(0, 0, "")  # the head of no chain: any other is news
-
-
-class Parameters(Protocol):
-    """What is trained, and where it lies."""
-
-    @property
-    def shards(self) -> Shards: ...
 
 
 class Cut:
@@ -55,9 +46,9 @@ class Cut:
 
 
 class Exchange:
-    def __init__(self, parameters: Parameters, place: Place, sync: SyncConfig, outside: Outside | None) -> None:
-        self._shards, self._place, self._sync, self.outside = parameters.shards, place, sync, outside
-        fragments = place.share(outside.fragments if outside is not None else None)
+    def __init__(self, shards: Shards, place: Place, sync: SyncConfig, rounds: Rounds | None) -> None:
+        self._shards, self._place, self._sync, self.rounds = shards, place, sync, rounds
+        fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
         self.fragments = fragments
         self.steps = 0  # inner steps done here
@@ -68,18 +59,18 @@ class Exchange:
         self.used: Ranges = ()  # samples since the last cut of any fragment
         self._cuts: dict[int, Cut] = {}
         self.anchor, self._local = self._vector(), self._vector()
-        if outside is not None and self.anchor is not None:
-            self.anchor.copy_(outside.base)
+        if rounds is not None and self.anchor is not None:
+            self.anchor.copy_(rounds.base)
         self._shards.write(self.anchor)
         self._written = at_once  # returns when the device no longer reads these vectors
 
     def _vector(self) -> Tensor | None:
         """On the leader: of all parameters, where the outer state lies. In host memory it is pinned for a GPU, so that
         copies hold up nobody."""
-        if self.outside is None:
+        if self.rounds is None:
             return None
-        pinned = self._place.device.type == "cuda" and self.outside.base.device.type == "cpu"
-        return torch.empty_like(self.outside.base, pin_memory=pinned)
+        pinned = self._place.device.type == "cuda" and self.rounds.base.device.type == "cpu"
+        return torch.empty_like(self.rounds.base, pin_memory=pinned)
 
     def since_cut(self, fragment: int) -> int:
         """Inner steps done here."""
@@ -87,7 +78,7 @@ class Exchange:
 
     def owes(self, fragment: int) -> bool:
         """Whether there is progress that the outer state does not contain."""
-        return self._place.any(self.outside is not None and (self._tokens[fragment] > 0 or self.outside.owes(fragment)))
+        return self._place.any(self.rounds is not None and (self._tokens[fragment] > 0 or self.rounds.owes(fragment)))
 
     def trained(self, samples: Ranges, tokens: int) -> None:
         """One inner step."""
@@ -102,12 +93,12 @@ class Exchange:
             return False
         eager = self._sync.apply == "eager"
         cut = self._cut(fragment)
-        if self.outside is not None and self.anchor is not None and cut is not None:
+        if self.rounds is not None and self.anchor is not None and cut is not None:
             done = Trained(self._tokens[fragment], self.used, self.since_cut(fragment))
             if eager:
                 cut.finish()
-                self.fragments.scatter(self.outside.preview(fragment, cut.progress), self.anchor, fragment)
-            self.outside.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
+                self.fragments.scatter(self.rounds.preview(fragment, cut.progress), self.anchor, fragment)
+            self.rounds.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
         if eager:
             self._update(fragment, _replaced, self.anchor)
         self._cut_at[fragment], self._tokens[fragment], self.used = self.steps, 0, ()
@@ -137,31 +128,31 @@ class Exchange:
             return False
         head = NOWHERE if len(self.fragments) > 1 else None
         while True:
-            over = self.outside.finish(fragment, should_stop, head) if self.outside is not None else None
+            over = self.rounds.finish(fragment, should_stop, head) if self.rounds is not None else None
             if (over := self._place.share(over)) is not None:
                 break
             head = self._keep_up(fragment)
         if over:
-            self.take(fragment)
+            self.apply_result(fragment)
         return bool(over)
 
     def _keep_up(self, awaited: int) -> Head:
         """While an island waits for one fragment, rounds of others may be due: it takes part, or everybody would wait
         for everybody."""
-        seen = self.outside.due(awaited) if isinstance(self.outside, Together) else None
+        seen = self.rounds.due(awaited) if self.rounds is not None else None
         head, due, over = self._place.share(seen)
         if due is None:
             return NOWHERE
         if due in self.in_flight and over:
-            self.take(due)
-        self.take_what_moved()
+            self.apply_result(due)
+        self.apply_remote_updates()
         self.launch(due)
         return head
 
-    def take(self, fragment: int) -> None:
+    def apply_result(self, fragment: int) -> None:
         """The fragment's outer parameters are others by now: the island goes there with what they do not contain."""
         self._finish_cut(fragment)
-        taken = self.outside.take(fragment) if self.outside is not None else None
+        taken = self.rounds.take(fragment) if self.rounds is not None else None
         contained = self._place.any(taken is not None and taken.owed is None)
         launched = fragment in self.in_flight
         self.in_flight.discard(fragment)
@@ -183,11 +174,11 @@ class Exchange:
 
     def _move_anchor(self, fragment: int, owed: Tensor | None) -> None:
         """To the outer parameters, less what they do not contain; where it was is kept in `_local`."""
-        assert self.outside is not None and self.anchor is not None and self._local is not None
+        assert self.rounds is not None and self.anchor is not None and self._local is not None
         self._written()
         for lo, hi in self.fragments.ranges[fragment]:
             self._local[lo:hi].copy_(self.anchor[lo:hi])
-            self.anchor[lo:hi].copy_(self.outside.base[lo:hi])
+            self.anchor[lo:hi].copy_(self.rounds.base[lo:hi])
         if owed is not None:
             for lo, hi, part in self.fragments.pieces(owed, fragment):
                 self.anchor[lo:hi].sub_(part.to(self.anchor.device))
@@ -204,19 +195,19 @@ class Exchange:
         else:
             self.step = step + self.since_cut(fragment) if launched else max(self.step, step)
 
-    def take_what_moved(self) -> bool:
+    def apply_remote_updates(self) -> bool:
         """Others went on without this island, or it moved to another branch. What is in flight has its own time.
 
         Whether there was anything new.
         """
-        moved = self.outside.moved() if self.outside is not None else []
+        moved = self.rounds.changed_fragments() if self.rounds is not None else []
         moved = [fragment for fragment in moved if fragment not in self.in_flight]
-        if not self._place.any(self.outside is not None and (bool(moved) or self.outside.poll())):
+        if not self._place.any(self.rounds is not None and (bool(moved) or self.rounds.has_news())):
             return False
         for fragment in self._place.share(moved):
-            self.take(fragment)
-        if self.outside is not None:
-            self.outside.look()
+            self.apply_result(fragment)
+        if self.rounds is not None:
+            self.rounds.refresh()
         return True
 
     @contextmanager
@@ -226,7 +217,7 @@ class Exchange:
         if self._local is not None:
             kept = torch.empty_like(self._local)
         self._shards.read(kept)
-        self._shards.write(self.outside.parameters if self.outside is not None else None)
+        self._shards.write(self.rounds.parameters if self.rounds is not None else None)
         try:
             yield
         finally:

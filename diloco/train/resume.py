@@ -5,20 +5,32 @@ island ever offered: the same incarnation goes on from there, with its samples, 
 what is on offer, as if nothing had happened. It does so once: training on makes other bytes, and nothing is offered
 twice. Of any other save (the island died, or left) the inner optimizer, the random numbers and the count of steps are
 taken; its parameters are those that all agree on.
+
+Where the run was founded anew since (`moved`), nobody knows what was on offer: that progress counts as not cut yet.
 """
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from diloco.checkpoint.log.entries import Entry
 from diloco.checkpoint.log.segments import sync_path
 from diloco.checkpoint.save import age, read_facts, saves
+from diloco.comm.codec.registry import codec_named
+from diloco.elastic.protocol.ranges import normal
 from diloco.elastic.protocol.record import Head
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.work import Trained, trained
 from diloco.errors import SaveError
 
 TAKEN = "taken"  # a file in a save: an island has gone on from it
+CONTAINED = "contained.json"  # beside the log of a run that was founded anew
+Uncontained = list[tuple[int, Tensor, Trained]]  # fragment, progress, what is behind it
 
 
 @dataclass(frozen=True)
@@ -26,29 +38,90 @@ class Earlier:
     path: Path
     facts: dict[str, Any]
     paused: dict[str, Any] | None  # what a pause has left besides; None: it was none, or has been gone on from
+    moved: dict[str, Any] | None = None  # its run was founded anew since: what its state contains of the progress
 
     @property
     def incarnation(self) -> int | None:
         """The one that goes on; None: a new one begins."""
-        return None if self.paused is None else int(self.paused["session"]["incarnation"])
+        return None if self.paused is None or self.moved is not None else int(self.paused["session"]["incarnation"])
 
     def take(self) -> None:
-        """For good, and before anything is trained: until then nothing but the same bytes can be offered."""
+        """Mark it as used, before anything is trained: until then nothing but the same bytes can be offered."""
         try:
             (self.path / TAKEN).touch()
             sync_path(self.path)
         except OSError as error:
             raise SaveError(f"{self.path} cannot be written ({error.strerror}): free some space") from None
 
+    def uncontained(self, vectors: Mapping[str, Tensor], fragments: Fragments) -> Uncontained:
+        """Return the progress that was launched and that the outer state does not contain."""
+        if self.facts["together"] is None:  # of an island alone, as diloco 0.1.0 wrote it
+            return [
+                (fragment, vectors[f"launched.{number}"], trained(done))
+                for number, (fragment, *done) in enumerate(self.facts["launched"])
+            ]
+        assert self.paused is not None and self.moved is not None
+        codec, session = codec_named(self.facts["config"]["sync"]["codec"]), self.paused["session"]
+        marks = {fragment: mark for life, fragment, mark in self.moved["marks"] if life == session["incarnation"]}
+        return [
+            (fragment, codec.decode(vectors[f"piece.{fragment}.{lo}.{hi}"], fragments.counts[fragment]), trained(done))
+            for fragment, work in enumerate(session["works"])
+            for lo, hi, _, *done in work["pieces"]
+            if hi > marks.get(fragment, 0)
+        ]
 
-def find_earlier(folder: Path, head: Head, entries: Iterable[Entry]) -> Earlier | None:
-    """The newest save on the chain of these entries, which lead to this head."""
+    def behind(self) -> list[int]:
+        """Return the fragments that had an outer update which this island had not applied yet."""
+        versions = self.moved["versions"] if self.moved is not None else []
+        taken = self.paused["session"]["taken"] if self.paused is not None and versions else []
+        return [fragment for fragment, (now, then) in enumerate(zip(versions, taken, strict=True)) if now != then]
+
+
+def fold_back(
+    counts: Mapping[str, Any], vectors: dict[str, Tensor], pieces: Uncontained, fragments: Fragments
+) -> dict[str, Any]:
+    """Count this progress as not cut yet: the anchor moves back to where it began. Returns the exchange's facts."""
+    anchor = vectors.get("anchor", vectors["parameters"]).clone()
+    tokens, cut_at, used = list(counts["tokens"]), list(counts["cut_at"]), [tuple(part) for part in counts["used"]]
+    for fragment, progress, done in pieces:
+        for lo, hi, part in fragments.pieces(progress, fragment):
+            anchor[lo:hi] += part
+        tokens[fragment] += done.tokens
+        cut_at[fragment] -= done.steps
+        used += done.samples
+    vectors["anchor"] = anchor
+    return {**counts, "in_flight": [], "tokens": tokens, "cut_at": cut_at, "used": normal(used)}
+
+
+def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str = "") -> Earlier | None:
+    """The newest save on the chain of these entries, which lead to this head; else one at the head of the run that
+    this one was founded from (`parent`)."""
     known = {head.digest, *(digest for entry in entries for digest in (entry.parent, entry.digest))}
-    for path in sorted(saves(folder), key=age, reverse=True):
+    newest_first = sorted(saves(folder), key=age, reverse=True)
+    for path in newest_first:
         together = among_others(path)
         if together is not None and together["head"] in known:
             return Earlier(path, read_facts(path), None if (path / TAKEN).exists() else together["paused"])
+    for path in newest_first if parent else ():
+        facts = read_facts(path)
+        if parent in (save_digest(path), (facts["together"] or {}).get("head")):
+            contained = json.loads((folder / "outer" / CONTAINED).read_text())
+            return Earlier(path, facts, None if (path / TAKEN).exists() else _left_by(facts), contained)
     return None
+
+
+def _left_by(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """What a pause has left. Every save of an island alone that diloco 0.1.0 wrote was as good as one."""
+    if facts["together"] is not None:
+        paused: dict[str, Any] | None = facts["together"]["paused"]
+        return paused
+    membership = {"synced": facts["step"], "phase_steps": 0, "step_ms": 0, "left": [], "phase_s": 0.0, "since_s": 0.0}
+    return {"membership": membership}
+
+
+def save_digest(save: Path) -> str:
+    """Name a save by what it says of itself."""
+    return hashlib.sha256((save / "facts.json").read_bytes()).hexdigest()
 
 
 def among_others(save: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""An island among others, as its trainer sees it: where the outer state is, what to train on, when a round is over."""
+"""The rounds of a run, as a trainer sees them: where the outer state is, what to train on, when a round is over."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +43,9 @@ def decay_of(sync: SyncConfig) -> float | None:
     return sync.feedback_decay if wanted else None
 
 
-class Together:
+class Rounds:
+    """Serves one trainer thread; an island alone is a run of one and has rounds like any other."""
+
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.fragments = driver.run.fragments
         feedback = decay_of(config.sync)
@@ -99,13 +101,13 @@ class Together:
             fragment = None if self.session.over(awaited) else state.updates % len(self.fragments)
             return state.head, fragment, fragment is not None and self.session.over(fragment)
 
-    def poll(self) -> bool:
+    def has_news(self) -> bool:
         return self.session.poll()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self.session.look()
 
-    def moved(self) -> list[int]:
+    def changed_fragments(self) -> list[int]:
         return self.session.moved()
 
     def wait(self, seconds: float) -> None:
@@ -159,8 +161,8 @@ class Together:
             "samples": [contribution.offer.samples for contribution in proposal.contributions],
         }
 
-    def ask(self, samples: int) -> None:
-        """How many this island would like to hold."""
+    def request_samples(self, samples: int) -> None:
+        """Say how many samples this island would like to hold."""
         self.session.ask(samples)
 
     def available(self, used: Ranges) -> Ranges:
@@ -178,8 +180,13 @@ class Together:
         with self.driver.replica.reading() as vectors:
             return {name: vector.clone() for name, vector in vectors.items()}
 
-    def launched_vectors(self) -> dict[str, Tensor]:
-        return self.session.tensors()
+    def agreement(self) -> dict[str, Any]:
+        """What this island holds at the end, to be compared with others."""
+        state = self.session.state
+        return {
+            "round": state.head.round, "chain": state.head.digest, "state": self.driver.replica.digest(),
+            "tokens": state.head.tokens, "bytes_sent": self.driver.bytes_sent,
+        }  # fmt: skip
 
     def leave(self) -> None:
         self.driver.leave()

@@ -1,6 +1,6 @@
 """An island's part in a run: what it may train on, when it contributes, and what it waits for.
 
-All processes of an island call the same methods in the same order; only the leader has an outside.
+All processes of an island call the same methods in the same order; only the leader has rounds.
 """
 
 import math
@@ -14,10 +14,11 @@ import torch
 from diloco.config.schema import Config
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
+from diloco.island.flat import Shards
 from diloco.island.mesh import Place
 from diloco.train.amend import InForce
-from diloco.train.exchange import Exchange, Outside, Parameters
-from diloco.train.rounds import Together
+from diloco.train.exchange import Exchange
+from diloco.train.rounds import Rounds
 from diloco.train.schedule import Apply, Launch, Since, TimedSchedule, Work, fair_share, schedule_of
 
 PHASES_AHEAD = 2  # worth of samples that an island leases
@@ -28,20 +29,25 @@ def never() -> bool:
     return False
 
 
-class Membership:
+def samples_ahead(config: Config, per_step: int) -> int:
+    """How many samples an island would like to hold."""
+    return PHASES_AHEAD * config.sync.phase_steps * per_step
+
+
+class SyncLoop:
     def __init__(
         self,
-        parameters: Parameters,
+        shards: Shards,
         place: Place,
         config: Config,
-        outside: Outside | None,
+        rounds: Rounds | None,
         after_round: Callable[[], None],
     ) -> None:
-        self.place, self.sync, self.elastic, self.outside = place, config.sync, config.elastic, outside
+        self.place, self.sync, self.elastic, self.rounds = place, config.sync, config.elastic, rounds
         self._config = InForce(config)
         self.amendments: tuple[Amendment, ...] = ()  # that are heeded
         self.schedule = schedule_of(config.sync, config.inner)
-        self.exchange = Exchange(parameters, place, config.sync, outside)
+        self.exchange = Exchange(shards, place, config.sync, rounds)
         self.waited_s = 0.0  # for rounds, and for what is done after them
         self.round_s = 0.0  # from this island's last launch to the last news
         self._launched_at = self._updated_at = time.perf_counter()
@@ -49,7 +55,7 @@ class Membership:
         self.updates = self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
         self._left: list[Work] = []  # of what the schedule wanted after the last step, when it was asked to stop
-        self.look()
+        self.refresh()
         self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
 
     @property
@@ -67,18 +73,18 @@ class Membership:
         """Over all fragments."""
         return self.updates // len(self.exchange.fragments)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """What the leader knows, for all processes: the clock, the samples, whether the run is over."""
         seen = None
-        if self.outside is not None:
-            self._heed(self.outside.amendments)
-            over = self.schedule.is_over(self.outside.step, self.outside.updates)
-            paces = self.outside.paces() if self.elastic.adaptive else []
+        if self.rounds is not None:
+            self._heed(self.rounds.amendments)
+            over = self.schedule.is_over(self.rounds.step, self.rounds.updates)
+            paces = self.rounds.paces() if self.elastic.adaptive else []
             share = fair_share(self.sync.phase_steps, self._step_ms, paces)
-            pool = self.outside.available(self.exchange.used)
-            clock = self.outside.step, self.outside.round, self.outside.updates
-            ended = over, over or self.outside.exhausted()
-            seen = clock, pool, ended, share, self.outside.amendments
+            pool = self.rounds.available(self.exchange.used)
+            clock = self.rounds.step, self.rounds.round, self.rounds.updates
+            ended = over, over or self.rounds.exhausted()
+            seen = clock, pool, ended, share, self.rounds.amendments
         before = self.updates
         clock, self.pool, ended, self._share, amendments = self.place.share(seen)
         self.outer_step, self.round, self.updates = clock
@@ -122,27 +128,25 @@ class Membership:
         if self._has_something_to_give():
             self._give_everything(lambda: should_stop() or self._may_go_on(count))
             self._left = []  # it will look again
-            self.look()
+            self.refresh()
         else:
-            if isinstance(self.outside, Together):
-                self.outside.wait(LOOK_S)
+            if self.rounds is not None:
+                self.rounds.wait(LOOK_S)
             self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
     def leave(self) -> None:
         """Contribute what is trained so far, if rounds come in time; then say goodbye."""
-        if not self.place.any(isinstance(self.outside, Together)):
-            return
         if self._has_something_to_give() and not self._over:
             deadline = time.monotonic() + self.elastic.grace_s
             self._give_everything(lambda: time.monotonic() > deadline)
-        if self.outside is not None:
-            self.outside.leave()
+        if self.rounds is not None:
+            self.rounds.leave()
 
     def pause(self) -> None:
         """Go without a word, to come back and go on from a save. What is in flight is not waited for."""
-        if isinstance(self.outside, Together):
-            self.outside.pause()
+        if self.rounds is not None:
+            self.rounds.pause()
 
     def facts(self) -> dict[str, Any]:
         """What a save must hold for the same island to go on among the others."""
@@ -157,13 +161,13 @@ class Membership:
         now = time.perf_counter()
         self.synced, self._phase_steps, self._step_ms = facts["synced"], facts["phase_steps"], facts["step_ms"]
         self._left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
-        self.look()
+        self.refresh()
         self._phase_began = now - facts["phase_s"]
         self._launched_at = self._updated_at = now - facts["since_s"]
 
     def _follow(self) -> None:
-        if self.exchange.take_what_moved():
-            self.look()
+        if self.exchange.apply_remote_updates():
+            self.refresh()
             self.round_s = time.perf_counter() - self._launched_at
             self._after_round()
 
@@ -214,15 +218,15 @@ class Membership:
 
     def _ask_for_a_phase(self, samples: int, seconds: float) -> None:
         """How many steps fit into a phase that lasts a given time is known when some are done."""
-        if isinstance(self.schedule, TimedSchedule) and self.outside is not None and samples:
-            self.outside.ask(math.ceil(PHASES_AHEAD * samples * self.schedule.every_s / seconds))
+        if isinstance(self.schedule, TimedSchedule) and self.rounds is not None and samples:
+            self.rounds.request_samples(math.ceil(PHASES_AHEAD * samples * self.schedule.every_s / seconds))
 
     def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
         """Wait until the round is over, with or without this island's part in it. Whether it is."""
         with self._waiting():
             over = self.exchange.finish(fragment, should_stop)
             if over:
-                self.look()
+                self.refresh()
                 self.round_s = time.perf_counter() - self._launched_at
         return over
 
@@ -239,8 +243,8 @@ class Membership:
 
     def _may_go_on(self, count: int) -> bool:
         """Rounds may need what is trained on new samples; and if there will be none, nobody comes. On the leader."""
-        assert self.outside is not None
-        return self.outside.exhausted() or size(self.outside.available(self.exchange.used)) >= count
+        assert self.rounds is not None
+        return self.rounds.exhausted() or size(self.rounds.available(self.exchange.used)) >= count
 
     def _give_everything(self, should_stop: Callable[[], bool]) -> None:
         """Fragment after fragment, in the order of their rounds; what is in flight first."""

@@ -166,6 +166,11 @@ class Session:
         """Fragments whose outer parameters are not those that were last taken."""
         return [f for f, taken in enumerate(self._taken) if self.driver.versions[f].digest != taken]
 
+    def forget_taken(self, fragments: Iterable[int]) -> None:
+        """Count these as changed: the trainer does not hold what they are now."""
+        for fragment in fragments:
+            self._taken[fragment] = ""
+
     def wait(self, seconds: float) -> None:
         with self.driver.changed:
             if not self.poll():

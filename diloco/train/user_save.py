@@ -14,37 +14,14 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from diloco.checkpoint.save import read_facts
-from diloco.config.file import first_difference
-from diloco.config.schema import Config
-from diloco.data.samples import OWN_LOOP
 from diloco.errors import SaveError
 
-FIXED = ("outer.optimizer", "sync.fragments", "sync.pattern")
 AGAIN = "undo that, or start again with fresh=True"
 
 
 def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state = {"model": module.state_dict(), "rng": _dice(), "optimizer": _name(optimizer)}
     return state if optimizer is None else {**state, "moments": optimizer.state_dict()["state"]}
-
-
-def facts_to_go_on(save: Path, config: Config) -> dict[str, Any]:
-    """A save fits the model, seed, outer optimizer and fragments it was made with; all else may change."""
-    facts = read_facts(save)
-    if facts["data"] != OWN_LOOP:
-        raise SaveError(f"{save} is of the built-in trainer: go on with `diloco run --resume`, or name another dir")
-    now, then = config.model_dump(mode="json"), facts["config"]
-    pairs = {"seed": (then["seed"], now["seed"])}
-    for name in FIXED:
-        section, key = name.split(".")
-        pairs[name] = then[section].get(key), now[section][key]
-    for name, (before, after) in pairs.items():
-        if changed := first_difference(name, before, after):
-            raise SaveError(f"{save} was made with {changed}: {AGAIN}")
-    if facts["step"] > config.inner.steps:
-        raise SaveError(f"{save} is past inner.steps={config.inner.steps}: raise inner.steps to go on")
-    return facts
 
 
 def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

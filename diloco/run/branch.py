@@ -1,0 +1,224 @@
+"""A run that begins where another one was: a genesis that names its parent, and that state as its first snapshot.
+
+`diloco rewind` makes one in a folder of its own. An island alone makes one in its own folder, when it is resumed with
+other settings, or when an earlier diloco has left it there, which kept saves of an island alone and no log.
+"""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import SegmentWriter, sync_path
+from diloco.checkpoint.log.snapshot import Frozen, write_snapshot
+from diloco.checkpoint.save import read_facts, read_outer, saves
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import run_id_of
+from diloco.config.file import first_difference, flat
+from diloco.config.schema import Config
+from diloco.data.samples import OWN_LOOP
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.ranges import Ranges, minus, normal
+from diloco.elastic.protocol.record import holder_name
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import to_plain
+from diloco.elastic.runtime.keeper import Kept, Run
+from diloco.elastic.runtime.restoring import restore
+from diloco.errors import ConfigError, SaveError
+from diloco.run.folder import OUTER, has_log
+from diloco.run.genesis import PROTOCOL, Genesis, Parent, read_genesis, shared_of, write_genesis
+from diloco.train.amend import amended
+from diloco.train.outer import VECTORS, apply_record
+from diloco.train.participant import Participant
+from diloco.train.resume import CONTAINED, save_digest
+from diloco.train.schedule import Schedule, schedule_of
+
+FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
+FREE = ("data.epochs", "data.path", "data.tokenizer")
+NEW = "outer.new"  # in an island's folder: a branch that is not in force yet
+READY = "ready"  # a file in it: it is whole
+
+
+def refuse_other_state(before: Config, after: Config, what: str) -> None:
+    """Refuse settings that the outer state was made with, where they are others now."""
+    then, now = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    for key in now:
+        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
+        same_vectors = VECTORS[before.outer.optimizer] == VECTORS[after.outer.optimizer]
+        if (fixed or (key == "outer.optimizer" and not same_vectors)) and then.get(key) != now[key]:
+            raise ConfigError(f"{key} cannot change: {what} was made with {then.get(key)}")
+
+
+def updates_at(config: Config, step: int, updates: int) -> int:
+    """So many launches are behind the clock, in the schedule that holds from now on: each fragment has its turn."""
+    schedule = schedule_of(config.sync, config.inner)
+    return schedule.behind(step) if isinstance(schedule, Schedule) else updates
+
+
+def write_branch(
+    home: Path, outer: Path, draft: Genesis, parent: Parent, vectors: dict[str, Tensor], fragments: tuple[Ranges, ...]
+) -> Genesis:
+    """Write a genesis, signed with the owner's key in `home`, and the first snapshot of a run without other records."""
+    outer.mkdir(parents=True)
+    owner = Identity.load(home / "owner.key")
+    genesis = replace(draft, protocol=PROTOCOL, parent=parent).signed(owner)
+    write_genesis(outer, run_id_of(owner.public_key), genesis)
+    begin = genesis.state()
+    head, kept = begin.head, to_plain(Kept(genesis.digest, begin, fragments))
+    segment = SegmentWriter(outer, 1)
+    segment.write(Kind.HEADER, header_frame(Header(genesis.digest, head.digest, head.round)))
+    segment.close()
+    write_snapshot(outer, Frozen(head.round, head.digest, (head.tokens, head.round), kept, vectors))
+    return genesis
+
+
+def branch_if_needed(folder: Path, part: Participant) -> str:
+    """Found a run of one anew in the folder of an island alone, where its settings are others now or an earlier diloco
+    wrote it. Returns what there is to say of it; empty where nothing was done."""
+    _put_in_force(folder)
+    me = Identity.load(folder / "identity.key").peer_id
+    holder = holder_name(me, int(time.time() * 1000))
+    text = ""
+    if has_log(folder):
+        genesis = read_genesis(folder / OUTER)
+        if genesis is not None and (change := genesis.first_change(part.config)):
+            _branch_of_log(folder, part, genesis, holder)
+            text = f"{change}: a new run of this island begins here, the log up to now is kept beside it"
+    elif found := saves(folder):
+        _branch_of_save(folder, part, found[-1], me, holder)
+        text = f"{found[-1]} was written by an earlier diloco: a run of one island begins here at that step"
+    if text:
+        _put_in_force(folder)
+    return text
+
+
+def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -> None:
+    outer = folder / OUTER
+    run = Run(old.raw, old.digest, part.fragments, apply_record)
+    own = restore(outer, Journal.read(outer), run, lambda what, text: None)
+    if own is None:
+        raise SaveError(f"{outer} holds no snapshot that can be read: diloco log --verify says what is damaged")
+    state = own.state
+    before = amended(old.configure({}), state.amendments)
+    refuse_other_state(before, part.config, f"the state of round {state.head.round}")
+    refuse_ended(part.config, state.step, f"round {state.head.round}")
+    updates = updates_at(part.config, state.step, state.updates)
+    ledger = _kept_by(state, holder)
+    parent = Parent(
+        old.digest, state.head.round, state.head.digest, vectors_digest(own.vectors), state.head.tokens, state.step,
+        updates, ledger,
+    )  # fmt: skip
+    draft = replace(old, config=shared_of(part.config), founder=holder.partition("#")[0])
+    marks = [[incarnation, fragment, mark] for (_, incarnation, fragment), mark in state.marks]
+    versions = [state.version(fragment).digest for fragment in range(len(part.fragments))]
+    _write_new(folder, draft, parent, own.vectors, part, {"marks": marks, "versions": versions})
+
+
+def refuse_ended(config: Config, step: int, where: str) -> None:
+    if step > config.inner.steps:
+        raise SaveError(f"{where} is past inner.steps={config.inner.steps}: raise inner.steps to go on")
+
+
+def _kept_by(state: RunState, holder: str) -> Ledger:
+    """What was consumed stays so; what this island had leased it holds on to, under its new name."""
+    me, ledger = holder.partition("#")[0], state.ledger
+    mine = normal(part for name, lease in ledger.leases if name.startswith(f"{me}#") for part in lease)
+    for name, _ in ledger.leases:
+        ledger = ledger.release(name)
+    return _leased(replace(ledger, free=minus(ledger.free, mine)), holder, mine)
+
+
+def _leased(ledger: Ledger, holder: str, ranges: Ranges) -> Ledger:
+    return replace(ledger, leases=((holder, ranges),)) if ranges else ledger
+
+
+def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder: str) -> None:
+    facts, config = read_facts(save), part.config
+    _refuse_other_run(facts, save, part)
+    vectors = {name: vector for name, vector in read_outer(save).items() if name in VECTORS[config.outer.optimizer]}
+    draft = Genesis.of(config, part.layout, part.samples, me)
+    used = [tuple(p) for p in facts["exchange"]["used"]] + [tuple(p) for _, _, s, _ in facts["launched"] for p in s]
+    ledger = _leased(Ledger(draft.samples, next=facts["position"]), holder, normal(used))
+    updates = updates_at(config, facts["outer_step"], facts["round"])
+    tokens = facts["outer_step"] * config.island.batch * config.data.sequence
+    parent = Parent(
+        "an island alone", facts["round"], save_digest(save), vectors_digest(vectors), tokens, facts["outer_step"],
+        updates, ledger,
+    )  # fmt: skip
+    _write_new(folder, draft, parent, vectors, part, {"marks": [], "versions": []})
+
+
+def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> None:
+    """A save fits only the model, data, seed, optimizers and fragments it was made with; all else may change."""
+    own_loop = part.data == OWN_LOOP
+    again = "undo that, or start again with fresh=True" if own_loop else "undo that or use --fresh"
+    if facts["data"] == OWN_LOOP and not own_loop:
+        raise SaveError(f"{save} is of a program of its own (diloco.connect): start that program to go on with it")
+    if own_loop and facts["data"] != OWN_LOOP:
+        raise SaveError(f"{save} is of the built-in trainer: go on with `diloco run --resume`, or name another dir")
+    now, then = part.config.model_dump(mode="json"), facts["config"]
+    whole, single = ["seed"], ["outer.optimizer", "sync.fragments", "sync.pattern"]
+    if not own_loop:
+        whole, single = [*whole, "model", "data"], ["inner.optimizer", *single]
+    pairs = {name: (then.get(name), now[name]) for name in whole}
+    for name in single:
+        section, key = name.split(".")
+        pairs[name] = then[section].get(key), now[section][key]
+    for name, (before, after) in pairs.items():
+        if difference := first_difference(name, before, after):
+            raise SaveError(f"{save} was made with {difference}: {again}")
+    if facts["data"] != part.data:
+        assert part.samples is not None
+        raise SaveError(f"{save}: {part.samples.source.name} has changed since then: bring it back or use --fresh")
+    refuse_ended(part.config, facts["step"], str(save))
+
+
+def _write_new(
+    folder: Path,
+    draft: Genesis,
+    parent: Parent,
+    vectors: dict[str, Tensor],
+    part: Participant,
+    contained: dict[str, Any],
+) -> None:
+    """`contained`: what the parent's state contains of this island's progress, for whoever resumes from a save."""
+    new = folder / NEW
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        write_branch(new, new / OUTER, draft, parent, vectors, part.fragments.ranges)
+        (new / OUTER / CONTAINED).write_text(json.dumps(contained))
+        (new / READY).touch()
+        sync_path(new)
+    except OSError as error:
+        raise SaveError(f"{new} cannot be written ({error.strerror}): nothing was changed") from None
+
+
+def _put_in_force(folder: Path) -> None:
+    """Let a branch that is whole take the place of the log, which is kept. Dying in between, it is done next time."""
+    new, outer, key = folder / NEW, folder / OUTER, folder / "owner.key"
+    if not (new / READY).exists():
+        return
+    if (new / OUTER).exists():
+        if outer.exists():
+            if key.exists():
+                shutil.copy2(key, outer / "owner.key")
+            outer.rename(_free(folder))
+        (new / OUTER).rename(outer)
+    if (new / "owner.key").exists():
+        (new / "owner.key").replace(key)
+    sync_path(folder)
+    shutil.rmtree(new)
+
+
+def _free(folder: Path) -> Path:
+    number = 1
+    while (place := folder / f"{OUTER}.{number}").exists():
+        number += 1
+    return place

@@ -1,0 +1,254 @@
+"""One island's part in a run, whoever owns the training loop.
+
+The built-in trainer (`trainer.py`) and loops of other people (`diloco.connect`) are both participants: they train, and
+what is here contributes, applies outer updates, reports, saves and resumes. All processes of an island call the same
+methods in the same order; only the leader has rounds.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.save import read_outer, write_save
+from diloco.checkpoint.saver import Saver
+from diloco.config.schema import Config
+from diloco.data import Samples
+from diloco.data.samples import OWN_LOOP
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.island.flat import Shards
+from diloco.island.layout import Layout
+from diloco.island.mesh import Place
+from diloco.model.flops import Meter
+from diloco.report.events import Events
+from diloco.train.amend import in_words
+from diloco.train.outer import outer_vectors
+from diloco.train.resume import Earlier, fold_back
+from diloco.train.rounds import Rounds
+from diloco.train.sync import SyncLoop
+
+
+class Participant(ABC):
+    """`samples` is None for a loop that brings its own data."""
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        events: Events,
+        shards: Shards,
+        fragments: Fragments,
+        samples: Samples | None,
+    ) -> None:
+        self.config, self.place, self.events = config, place, events
+        self.shards, self.fragments, self.samples = shards, fragments, samples
+        self.paused = False
+        self.ramp_steps = 0  # of inner steps whose learning rate is smaller, for an optimizer that starts empty
+        self._losses: list[Tensor] = []
+        self._amendments: tuple[Amendment, ...] = ()  # that were reported
+        self._resumed_from: Path | None = None
+        self.meter = Meter(0.0, None)
+
+    # what differs: how a model's own state is saved and loaded, and what is done after each pass
+
+    @abstractmethod
+    def inner_state(self) -> dict[str, Any]:
+        """Return what the next inner step depends on, as a save holds it."""
+
+    @abstractmethod
+    def load_inner(self, save: Path, facts: dict[str, Any]) -> None:
+        """Take that back from a save."""
+
+    def own_facts(self) -> dict[str, Any]:
+        """Return what else a save's `facts.json` is to hold."""
+        return {"skipped": 0, "checked_at": (0, 0)}
+
+    def after_amendments(self) -> None:  # noqa: B027 -- a loop of one's own heeds none
+        """Heed what the run's owner has changed."""
+
+    def after_pass(self) -> None:  # noqa: B027 -- nor does it validate
+        """Called when every fragment has had another outer update."""
+
+    # getting in
+
+    @property
+    def layout(self) -> Layout:
+        return self.shards.layout
+
+    @cached_property
+    def data(self) -> str:
+        """The data's fingerprint."""
+        return OWN_LOOP if self.samples is None else self.samples.source.fingerprint()
+
+    def initial_vectors(self) -> dict[str, Tensor]:
+        """Return the outer state of a run that begins with the parameters held now: on the leader, else nothing."""
+        where = self.place.outer_device(self.config.island)
+        parameters = torch.empty(self.layout.size, device=where) if self.place.leader else None
+        self.shards.read(parameters)
+        return {} if parameters is None else outer_vectors(self.config.outer, parameters)
+
+    def join(self, rounds: Rounds | None, earlier: Earlier | None = None) -> None:
+        """Take part from where the run is, with what an earlier life of this island has left."""
+        self.rounds = rounds
+        self.sync = SyncLoop(self.shards, self.place, self.config, rounds, self._after_round)
+        self.after_amendments()
+        if earlier is not None:
+            self._resume(earlier)
+        elif self.step_count > 0:
+            self.ramp_steps = min(self.config.inner.warmup, self.config.sync.phase_steps)
+        self._passes = self.sync.passes  # when last looked at
+
+    def _resume(self, earlier: Earlier) -> None:
+        """After a pause, exactly where it stopped; else with the inner state of then, from where the run is."""
+        facts, exchange = earlier.facts, self.sync.exchange
+        self.load_inner(earlier.path, facts)
+        self.ramp_steps = (facts["together"] or {}).get("ramp_steps", 0)
+        self._resumed_from = earlier.path
+        if earlier.paused is None:
+            exchange.start_again(facts["exchange"]["steps"])
+            return
+        counts = facts["exchange"]
+        if self.rounds is not None:
+            vectors = read_outer(earlier.path)
+            if earlier.moved is not None:
+                counts = fold_back(counts, vectors, earlier.uncontained(vectors, self.fragments), self.fragments)
+                self.rounds.session.forget_taken(earlier.behind())
+            else:
+                self.rounds.session.restore(earlier.paused["session"], vectors)
+            exchange.restore(vectors)
+        exchange.set_facts(self.place.share(counts))
+        self.sync.set_facts(earlier.paused["membership"])
+        if self.place.leader:
+            earlier.take()
+
+    # while it trains
+
+    @property
+    def step_count(self) -> int:
+        """The run's clock: inner steps of the outer state, and those done here since."""
+        return self.sync.step
+
+    @property
+    def finished(self) -> bool:
+        return self.sync.finished
+
+    def after_step(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Do what the schedule wants after an inner step: contribute a pseudo-gradient, apply an outer update."""
+        waited_s = self.sync.waited_s
+        self.sync.sync_if_due(should_stop)
+        waited_s = self.sync.waited_s - waited_s
+        self.meter.pause(waited_s)
+        self.report_wait(waited_s)
+
+    def observe(self, tokens: int, loss: Tensor | None, **figures: Any) -> None:
+        """Collect losses without waiting for the device; read and report them every so often."""
+        if loss is not None:
+            self._losses.append(loss)
+        self.meter.count(tokens)
+        if self.step_count % self.config.log.every and self.step_count != self.sync.config.inner.steps:
+            return
+        mean = self._mean_loss()
+        rate = self.meter.tokens_per_s()
+        read = {name: value() if callable(value) else value for name, value in figures.items()}
+        self.events.emit("step", step=self.step_count, loss=mean, tokens_per_s=rate, mfu=self.meter.mfu(rate), **read)
+        self._losses.clear()
+        self.meter.reset()
+
+    def _mean_loss(self) -> float:
+        return self.place.mean(torch.stack(self._losses).mean()) if self._losses else float("nan")
+
+    def report_wait(self, seconds: float) -> None:
+        """A wait ends now: for a round, for what is done after it, or for samples."""
+        if seconds > 0 and self.rounds is not None:
+            self.events.emit("wait", seconds=seconds)
+
+    def _after_round(self) -> None:
+        if self.rounds is not None:
+            for round in self.rounds.stories():
+                self.events.emit("round", **round, round_s=self.sync.round_s)
+        self.report_amendments()
+        passes = self.sync.passes
+        if passes == self._passes and not self.finished:
+            return
+        self._passes = passes
+        self.after_pass()
+        if passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
+            self.begin_save()
+
+    def report_amendments(self) -> None:
+        """What the run's owner has changed: learning rates and schedules follow by themselves."""
+        before, self._amendments = self._amendments, self.sync.amendments
+        if before == self._amendments:
+            return
+        self.after_amendments()
+        for amendment in self._amendments:
+            if amendment not in before:
+                steps = self.sync.config.inner.steps
+                self.events.emit("amended", number=amendment.number, text=in_words(amendment), steps=steps)
+
+    # leaving
+
+    def leave(self, *, pause: bool = False) -> None:
+        """Contribute what is left and say goodbye; or, for a pause, go without a word. Then save."""
+        self.paused = pause and not self.finished
+        if self.paused:
+            self.sync.pause()
+        else:
+            self.sync.leave()
+        try:
+            self.save()
+        finally:
+            self.events.emit("end", step=self.step_count, finished=self.finished)
+            if self.rounds is not None:
+                self.events.emit("agreed", **self.rounds.agreement())
+
+    @cached_property
+    def saver(self) -> Saver:
+        return Saver(
+            Path(self.config.dir),
+            lambda step, path, seconds: self.events.emit("save", step=step, path=str(path), seconds=seconds),
+            lambda error: self.events.emit("note", text=f"training goes on, but {error}"),
+        )
+
+    def begin_save(self) -> None:
+        """Write a save in the background. A full disk is no reason to stop: there may be space for the next one."""
+        self.saver.begin(self.step_count, **self._contents())
+
+    def save(self) -> Path:
+        """Write a save; it is on disk when this returns."""
+        self.saver.wait()
+        started = time.perf_counter()
+        path = write_save(Path(self.config.dir), self.step_count, **self._contents())
+        self.events.emit("save", step=self.step_count, path=str(path), seconds=time.perf_counter() - started)
+        return path
+
+    def _contents(self) -> dict[str, Any]:
+        """The outer state is that of one round, and says of which, whatever is committed meanwhile."""
+        outer: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {}
+        if self.rounds is not None:
+            state = None
+            while self.rounds.driver.applied is not state:
+                state = self.rounds.driver.applied
+                outer = self.rounds.outer()
+            facts = {**self._facts(self.rounds), "round": state.head.round, "outer_step": state.step}
+            if self.paused:  # whoever trains on offers more: only then can what was launched be gone on with
+                outer |= {**self.sync.exchange.vectors(outer["parameters"]), **self.rounds.session.tensors()}
+        return {"inner": self.inner_state(), "outer": outer, "facts": facts}
+
+    def _facts(self, rounds: Rounds) -> dict[str, Any]:
+        pause = {"session": rounds.session.facts(), "membership": self.sync.facts()} if self.paused else None
+        return {
+            "exchange": self.sync.exchange.facts(), "data": self.data, "config": self.config.model_dump(mode="json"),
+            "names": self.layout.names, "shapes": self.layout.shapes, **self.own_facts(),
+            "together": {
+                "head": rounds.session.state.head.digest, "finished": self.finished, "ramp_steps": self.ramp_steps,
+                "paused": pause,
+            },
+        }  # fmt: skip
