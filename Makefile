@@ -5,10 +5,10 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit browser quick demo picture prove clean
+.PHONY: help install test lint types unit browser quick coverage demo picture prove clean
 
 help:     ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed  ## create .venv with everything in it (PYTHON=python3.12 picks the interpreter)
 
@@ -33,6 +33,12 @@ browser:  ## Debian's chromium, where it is missing and may be installed: a test
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow'
 
+coverage: install browser  ## which lines of the product every test together runs, processes that tests start included
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(PYTEST_JOBS) --dist loadfile; status=$$?; \
+		$(BIN)/python -m coverage combine --quiet; rm -f .coverage.*; \
+		$(BIN)/python -m coverage report && exit $$status
+
 demo: install  ## four islands train one model, one is killed and comes back; then a slow link (three minutes)
 	$(BIN)/python examples/demo.py
 
@@ -43,7 +49,7 @@ prove: install  ## run every claim of the project that needs no GPU, and print o
 	$(BIN)/python tests/prove.py
 
 clean:    ## remove caches and build outputs; keeps .venv and runs
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,102 @@
+"""Run folders that earlier versions have written can be gone on with. `tests/write_fixtures.py` wrote them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import run_cli
+
+from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.save import read_facts, saves
+from diloco.history.log import newest_state, rows, state_of
+from diloco.report.events import read_events
+
+DATA = Path(__file__).parent / "data"
+VERSIONS = sorted(path.parent.name for path in DATA.glob("*/digests.json"))
+MORE_STEPS = 13
+
+
+@pytest.fixture(params=VERSIONS)
+def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of all that a version wrote. Git keeps no modes, and keys that others can read are refused."""
+    folder = Path(shutil.copytree(DATA / request.param, tmp_path / request.param))
+    for key in folder.rglob("*.key"):
+        key.chmod(0o600)
+    return folder
+
+
+def succeed(folder: Path, *arguments: str) -> str:
+    done = run_cli(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def verify(folder: Path) -> dict[str, dict[str, object]]:
+    """What `diloco log --verify` found in each island's log."""
+    found = json.loads(succeed(folder, "log", "pair", "--verify", "--json"))
+    assert [log["problems"] for log in found.values()] == [[], []]
+    return {Path(name).parent.name: log for name, log in found.items()}
+
+
+def chain(folder: Path, name: str = "island-1") -> dict[int, str]:
+    """Digests of an island's records, by round."""
+    return {row.round: row.digest for row in rows(folder / "pair" / name / "outer")}
+
+
+def test_there_is_a_folder_of_every_released_version():
+    assert VERSIONS == ["0.1.0"]
+
+
+@pytest.mark.slow
+def test_an_island_alone_trains_on_to_its_end(old: Path):
+    before = read_facts(saves(old / "alone")[-1])
+    assert before["step"] % 5, "it was stopped in the middle of a phase"
+    end = before["step"] + MORE_STEPS
+    out = succeed(old, "run", "alone.yaml", "--resume", "--set", f"inner.steps={end}")
+    assert f"step {end:5}/{end}" in out
+    after = read_facts(saves(old / "alone")[-1])
+    assert (after["step"], after["outer_step"]) == (end, end) and after["round"] > before["round"]
+    events = read_events(old / "alone" / "events.jsonl")
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == [*range(1, end + 1)]  # none lost, none twice
+    assert events[-1] == {**events[-1], "event": "end", "finished": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["alone", "pair"])
+def test_a_run_is_exported_and_sampled(old: Path, run: str):
+    succeed(old, "export", run, "model")
+    assert json.loads((old / "model" / "config.json").read_text())["hidden_size"] == 16
+    assert (old / "model" / "model.safetensors").stat().st_size > 16 * 256
+    text = succeed(old, "sample", run, "Licensed under", "--tokens", "8", "--seed", "1", "--device", "cpu")
+    assert text.startswith("Licensed under") and len(text) > len("Licensed under")
+
+
+@pytest.mark.slow
+def test_a_log_is_whole_and_leads_to_the_digests_of_then(old: Path):
+    known = json.loads((old / "digests.json").read_text())["pair"]
+    found = verify(old)
+    assert {name: log["last"] for name, log in found.items()} == {name: then["round"] for name, then in known.items()}
+    assert all(log["digests"] > 0 and log["snapshots"] > 1 for log in found.values())
+    for name, then in known.items():
+        log = old / "pair" / name / "outer"
+        head = newest_state(log).head
+        vectors = vectors_digest(state_of(log, head.round)[1])
+        assert {"round": head.round, "chain": head.digest, "vectors": vectors} == then
+        assert chain(old, name)[head.round] == head.digest
+
+
+@pytest.mark.slow
+def test_two_islands_go_on_to_their_end_with_equal_digests(old: Path):
+    before = chain(old)
+    out = succeed(old, "run", "pair.yaml", "--islands", "2", "--resume")
+    assert "digests equal on island-1, island-2" in out
+    events = {name: read_events(old / "pair" / name / "events.jsonl") for name in ("island-1", "island-2")}
+    agreed = [[event for event in told if event["event"] == "agreed"][-1] for told in events.values()]
+    assert len({(event["round"], event["chain"], event["state"]) for event in agreed}) == 1
+    assert agreed[0]["round"] > max(before)
+    assert {round: digest for round, digest in chain(old).items() if round in before} == before
+    assert {log["last"] for log in verify(old).values()} == {agreed[0]["round"]}
+    assert all([event["finished"] for event in told if event["event"] == "end"][-1] for told in events.values())
