@@ -61,7 +61,9 @@ def test_an_island_alone_trains_on_to_its_end(old: Path):
     events = read_events(old / "alone" / "events.jsonl")
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps == [*range(1, end + 1)]  # none lost, none twice
-    assert events[-1] == {**events[-1], "event": "end", "finished": True}
+    told = {event["event"]: event for event in events}
+    assert told["end"]["finished"] and "a run of one island begins here" in told["note"]["text"]
+    assert "whole: " in succeed(old, "log", "alone", "--verify")
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from diloco.train.outer import VECTORS, apply_record
 from diloco.train.participant import Participant
 from diloco.train.resume import CONTAINED, save_digest
 from diloco.train.schedule import Schedule, schedule_of
+from diloco.train.sync import samples_ahead
 
 FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
 FREE = ("data.epochs", "data.path", "data.tokenizer")
@@ -143,8 +144,8 @@ def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder
     _refuse_other_run(facts, save, part)
     vectors = {name: vector for name, vector in read_outer(save).items() if name in VECTORS[config.outer.optimizer]}
     draft = Genesis.of(config, part.layout, part.samples, me)
-    used = [tuple(p) for p in facts["exchange"]["used"]] + [tuple(p) for _, _, s, _ in facts["launched"] for p in s]
-    ledger = _leased(Ledger(draft.samples, next=facts["position"]), holder, normal(used))
+    used = [part for _, _, samples, _ in [*facts["launched"], (0, 0, facts["exchange"]["used"], 0)] for part in samples]
+    ledger = _with_samples(draft, config, facts["position"], holder, normal((lo, hi) for lo, hi in used))
     updates = updates_at(config, facts["outer_step"], facts["round"])
     tokens = facts["outer_step"] * config.island.batch * config.data.sequence
     parent = Parent(
@@ -152,6 +153,14 @@ def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder
         updates, ledger,
     )  # fmt: skip
     _write_new(folder, draft, parent, vectors, part, {"marks": [], "versions": []})
+
+
+def _with_samples(draft: Genesis, config: Config, position: int, holder: str, used: Ranges) -> Ledger:
+    """The samples of an island that took one after the other: those that no round contains yet are its own, and as
+    many more as it wants to hold, so that it trains on at once."""
+    ledger = replace(draft.state().ledger, next=position)
+    ledger, more = ledger.grant(holder, samples_ahead(config, config.island.batch))
+    return _leased(replace(ledger, limit=None), holder, normal(used + more))
 
 
 def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> None:
