@@ -197,8 +197,8 @@ class Driver:
             case FetchResult():
                 self._spawn(lambda: self._fetch(effect))
             case CatchUp():
-                doubtful, head = self.node.doubtful, self.node.state.head.digest
-                self._spawn(lambda: self._catch_up(effect.peer, head, anew=doubtful))
+                diverged, head = self.node.diverged, self.node.state.head.digest
+                self._spawn(lambda: self._catch_up(effect.peer, head, anew=diverged))
             case Append(record):
                 self.keeper.append(record)
                 self._mend_if_needed()
@@ -252,7 +252,7 @@ class Driver:
 
     def _vouch(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[Effect]:
-            return self.node.vouch(digest, now) if self.node.state.head == state.head else []
+            return self.node.report_digest(digest, now) if self.node.state.head == state.head else []
 
         self.post(step)
 
@@ -325,7 +325,7 @@ class Driver:
 
     def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
         head, own = snapshot.state.head, self.node.state.head
-        if head > own or (self.node.doubtful and head >= own):
+        if head > own or (self.node.diverged and head >= own):
             self.keeper.switch(snapshot)
             size = sum(snapshot.donors.values())
             self.tell(
