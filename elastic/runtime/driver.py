@@ -201,7 +201,9 @@ class Driver:
                 self._spawn(lambda: self._catch_up(effect.peer, head, anew=diverged))
             case Append(record):
                 self.keeper.append(record)
-                self._mend_if_needed()
+                if not self._mending:  # once: by the first commit, others are there, if any are
+                    self._mending = True
+                    self._spawn(self._mend)
             case Note():
                 self.tell(effect)
 
@@ -213,14 +215,9 @@ class Driver:
     def _reduce(self, begin: Begin) -> None:
         assert self.contribution is not None
         try:
-            attempt = Attempt(
-                begin,
-                self.contribution(begin),
-                self.run.fragments.counts[begin.proposal.fragment],
-                self.network.bulk,
-                self.addresses,
-                self._reduced,
-            )
+            count = self.run.fragments.counts[begin.proposal.fragment]
+            payload = self.contribution(begin)
+            attempt = Attempt(begin, payload, count, self.network.bulk, self.addresses, self._reduced)
         except PlanRefused as refused:
             reason = str(refused)
             unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
@@ -281,8 +278,7 @@ class Driver:
 
     def _catch_up(self, peer: str, head: str, *, anew: bool) -> None:
         """The records that were missed where that is less, else the whole state."""
-        transport, donors = self.network.plain, self._donors(peer)
-        sizes = dict.fromkeys(self.keeper.vector_names, self.run.fragments.count)
+        donors, sizes = self._donors(peer), dict.fromkeys(self.keeper.vector_names, self.run.fragments.count)
         if peer not in donors:  # it was heard before its record came
             self.post(lambda now: self.node.catch_up_failed(peer, now))
             return
@@ -291,8 +287,9 @@ class Driver:
             if missed:
                 self.post(lambda now: self._extend(missed, now))
                 return
-            snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes, self.store.begun)
-            snapshot = snapshot.of(self.node.state.owner)
+            network, genesis = self.network.plain, self.run.genesis_digest
+            found = fetch_state(network, peer, donors, genesis, sizes, self.store.begun)
+            snapshot = found.of(self.node.state.owner)
             self.post(lambda now: self._switch(snapshot, now))
         except FETCH_ERRORS as error:
             reason = str(error)
@@ -328,16 +325,9 @@ class Driver:
         if head > own or (self.node.diverged and head >= own):
             self.keeper.switch(snapshot)
             size = sum(snapshot.donors.values())
-            self.tell(
-                Note("caught up", self.node.me, f"the whole state of round {head.round} from peers: {size} bytes")
-            )
+            text = f"the whole state of round {head.round} from peers: {size} bytes"
+            self.tell(Note("caught up", self.node.me, text))
         return self.node.caught_up(snapshot.state, now)
-
-    def _mend_if_needed(self) -> None:
-        """Once: by the first commit, others are there, if any are."""
-        if not self._mending:
-            self._mending = True
-            self._spawn(self._mend)
 
     def _mend(self) -> None:
         """Records of long ago that are damaged here: others may have them."""
@@ -346,7 +336,7 @@ class Driver:
             asked = since or ""
             for peer in (donors := self._donors("")):
                 try:
-                    for record, result in self._missed(peer, donors, asked, known=self._knows):
+                    for record, result in self._missed(peer, donors, asked, known=self.store.knows):
                         self.keeper.mend(record, result)
                 except FETCH_ERRORS as error:
                     log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
@@ -354,9 +344,6 @@ class Driver:
                     break
         if asked:
             self.tell(Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
-
-    def _knows(self, record: Record) -> bool:
-        return self.store.knows(record.digest)
 
     # the end
 
