@@ -24,7 +24,7 @@ from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import to_plain
-from diloco.elastic.runtime.keeper import Kept
+from diloco.elastic.runtime.applier import Kept
 from diloco.errors import ConfigError, SaveError
 from diloco.history.log import find_logs, fragments_in, furthest, state_of
 from diloco.run.folder import has_log
