@@ -23,8 +23,8 @@ from diloco.elastic.protocol.messages import Held, Memory
 from diloco.elastic.protocol.record import Ballot, Contribution, Head, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.applier import Applier, Run
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.keeper import Keeper, Run
 from diloco.elastic.runtime.restoring import restore
 from diloco.train.outer import apply_record
 
@@ -107,14 +107,14 @@ def work(folder: Path, pipe: Connection, calls: int) -> None:
     say("opened", state.head.round, vectors_digest(vectors), told)
     store.tell = lambda what, text: say("told", what, text)
     store.begin(DIGEST, state.head.digest, state.head.round, known=restored is not None)
-    keeper = Keeper(run(), state, vectors, store, lambda state, digest: None)
-    threading.Thread(target=keeper.apply_all, daemon=True).start()
+    applier = Applier(run(), state, vectors, store, lambda state, digest: None)
+    threading.Thread(target=applier.apply_all, daemon=True).start()
     while True:
         record, payload = following(state)
-        keeper.hold(record.payload, payload)
+        applier.hold(record.payload, payload)
         ballot = Ballot(state.head.round + 1, "A", 0)
         store.remember(encode(Memory(state.key, ballot, Held(ballot, record), ballot.term)))
-        keeper.append(record)
+        applier.append(record)
         state = state.after(record)
         written = threading.Event()
         store.then(lambda: say("durable", store.durable, *store.written()))

@@ -419,7 +419,7 @@ def test_who_comes_later_finds_the_changed_settings(small):
     try:
         amendment = Amendment.sign(owner(), 1, '{"inner.lr":0.125,"inner.clip":0.25,"inner.steps":50}')
         state = replace(driver.node.state, amendments=(amendment,))
-        driver.keeper.applied = state
+        driver.applier.applied = state
         trainer.join(Rounds(driver, config, str))
         assert trainer.sync.config.inner.lr == 0.125 and trainer.sync.schedule.steps == 50
         assert trainer.island._clip == 0.25

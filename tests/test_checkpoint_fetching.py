@@ -21,9 +21,9 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.applier import Applier, Run
 from diloco.elastic.runtime.fetching import Manifest, Snapshot, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.keeper import Keeper, Run
 from diloco.errors import TransferFailed
 
 COUNT = 2_000_000  # two vectors of 8 chunks
@@ -49,26 +49,26 @@ class Donors:
     def __init__(self) -> None:
         self.network, self.stack = MemoryNetwork(), ExitStack()
         self.me = self.network.transport("me")
-        self.keepers: dict[str, Keeper] = {}
+        self.appliers: dict[str, Applier] = {}
 
     def add(self, name: str, left: list[None] | None = None) -> Callable[[], None]:
         """One that holds the state; what ends it."""
         run = Run(GENESIS, DIGEST, Fragments.whole(COUNT), apply)
-        keeper = self.keepers[name] = Keeper(run, genesis_state(("a",)), VECTORS, Store(), lambda *_: None)
+        applier = self.appliers[name] = Applier(run, genesis_state(("a",)), VECTORS, Store(), lambda *_: None)
         transport = self.network.transport(name)
-        donor = Donor(transport, keeper.library if left is None else Until(keeper.library, left))
+        donor = Donor(transport, applier.library if left is None else Until(applier.library, left))
         self.stack.callback(transport.close)
         self.stack.callback(donor.close)
 
         def end() -> None:
             donor.close()
             self.network.peers.pop(name).close()
-            del self.keepers[name]
+            del self.appliers[name]
 
         return end
 
     def fetch(self, begun: Begun | None = None) -> Snapshot:
-        addresses = {name: PeerAddress(name) for name in self.keepers}
+        addresses = {name: PeerAddress(name) for name in self.appliers}
         return fetch_state(self.me, next(iter(addresses)), addresses, DIGEST, SIZES, begun)
 
 
@@ -110,7 +110,7 @@ def test_a_download_goes_on_where_it_stopped(donors, tmp_path):
     kept = kept_in(tmp_path / "download")
     assert kept > 4 * CHUNK_BYTES
     donors.add("c")
-    donors.keepers["c"].replica.pin()
+    donors.appliers["c"].replica.pin()
     snapshot = donors.fetch(Begun(tmp_path / "download"))  # as after a restart
     assert is_right(snapshot)
     assert sum(snapshot.donors.values()) == 8 * COUNT - kept
@@ -151,8 +151,8 @@ def test_newcomers_burden_some_donors_and_not_always_the_same(donors):
     def burdened() -> set[str]:
         return {
             name
-            for name, keeper in donors.keepers.items()
-            if any(n.startswith("state/") for n in keeper.library.names())
+            for name, applier in donors.appliers.items()
+            if any(n.startswith("state/") for n in applier.library.names())
         }
 
     first = donors.fetch()
@@ -165,7 +165,7 @@ def test_newcomers_burden_some_donors_and_not_always_the_same(donors):
 def test_donors_that_have_moved_on_are_passed_over(donors):
     for name in ("a", "b", "c"):
         donors.add(name)
-    donors.keepers["b"].replica.version = "0" * 64
+    donors.appliers["b"].replica.version = "0" * 64
     snapshot = donors.fetch()
     assert is_right(snapshot) and snapshot.donors["b"] == 0
 

@@ -17,8 +17,8 @@ from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import read_manifest, read_vectors, snapshots
 from diloco.comm.peers.ticket import run_id_of
+from diloco.elastic.runtime.applier import Applier, Run
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.keeper import Keeper, Run
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import SnapshotDamaged
 from diloco.history.log import verify
@@ -41,18 +41,18 @@ def log(small, tmp_path) -> tuple[Path, Run]:
     state = genesis.state()
     store.begin(genesis.digest, state.head.digest, 0, known=False)
     vectors = {"parameters": torch.randn(VALUES), "momentum": torch.zeros(VALUES)}
-    keeper = Keeper(run, state, vectors, store, lambda *_: None)
-    thread = threading.Thread(target=keeper.apply_all)
+    applier = Applier(run, state, vectors, store, lambda *_: None)
+    thread = threading.Thread(target=applier.apply_all)
     thread.start()
     for _ in range(ROUNDS):
         record, payload = following(state, VALUES)
-        keeper.hold(record.payload, payload)
-        keeper.append(record)
+        applier.hold(record.payload, payload)
+        applier.append(record)
         state = state.after(record)
-        with keeper.changed:
-            keeper.changed.wait_for(lambda state=state: keeper.applied == state)
+        with applier.changed:
+            applier.changed.wait_for(lambda state=state: applier.applied == state)
         written(store)
-    keeper.stop()
+    applier.stop()
     thread.join()
     store.close()
     return folder, run

@@ -17,7 +17,7 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Frozen, manifests, read_vectors, write_snapshot
 from diloco.comm.peers.ticket import run_id_of
 from diloco.config.schema import Config
-from diloco.elastic.runtime.keeper import Keeper
+from diloco.elastic.runtime.applier import Applier
 from diloco.errors import SaveError
 from diloco.history.log import find_logs, rows, state_of, verify
 from diloco.report.events import Events
@@ -50,21 +50,21 @@ def write_log(config: Config) -> tuple[Path, list[str]]:
     state = genesis.state()
     store.begin(genesis.digest, state.head.digest, 0, known=False)
     vectors = trainer.initial_vectors()
-    keeper = Keeper(run_of(genesis, config, trainer.fragments), state, vectors, store, lambda state, digest: None)
-    thread = threading.Thread(target=keeper.apply_all)
+    applier = Applier(run_of(genesis, config, trainer.fragments), state, vectors, store, lambda state, digest: None)
+    thread = threading.Thread(target=applier.apply_all)
     thread.start()
     digests = [vectors_digest(vectors)]
     for _ in range(ROUNDS):
         record, payload = following(state, trainer.island.layout.size)
-        keeper.hold(record.payload, payload)
-        keeper.append(record)
+        applier.hold(record.payload, payload)
+        applier.append(record)
         state = state.after(record)
-        with keeper.changed:
-            keeper.changed.wait_for(lambda state=state: keeper.applied == state)
-        digests.append(keeper.replica.digest())
+        with applier.changed:
+            applier.changed.wait_for(lambda state=state: applier.applied == state)
+        digests.append(applier.replica.digest())
         store.vouch(state.head.digest, digests[-1])
         written(store)  # a snapshot that waits would make way for the next one
-    keeper.stop()
+    applier.stop()
     thread.join()
     store.close()
     return folder, digests

@@ -27,7 +27,7 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready
 from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.keeper import Keeper
+from diloco.elastic.runtime.applier import Applier
 from diloco.elastic.runtime.restoring import Restored, restore
 
 NAMES = ("A", "B", "C")
@@ -230,8 +230,8 @@ def test_a_result_that_was_held_when_everything_stopped_is_the_one_that_is_commi
     record, ballot = Record(proposal, hashlib.sha256(payload.numpy()).hexdigest()), Ballot(3, "B", 0)
     store.begin(DIGEST, state.head.digest, 0, known=False)
     vectors = {"parameters": torch.zeros(COUNT), "momentum": torch.zeros(COUNT)}
-    keeper = Keeper(run_of(), state, vectors, store, lambda state, digest: None)
-    keeper.hold(record.payload, payload)
+    applier = Applier(run_of(), state, vectors, store, lambda state, digest: None)
+    applier.hold(record.payload, payload)
     store.remember(encode(Memory(state.key, ballot, Held(ballot, record), 3)))
     store.close()
     with living(tmp_path, life=2) as (_, team):  # the disks of the others are empty

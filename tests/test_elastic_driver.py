@@ -212,7 +212,7 @@ def test_damaged_vectors_are_noticed_and_healed():
             vectors["parameters"][17] += 1.0
         wait_for(lambda: any(note.kind == "diverged" for note in islands[2].notes), islands)
         at_round(islands, max(island.state.head.round for island in islands) + 3)
-        wait_for(lambda: not islands[2].driver.node.doubtful, islands)
+        wait_for(lambda: not islands[2].driver.node.diverged, islands)
         stand_still(islands)
         # it counts as healed when its new vectors are here, which is just before they are in their place
         wait_for(lambda: len({island.driver.replica.digest() for island in islands}) == 1, islands)

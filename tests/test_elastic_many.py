@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from test_elastic_driver import assert_agreed, at_round, stand_still, team
 
-from diloco.elastic.protocol import beating
+from diloco.elastic.protocol import liveness
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Begin, Collect, Goodbye, Heartbeat, Promise, Ready, Send
 from diloco.elastic.protocol.node import Node, Options
@@ -30,7 +30,7 @@ BEAT = Heartbeat(STATE.head, NO_BALLOT, False, 1)
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch):
-    monkeypatch.setattr(beating, "FRONT", 2)
+    monkeypatch.setattr(liveness, "FRONT", 2)
 
 
 def node(me: str, flat_up_to: int = 0) -> Node:
@@ -77,9 +77,9 @@ def test_who_has_lost_the_front_believes_nobodys_word():
     lonely.tick(0.1)
     lonely.receive("A", replace(BEAT, missed=()), 0.5)
     told = [beats(lonely.tick(now)).keys() for now in (1.0, 1.5, 2.0, 2.6)]
-    assert told[-1] == set(NAMES) - {"C"} != told[0], "it has not heard the front for long: it is loud"
+    assert told[-1] == set(NAMES) - {"C"} != told[0], "it has not heard the front for long: it broadcasts"
     lonely.receive("H", replace(BEAT, missed=()), 2.7)
-    assert lonely.peers.words == {}
+    assert lonely.peers.reports == {}
     assert "A" not in lonely.alive(2.8), "the others were vouched for, and are given time; the front is gone"
     assert lonely.alive(2.8) == {"D", "E", "F", "G", "H"}
     assert lonely.coordinator(2.8) == "C"
@@ -96,7 +96,7 @@ def test_who_leads_believes_nobodys_word():
         leader.receive(peer, BEAT, 0.7)
     assert beats(leader.tick(1.1)).keys() == set(NAMES) - {"C"}
     leader.receive("D", replace(BEAT, missed=()), 1.2)
-    assert leader.peers.words == {}
+    assert leader.peers.reports == {}
 
 
 def test_one_that_nobody_vouched_for_is_not_brought_back_by_silence():
@@ -110,7 +110,7 @@ def test_one_that_nobody_vouched_for_is_not_brought_back_by_silence():
 def test_who_is_behind_is_answered_by_those_who_are_quiet():
     quiet = node("E")
     quiet.tick(0.1)
-    quiet.state = replace(STATE, head=Head(9, 1, "1" * 64))
+    quiet.caught_up(replace(STATE, head=Head(9, 1, "1" * 64)), 0.15)
     assert beats(quiet.receive("G", BEAT, 0.2)).keys() == {"G"}
 
 
@@ -176,7 +176,7 @@ def test_packed_messages_that_are_damaged_or_swell_are_refused(damage):
 
 @pytest.mark.parametrize("front", [1, 2])
 def test_disasters_violate_nothing_with_a_front(monkeypatch, front):
-    monkeypatch.setattr(beating, "FRONT", front)
+    monkeypatch.setattr(liveness, "FRONT", front)
     monkeypatch.setattr(world, "Options", partial(Options, flat_up_to=0))
     campaign = Campaign(islands=6)
     for seed in range(5):
@@ -193,7 +193,7 @@ def test_islands_agree_bit_by_bit_with_a_front_and_two_levels(monkeypatch):
         gone = islands.pop(5)
         network.peers.pop(gone.name).close()
         at_round(islands, max(island.state.head.round for island in islands) + 3)
-        assert [island.name for island in islands if island.driver.node._loud] == ["A", "B"]
+        assert [island.name for island in islands if island.driver.node.broadcasts] == ["A", "B"]
         stand_still(islands)
         assert_agreed(islands)
         assert gone.name not in islands[0].state.roster

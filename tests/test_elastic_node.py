@@ -218,16 +218,16 @@ def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
 
 def test_of_three_the_one_with_other_vectors_fetches_theirs():
     member = node()
-    member.vouch("mine", 0.1)
+    member.report_digest("mine", 0.1)
     assert not [e for e in member.receive("A", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)]
     assert [e for e in member.receive("C", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], "they are a majority"
-    assert member.doubtful
+    assert member.diverged
     member = node()
-    member.vouch("mine", 0.1)
+    member.report_digest("mine", 0.1)
     member.receive("C", beat(digest="mine"), 0.2)
     assert not [e for e in member.receive("A", beat(digest="theirs"), 0.3) if isinstance(e, CatchUp)]
     first = Node("A", STATE, options(), now=0.0)
-    first.vouch("mine", 0.1)
+    first.report_digest("mine", 0.1)
     assert not [e for e in first.receive("B", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], (
         "of two, the first"
     )

@@ -40,8 +40,8 @@ from diloco.elastic.protocol.messages import Held, Memory
 from diloco.elastic.protocol.record import Ballot, Contribution, Grant, Offer, Proposal, Record, Settings, canonical
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, decode_message, encode, encode_message, from_plain, to_plain
+from diloco.elastic.runtime.applier import Kept
 from diloco.elastic.runtime.fetching import Manifest as StateManifest
-from diloco.elastic.runtime.keeper import Kept
 from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.errors import PeerLost, StreamEnded
 from diloco.island.layout import Layout

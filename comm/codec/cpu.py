@@ -29,7 +29,7 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITE = np.int32(0x7F800000)  # magnitudes from here on are infinity and NaN, and compare as integers do
 TINY = np.float32(2.0**-100)
 SHRINK = np.float32(1 - 2.0**-22)
-HAIR = np.float32(2.0**-12)
+ROUNDING_MARGIN = np.float32(2.0**-12)
 NOTHING = np.float32(0)
 
 Floats = NDArray[np.float32]
@@ -109,7 +109,7 @@ def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
         return np.float32(np.nan), NOTHING  # the mark of a block that cannot be encoded
     if peak < TINY:
         return NOTHING, NOTHING
-    return peak * SHRINK / levels, (levels - HAIR) / peak
+    return peak * SHRINK / levels, (levels - ROUNDING_MARGIN) / peak
 
 
 @compiled

@@ -25,10 +25,10 @@ from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import PeerAddress, Transport
-from diloco.elastic.protocol.leading import Decide
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Note, Reduce, Send
 from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.options import Decide
 from diloco.elastic.protocol.ranges import first, size
 from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
 from diloco.elastic.protocol.state import RunState

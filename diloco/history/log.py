@@ -19,8 +19,8 @@ from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.applier import Run
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.keeper import Run
 from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of

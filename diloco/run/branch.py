@@ -28,7 +28,7 @@ from diloco.elastic.protocol.ranges import Ranges, minus, normal
 from diloco.elastic.protocol.record import holder_name
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import to_plain
-from diloco.elastic.runtime.keeper import Kept, Run
+from diloco.elastic.runtime.applier import Kept, Run
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, SaveError
 from diloco.run.folder import OUTER, has_log

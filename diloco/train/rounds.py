@@ -156,7 +156,7 @@ class Rounds:
             "outer_lr": proposal.settings.lr,
             "step": proposal.step,
             "digest": record.digest,
-            "applied_at": self.driver.keeper.applied_at.get(proposal.key.round),
+            "applied_at": self.driver.applier.applied_at.get(proposal.key.round),
             "late": sum(contribution.offer.late for contribution in proposal.contributions),
             "samples": [contribution.offer.samples for contribution in proposal.contributions],
         }

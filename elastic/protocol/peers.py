@@ -27,14 +27,14 @@ class PeerView:
 
 
 @dataclass(frozen=True)
-class Word:
-    """Of somebody who hears everybody but for some."""
+class LivenessReport:
+    """What one that hears everybody but for some says of the others."""
 
     at: float
     missed: frozenset[int]
     places: dict[str, int]
 
-    def vouches_for(self, peer: str) -> bool:
+    def hears(self, peer: str) -> bool:
         return peer in self.places and self.places[peer] not in self.missed
 
 
@@ -42,7 +42,7 @@ class Word:
 class Peers:
     silence_s: float
     views: dict[str, PeerView] = field(default_factory=dict)
-    words: dict[str, Word] = field(default_factory=dict)  # of the front, where that is believed
+    reports: dict[str, LivenessReport] = field(default_factory=dict)  # of the front, where they are accepted
     expected: dict[str, float] = field(default_factory=dict)  # until when those count as alive who are to come back
 
     def know(self, peers: Iterable[str], now: float) -> None:
@@ -61,35 +61,35 @@ class Peers:
         self.expected.pop(peer, None)
 
     def expect(self, peers: Iterable[str], until: float) -> None:
-        """All have been stopped, and start again: silence of those who are slower says nothing."""
+        """Count these as alive until then: all were stopped and start again, and some are slower."""
         self.expected = dict.fromkeys(peers, until)
 
     def reset(self, now: float) -> None:
-        """This island slept: nobody else's silence means anything."""
+        """Forget everybody's silence: this island slept, and could hear nobody."""
         for view in self.views.values():
             view.heard_at = max(view.heard_at, now)
 
     def judge_alone(self, now: float, but: Collection[str]) -> None:
-        """Nobody's word counts any more. Those whom it vouched for are given time to speak to this island."""
-        words, self.words = self.words, {}
+        """Drop all reports. Those whom they said to be alive are given time to speak to this island."""
+        reports, self.reports = self.reports, {}
         for peer, view in self.views.items():
-            if peer not in but and any(word.vouches_for(peer) for word in words.values()):
+            if peer not in but and any(report.hears(peer) for report in reports.values()):
                 view.heard_at = max(view.heard_at, now)
 
-    def believe(self, teller: str, said: Word) -> None:
-        self.words[teller] = said
-        if any(said.at - word.at > self.silence_s for word in self.words.values()):
-            self.words = {peer: word for peer, word in self.words.items() if said.at - word.at <= self.silence_s}
+    def accept_report(self, sender: str, said: LivenessReport) -> None:
+        self.reports[sender] = said
+        if any(said.at - report.at > self.silence_s for report in self.reports.values()):
+            self.reports = {peer: one for peer, one in self.reports.items() if said.at - one.at <= self.silence_s}
 
-    def _told(self, peer: str, now: float) -> bool:
-        return any(now - word.at <= self.silence_s and word.vouches_for(peer) for word in self.words.values())
+    def _reported(self, peer: str, now: float) -> bool:
+        return any(now - one.at <= self.silence_s and one.hears(peer) for one in self.reports.values())
 
     def banned(self, peer: str, now: float) -> bool:
         view = self.views.get(peer)
         return view is not None and now < view.banned_until
 
     def alive(self, now: float, roster: tuple[str, ...]) -> set[str]:
-        """For any thread: all else here is for the one that changes it."""
+        """Return who is thought alive. May be called on any thread, all else here only on the one that changes it."""
         return {peer for peer in list(self.views) if self.is_alive(peer, now, roster)}
 
     def is_alive(self, peer: str, now: float, roster: tuple[str, ...]) -> bool:
@@ -97,7 +97,7 @@ class Peers:
         if view is None or view.closed or now < view.banned_until:
             return False
         silent_s = now - view.heard_at
-        if silent_s <= self.silence_s or self._told(peer, now) or now <= self.expected.get(peer, 0.0):
+        if silent_s <= self.silence_s or self._reported(peer, now) or now <= self.expected.get(peer, 0.0):
             return True
         return silent_s <= MINORITY_PATIENCE * self.silence_s and self._majority_is_silent(now, roster)
 
@@ -105,8 +105,9 @@ class Peers:
         return now - self.views[peer].heard_at <= self.silence_s
 
     def _majority_is_silent(self, now: float, roster: tuple[str, ...]) -> bool:
-        """Then perhaps it is this island that is cut off."""
-        if any(now - word.at <= self.silence_s and 2 * len(word.missed) < len(roster) for word in self.words.values()):
+        """Say whether more than half are silent: then perhaps it is this island that is cut off."""
+        fresh = (report for report in self.reports.values() if now - report.at <= self.silence_s)
+        if any(2 * len(report.missed) < len(roster) for report in fresh):
             return False
         views = [self.views[peer] for peer in roster if peer in self.views]
         silent = sum(not view.closed and now - view.heard_at > self.silence_s for view in views)

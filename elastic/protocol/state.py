@@ -7,7 +7,7 @@ from typing import NamedTuple
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges, size
-from diloco.elastic.protocol.record import Head, Key, Offer, Record, holder_name
+from diloco.elastic.protocol.record import Contribution, Head, Key, Offer, Record, holder_name
 from diloco.errors import RecordInvalid
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment
@@ -70,7 +70,7 @@ class RunState:
             raise RecordInvalid(f"the record of round {proposal.key.round} does not follow round {self.head.round}")
         if not all(map(self.accepts, amendments)):
             raise RecordInvalid("it changes settings, and that is not the owner's next change")
-        marks, ledger, versions = dict(self.marks), self.ledger, dict(self.versions)
+        marks, versions = dict(self.marks), dict(self.versions)
         if proposal.contributions:
             versions[proposal.fragment] = Version(record.digest, proposal.step)
         for contribution in proposal.contributions:
@@ -80,9 +80,7 @@ class RunState:
             if not self.fits(contribution.island, offer):
                 raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
-            ledger = ledger.consume(holder_name(contribution.island, offer.incarnation), offer.samples)
-        for holder in proposal.releases:
-            ledger = ledger.release(holder)
+        ledger = self.settled(proposal.contributions, proposal.releases)
         for grant in proposal.grants:
             ledger = _granted(ledger, grant.holder, grant.samples)
         return replace(
@@ -96,6 +94,16 @@ class RunState:
             versions=tuple(sorted(versions.items())),
             amendments=(*self.amendments, *amendments),
         )
+
+    def settled(self, contributions: tuple[Contribution, ...], releases: tuple[str, ...]) -> Ledger:
+        """Return the ledger after a round has consumed samples and taken leases back."""
+        ledger = self.ledger
+        for contribution in contributions:
+            offer = contribution.offer
+            ledger = ledger.consume(holder_name(contribution.island, offer.incarnation), offer.samples)
+        for holder in releases:
+            ledger = ledger.release(holder)
+        return ledger
 
 
 def _granted(ledger: Ledger, holder: str, samples: Ranges) -> Ledger:

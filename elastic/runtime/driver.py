@@ -37,8 +37,8 @@ from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.record import Ballot, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
+from diloco.elastic.runtime.applier import Applier, Run, Vectors, Version
 from diloco.elastic.runtime.fetching import Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
-from diloco.elastic.runtime.keeper import Keeper, Run, Vectors, Version
 from diloco.elastic.runtime.mailbox import Mailbox
 from diloco.elastic.runtime.reducing import Attempt, Outcome, stall_after
 from diloco.errors import (
@@ -94,11 +94,11 @@ class Driver:
         self._inputs: queue.SimpleQueue[Input | None] = queue.SimpleQueue()
         self._ended = self._mending = False
         self.store = store or Store()
-        self.keeper = Keeper(run, node.state, vectors, self.store, self._vouch)
-        self.changed, self.replica, self.log = self.keeper.changed, self.keeper.replica, self.keeper.log
-        self.library, self.records = self.keeper.library, self.keeper.records
+        self.applier = Applier(run, node.state, vectors, self.store, self._report_digest)
+        self.changed, self.replica, self.log = self.applier.changed, self.applier.replica, self.applier.log
+        self.library, self.records = self.applier.library, self.applier.records
         if node.held is not None and (item := self.store.item(node.held.record.payload)) is not None:
-            self.keeper.hold(node.held.record.payload, tensor_of(item.data))
+            self.applier.hold(node.held.record.payload, tensor_of(item.data))
         self.mailbox = Mailbox(network.plain, self, greeting=network.greeting, admit=network.admit)
         self.donor = Donor(
             network.plain,
@@ -108,7 +108,7 @@ class Driver:
         )
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
-            for name, work in (("elastic", self._drive), ("apply", self.keeper.apply_all))
+            for name, work in (("elastic", self._drive), ("apply", self.applier.apply_all))
         ]
         for thread in self._threads:
             thread.start()
@@ -116,11 +116,11 @@ class Driver:
     @property
     def applied(self) -> RunState:
         """What the vectors contain."""
-        return self.keeper.applied
+        return self.applier.applied
 
     @property
     def versions(self) -> list[Version]:
-        return self.keeper.versions
+        return self.applier.versions
 
     def know(self, addresses: Mapping[str, PeerAddress]) -> None:
         """Peers that the directory lists. Called from any thread."""
@@ -197,11 +197,13 @@ class Driver:
             case FetchResult():
                 self._spawn(lambda: self._fetch(effect))
             case CatchUp():
-                doubtful, head = self.node.doubtful, self.node.state.head.digest
-                self._spawn(lambda: self._catch_up(effect.peer, head, anew=doubtful))
+                diverged, head = self.node.diverged, self.node.state.head.digest
+                self._spawn(lambda: self._catch_up(effect.peer, head, anew=diverged))
             case Append(record):
-                self.keeper.append(record)
-                self._mend_if_needed()
+                self.applier.append(record)
+                if not self._mending:  # once: by the first commit, others are there, if any are
+                    self._mending = True
+                    self._spawn(self._mend)
             case Note():
                 self.tell(effect)
 
@@ -213,14 +215,9 @@ class Driver:
     def _reduce(self, begin: Begin) -> None:
         assert self.contribution is not None
         try:
-            attempt = Attempt(
-                begin,
-                self.contribution(begin),
-                self.run.fragments.counts[begin.proposal.fragment],
-                self.network.bulk,
-                self.addresses,
-                self._reduced,
-            )
+            count = self.run.fragments.counts[begin.proposal.fragment]
+            payload = self.contribution(begin)
+            attempt = Attempt(begin, payload, count, self.network.bulk, self.addresses, self._reduced)
         except PlanRefused as refused:
             reason = str(refused)
             unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
@@ -240,7 +237,7 @@ class Driver:
                 )
             if len(begin.members) > 1:  # alone, nothing was sent
                 self.last_outcome, self._stalls = outcome, 0
-            self.keeper.hold(outcome.payload, outcome.result)
+            self.applier.hold(outcome.payload, outcome.result)
             return self.node.reduced(begin.ballot, outcome.payload, now)
 
         self.post(step)
@@ -250,9 +247,9 @@ class Driver:
         for attempt in self._attempts.values():
             attempt.watch(stall_after(silence_s, self.last_outcome, attempt.chunks, self._stalls))
 
-    def _vouch(self, state: RunState, digest: str) -> None:
+    def _report_digest(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[Effect]:
-            return self.node.vouch(digest, now) if self.node.state.head == state.head else []
+            return self.node.report_digest(digest, now) if self.node.state.head == state.head else []
 
         self.post(step)
 
@@ -274,15 +271,14 @@ class Driver:
             return
 
         def step(now: float) -> list[Effect]:
-            self.keeper.hold(record.payload, result)
+            self.applier.hold(record.payload, result)
             return self.node.fetched(record, now)
 
         self.post(step)
 
     def _catch_up(self, peer: str, head: str, *, anew: bool) -> None:
         """The records that were missed where that is less, else the whole state."""
-        transport, donors = self.network.plain, self._donors(peer)
-        sizes = dict.fromkeys(self.keeper.vector_names, self.run.fragments.count)
+        donors, sizes = self._donors(peer), dict.fromkeys(self.applier.vector_names, self.run.fragments.count)
         if peer not in donors:  # it was heard before its record came
             self.post(lambda now: self.node.catch_up_failed(peer, now))
             return
@@ -291,8 +287,9 @@ class Driver:
             if missed:
                 self.post(lambda now: self._extend(missed, now))
                 return
-            snapshot = fetch_state(transport, peer, donors, self.run.genesis_digest, sizes, self.store.begun)
-            snapshot = snapshot.of(self.node.state.owner)
+            network, genesis = self.network.plain, self.run.genesis_digest
+            found = fetch_state(network, peer, donors, genesis, sizes, self.store.begun)
+            snapshot = found.of(self.node.state.owner)
             self.post(lambda now: self._switch(snapshot, now))
         except FETCH_ERRORS as error:
             reason = str(error)
@@ -303,7 +300,7 @@ class Driver:
         self, peer: str, donors: Mapping[str, PeerAddress], since: str, **options: Any
     ) -> Iterator[tuple[Record, Tensor]]:
         """Never more than a whole state."""
-        at_most = 4 * len(self.keeper.vector_names) * self.run.fragments.count
+        at_most = 4 * len(self.applier.vector_names) * self.run.fragments.count
         return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
     def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
@@ -313,8 +310,8 @@ class Driver:
             for record, result in missed:
                 if record.proposal.key == state.key:
                     state = state.after(record)
-                    self.keeper.hold(record.payload, result)
-                    self.keeper.append(record)
+                    self.applier.hold(record.payload, result)
+                    self.applier.append(record)
         except RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
         if len(missed) > 1:  # one is nothing: a round went on without this island
@@ -325,19 +322,12 @@ class Driver:
 
     def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
         head, own = snapshot.state.head, self.node.state.head
-        if head > own or (self.node.doubtful and head >= own):
-            self.keeper.switch(snapshot)
+        if head > own or (self.node.diverged and head >= own):
+            self.applier.switch(snapshot)
             size = sum(snapshot.donors.values())
-            self.tell(
-                Note("caught up", self.node.me, f"the whole state of round {head.round} from peers: {size} bytes")
-            )
+            text = f"the whole state of round {head.round} from peers: {size} bytes"
+            self.tell(Note("caught up", self.node.me, text))
         return self.node.caught_up(snapshot.state, now)
-
-    def _mend_if_needed(self) -> None:
-        """Once: by the first commit, others are there, if any are."""
-        if not self._mending:
-            self._mending = True
-            self._spawn(self._mend)
 
     def _mend(self) -> None:
         """Records of long ago that are damaged here: others may have them."""
@@ -346,17 +336,14 @@ class Driver:
             asked = since or ""
             for peer in (donors := self._donors("")):
                 try:
-                    for record, result in self._missed(peer, donors, asked, known=self._knows):
-                        self.keeper.mend(record, result)
+                    for record, result in self._missed(peer, donors, asked, known=self.store.knows):
+                        self.applier.mend(record, result)
                 except FETCH_ERRORS as error:
                     log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
                 if self.store.broken_after() != asked:
                     break
         if asked:
             self.tell(Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
-
-    def _knows(self, record: Record) -> bool:
-        return self.store.knows(record.digest)
 
     # the end
 
@@ -394,7 +381,7 @@ class Driver:
         for attempt in list(self._attempts.values()):
             attempt.cancel()
         self._inputs.put(None)
-        self.keeper.stop()
+        self.applier.stop()
         for thread in self._threads:
             thread.join(5)
         self.mailbox.close()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from random import sample
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ SMALL_BYTES = 8 << 20
 ASK_S = 10.0
 REPIN_S = 30.0
 MAX_DONORS = 2 * MAX_WORKERS  # half of them step in for others
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,7 @@ def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest:
     if digest == EMPTY and size == 0:
         return torch.empty(0, dtype=torch.uint8)
     name = payload_name(digest)
-    parcel = _describe_any(transport, donors, name)
-    if parcel.size != size:
-        raise TransferFailed(f"{name}: {parcel.size} bytes, {size} were due")
+    parcel = _describe(transport, donors, name, size)
     room = torch.empty(size, dtype=torch.uint8)
     view = memoryview(room.numpy())  # type: ignore[arg-type]
     fetch(parcel, donors, transport, view)
@@ -75,11 +76,19 @@ def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest:
     return room
 
 
-def _describe_any(transport: Transport, donors: Mapping[str, PeerAddress], name: str) -> Parcel:
+def _describe(transport: Transport, donors: Mapping[str, PeerAddress], name: str, size: int) -> Parcel:
+    parcel = _any_of(donors, name, lambda address: describe(transport, address, name, ASK_S))
+    if parcel.size != size:
+        raise TransferFailed(f"{name}: {parcel.size} bytes, {size} were due")
+    return parcel
+
+
+def _any_of(donors: Mapping[str, PeerAddress], name: str, ask_one: Callable[[PeerAddress], Answer]) -> Answer:
+    """Return the answer of the first donor that gives one."""
     reasons = []
     for address in donors.values():
         try:
-            return describe(transport, address, name, ASK_S)
+            return ask_one(address)
         except TransferFailed as failed:
             reasons.append(str(failed))
     raise TransferFailed("; ".join(reasons) or f"{name}: nobody to ask")
@@ -93,7 +102,7 @@ def fetch_missed(
     result_bytes: Callable[[Record], int],
     *,
     at_most: int,
-    known: Callable[[Record], bool] = lambda record: False,
+    known: Callable[[str], bool] = lambda digest: False,
 ) -> Iterator[tuple[Record, Tensor]]:
     """What this peer has after `since`, up to what is known, one after the other; nothing where it does not know that,
     no longer has the bytes, or they are more than `at_most`."""
@@ -101,7 +110,7 @@ def fetch_missed(
         raw = ask(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
         return
-    records = list(takewhile(lambda record: not known(record), decode(tuple[Record, ...], raw)))
+    records = list(takewhile(lambda record: not known(record.digest), decode(tuple[Record, ...], raw)))
     if sum(result_bytes(record) for record in records) <= at_most:
         for record in records:
             yield record, fetch_bytes(transport, others, record.payload, result_bytes(record))
@@ -125,7 +134,8 @@ def fetch_state(
     if manifest.genesis != genesis or dict(manifest.sizes) != dict(sizes):
         raise TransferFailed(f"{peer} has the state of another run")
     if not donors:
-        donors = {peer: others[peer]} | _some(others)
+        # not the same for each newcomer, so that they share the load; who has another version by now is passed over
+        donors = {other: others[other] for other in (peer, *sample(sorted(others), min(len(others), MAX_DONORS)))}
         if begun is not None:
             begun.start(raw)
     fetch = _Fetch(transport, donors, manifest, begun)
@@ -147,11 +157,6 @@ def _to_go_on(
         return raw, _pinned(transport, others, decode(Manifest, raw).version)
     except MessageRefused:  # it is torn
         return b"", {}
-
-
-def _some(others: Mapping[str, PeerAddress]) -> dict[str, PeerAddress]:
-    """Not the same for each newcomer, so that they share the load; who has another version by now is passed over."""
-    return {other: others[other] for other in sample(sorted(others), min(len(others), MAX_DONORS))}
 
 
 def _pinned(transport: Transport, others: Mapping[str, PeerAddress], version: str) -> dict[str, PeerAddress]:
@@ -187,8 +192,11 @@ class _Fetch:
         sizes, version = sorted(self._manifest.sizes), self._manifest.version
         pool = ThreadPoolExecutor(2)
         try:
-            parcels = [pool.submit(self._describe, vector_name(version, name), count) for name, count in sizes]
-            digest = pool.submit(_ask_any, self._transport, self._donors, f"digest/{version}")
+            parcels = [
+                pool.submit(_describe, self._transport, self._donors, vector_name(version, name), 4 * count)
+                for name, count in sizes
+            ]
+            digest = pool.submit(_any_of, self._donors, f"digest/{version}", self._ask_digest)
             vectors = {}
             for (name, count), parcel in zip(sizes, parcels, strict=True):
                 vectors[name] = torch.empty(count)
@@ -199,16 +207,13 @@ class _Fetch:
             pool.shutdown(wait=False, cancel_futures=True)
         return Snapshot(self._manifest.state, vectors, self._taken)
 
-    def _describe(self, item: str, count: int) -> Parcel:
-        parcel = _describe_any(self._transport, self._donors, item)
-        if parcel.size != 4 * count:
-            raise TransferFailed(f"{item}: {parcel.size} bytes, {4 * count} were due")
-        return parcel
+    def _ask_digest(self, address: PeerAddress) -> str:
+        name = f"digest/{self._manifest.version}"
+        return ask(self._transport, address, name, limit=200, timeout_s=6 * ASK_S).decode()
 
     def _fetch(self, name: str, parcel: Parcel, room: memoryview) -> None:
         have = self._begun.load(name, parcel, room) if self._begun is not None else set()
-        keep = self._begun.keeping(name, parcel, room, have) if self._begun is not None else _nothing
-
+        keep = self._begun.keeping(name, parcel, room, have) if self._begun is not None else lambda: None
         hashed = 0
 
         def on_progress(*_: object) -> None:
@@ -229,20 +234,6 @@ class _Fetch:
             self._asked = time.monotonic()
             for address in self._donors.values():
                 _has(self._transport, address, self._manifest.version)
-
-
-def _ask_any(transport: Transport, donors: Mapping[str, PeerAddress], name: str) -> str:
-    reasons = []
-    for address in donors.values():
-        try:
-            return ask(transport, address, name, limit=200, timeout_s=6 * ASK_S).decode()
-        except TransferFailed as failed:
-            reasons.append(str(failed))
-    raise TransferFailed("; ".join(reasons))
-
-
-def _nothing() -> None:
-    pass
 
 
 def tensor_of(data: Buffer) -> Tensor:

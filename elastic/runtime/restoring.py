@@ -19,9 +19,9 @@ from diloco.elastic.protocol.messages import Memory
 from diloco.elastic.protocol.record import Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, from_plain
+from diloco.elastic.runtime.applier import Kept, Run
 from diloco.elastic.runtime.fetching import tensor_of
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.keeper import Kept, Run
 from diloco.errors import MessageRefused, RecordInvalid, SaveError, SnapshotDamaged
 
 Tell = Callable[[str, str], None]

@@ -97,12 +97,9 @@ class Session:
         def encode_and_offer() -> None:
             ready()
             offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
-            self.driver.post(lambda now: self._offer(offer, now))
+            self.driver.post(partial(self.driver.node.offer, offer))
 
         self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]
-
-    def _offer(self, offer: Offer, now: float) -> list[Effect]:
-        return self.driver.node.offer(offer, now)
 
     def _usual_norm(self) -> float:
         """The median of the last round with contributions; 0: there was none."""
@@ -194,10 +191,7 @@ class Session:
 
     def _used(self) -> Ranges:
         """By progress that is not contained."""
-        parts: Iterable[tuple[int, int]] = (
-            part for work in self.works for part in work.used(self._mark(self.state, work.fragment))
-        )
-        return normal(parts)
+        return normal(part for work in self.works for part in work.used(self._mark(self.state, work.fragment)))
 
     def records(self) -> list[Record]:
         """The last ones, oldest first."""
@@ -238,7 +232,7 @@ class Session:
         for offer in (from_plain(Offer, plain) for plain in facts["offers"]):
             self._offers[offer.fragment] = offer
             if not self.over(offer.fragment) and self.state.fits(self.driver.node.me, offer):
-                self.driver.post(partial(self._offer, offer))
+                self.driver.post(partial(self.driver.node.offer, offer))
 
     def _finish_encoding(self) -> None:
         wait(self._encoded)

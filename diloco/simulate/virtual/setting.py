@@ -29,7 +29,7 @@ class Setting:
     silence_s: float = 5.0
     straggler: float = 1.5
     two_level: bool | None = None  # how vectors are reduced; None: as real islands do, by their number
-    flat_up_to: int = 64  # heartbeats, see diloco.elastic.protocol.beating
+    flat_up_to: int = 64  # heartbeats, see diloco.elastic.protocol.liveness
     host: Host = field(default_factory=Host.of_gpus)
 
     @property

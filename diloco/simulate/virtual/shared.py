@@ -89,12 +89,12 @@ class SharedPeers(Peers):
 
     def judge_alone(self, now: float, but: Collection[str]) -> None:
         """As on every island; those who were never looked at are vouched for, unless somebody has missed them."""
-        words, self.words = self.words, {}
+        words, self.reports = self.reports, {}
         missed = [peer for word in words.values() for peer, place in word.places.items() if place in word.missed]
         for peer in (*missed, *but):
             self.views.get(peer)  # its silence is remembered
         for peer, view in self.views.seen():
-            if peer not in but and any(word.vouches_for(peer) for word in words.values()):
+            if peer not in but and any(word.hears(peer) for word in words.values()):
                 view.heard_at = max(view.heard_at, now)
         if words:
             self.views.since = max(self.views.since, now)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from diloco.elastic.protocol.beating import FRONT
 from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.liveness import FRONT
 from diloco.elastic.protocol.messages import (
     Append,
     Cancel,
@@ -29,7 +29,7 @@ from diloco.elastic.protocol.messages import (
     Send,
 )
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.peers import MINORITY_PATIENCE, Word
+from diloco.elastic.protocol.peers import MINORITY_PATIENCE, LivenessReport
 from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.simulate.protocol.check import Checker
@@ -79,7 +79,7 @@ class Life:
         But a coordinator that lacks the sender's answer would ask again.
         """
         node = self.node
-        if beat.head != node.state.head or node.leaving or node.doubtful:
+        if beat.head != node.state.head or node.leaving or node.diverged:
             return False
         if node.term is not None and node.term.answers.get(sender) is None:
             return False
@@ -185,7 +185,7 @@ class World:
             self.tally.setbacks.append(now)
         if noticed:
             for other, theirs in self.lives.items():
-                if theirs.node._loud or life.node._loud:  # only those have a stream to each other
+                if theirs.node.broadcasts or life.node.broadcasts:  # only those have a stream to each other
                     self.timeline.after(self.setting.line.delay_s, partial(self._notice, other, name))
 
     def _notice(self, other: str, name: str) -> None:
@@ -244,7 +244,7 @@ class World:
 
     def _hear(self, sender: str, peers: list[str], beat: Heartbeat) -> None:
         """Most heartbeats say what the last one said. Then all that comes of it is that its sender was heard."""
-        now, words = self.timeline.now, dict[int, Word]()
+        now, words = self.timeline.now, dict[int, LivenessReport]()
         for peer in peers:
             if (life := self.lives.get(peer)) is None:
                 continue
@@ -252,10 +252,11 @@ class World:
             if life.heard_of.get(sender) != (beat, node.state.head) or not life.is_no_news(sender, beat, now):
                 life.heard_of[sender] = beat, node.state.head
                 self._carry_out_all(peer, life, node.receive(sender, beat, now))
-            elif beat.missed is not None and not node._loud:
+            elif beat.missed is not None and not node.broadcasts:
                 places = node.state.places
-                word = words.get(id(places)) or words.setdefault(id(places), Word(now, frozenset(beat.missed), places))
-                node.peers.believe(sender, word)
+                report = LivenessReport(now, frozenset(beat.missed), places)
+                word = words.get(id(places)) or words.setdefault(id(places), report)
+                node.peers.accept_report(sender, word)
 
     def _carry_out(self, name: str, life: Life, effect: Effect) -> None:
         match effect:

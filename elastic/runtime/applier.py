@@ -1,6 +1,6 @@
 """What an island keeps of its run: the log, the vectors that follow from it, and results that nobody has committed yet.
 
-Records are appended in order by the driver's thread and applied by a thread of the keeper's own, which also makes the
+Records are appended in order by the driver's thread and applied by a thread of the applier's own, which also makes the
 copies that snapshots are written from. What peers may ask for is served from here.
 """
 
@@ -27,7 +27,7 @@ from diloco.elastic.protocol.wire import decode, encode, to_plain
 from diloco.elastic.runtime.fetching import Manifest, Snapshot, entry_of
 from diloco.elastic.runtime.fragments import Fragments
 
-__all__ = ["Keeper", "Kept", "Run", "Vectors", "Version"]
+__all__ = ["Applier", "Kept", "Run", "Vectors", "Version"]
 
 KEEP_RECORDS = 1000  # for those who tell people what happened
 LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
@@ -67,12 +67,12 @@ class Kept:
     fragments: tuple[Ranges, ...]
 
 
-class Keeper:
+class Applier:
     def __init__(
-        self, run: Run, state: RunState, vectors: Vectors, store: Store, vouch: Callable[[RunState, str], None]
+        self, run: Run, state: RunState, vectors: Vectors, store: Store, report_digest: Callable[[RunState, str], None]
     ) -> None:
-        """`vouch` is told the digest of the vectors now and then, in the thread that applies."""
-        self.run, self.store, self._vouch = run, store, vouch
+        """`report_digest` is told the digest of the vectors now and then, in the thread that applies."""
+        self.run, self.store, self._report_digest = run, store, report_digest
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
         self.applied_at: dict[int, float] = {}  # by the clock on the wall, each of the last rounds
@@ -90,7 +90,7 @@ class Keeper:
         self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
         self._to_apply: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         if store.wants_snapshot:
-            self._photograph(state)
+            self._take_snapshot(state)
 
     # called by the driver's thread
 
@@ -133,7 +133,7 @@ class Keeper:
             with self.replica.reading():
                 self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
                 self._announce(state)
-            self._photograph(state)
+            self._take_snapshot(state)
 
         self._to_apply.put(work)
 
@@ -157,11 +157,11 @@ class Keeper:
 
         self.replica.apply(change, state.head.digest, self._meta(state))
         if self.run.wants_snapshot_of(state, record) or self.store.wants_snapshot:
-            self._photograph(state)
+            self._take_snapshot(state)
         if state.head.round % DIGEST_EVERY == 0:
             digest = self.replica.digest()
             self.store.vouch(state.head.digest, digest)
-            self._vouch(state, digest)
+            self._report_digest(state, digest)
 
     def _announce(self, state: RunState) -> None:
         """Together with the vectors: whoever reads them holds their lock."""
@@ -174,7 +174,7 @@ class Keeper:
     def _versions(self, state: RunState) -> list[Version]:
         return [state.version(fragment) for fragment in range(len(self.run.fragments))]
 
-    def _photograph(self, state: RunState) -> None:
+    def _take_snapshot(self, state: RunState) -> None:
         """Only the copy is made here."""
         if not self.store.keeps:
             return

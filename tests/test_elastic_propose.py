@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.elastic.protocol.leading import Term, culprits, deadline, outsize, propose, quorum, together, weigh
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Failed, Held, Promise
+from diloco.elastic.protocol.propose import culprits, deadline, outsize, propose, quorum, together, weigh
 from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.term import Term
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
 
@@ -114,11 +115,11 @@ def test_the_result_of_the_highest_ballot_is_adopted():
         return Promise(STATE.key, 9, 1, 0, held)
 
     answers = {"A": promise(Ballot(1, "Z", 7)), "B": promise(Ballot(2, "A", 0)), "C": promise(None), "D": None}
-    found = Term(9, answers=answers).highest("A")
+    found = Term(9, "A", answers=answers).highest_held()
     assert found is not None and found[0] == "B"
-    assert Term(9, answers={"C": promise(None), "D": None}).highest("A") is None
+    assert Term(9, "A", answers={"C": promise(None), "D": None}).highest_held() is None
     own_attempt = answers | {"E": promise(Ballot(9, "A", 0))}
-    assert Term(9, answers=own_attempt).highest("A") == found, "that one can only have been committed by A itself"
+    assert Term(9, "A", answers=own_attempt).highest_held() == found, "only A itself can have committed that one"
 
 
 def test_an_island_that_has_diverged_is_outsize():

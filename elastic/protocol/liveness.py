@@ -1,0 +1,99 @@
+"""Signs of life: whom an island tells that it lives, and whom it thinks alive.
+
+A few islands all tell each other. Among many that would be n² messages every time. There, the first of the roster (the
+*front*; its first leads) hear everybody, speak to everybody and report whom they miss. The rest speak to the front
+only and accept its reports about the others. Whoever belongs to the front, leads, or has lost the front *broadcasts*:
+it speaks to all and accepts no reports, so that nobody is waited for whom only others can reach.
+"""
+
+from dataclasses import replace
+from itertools import islice
+
+from diloco.elastic.protocol.messages import Heartbeat
+from diloco.elastic.protocol.peers import LivenessReport
+from diloco.elastic.protocol.protocol_state import ProtocolState
+
+FRONT = 4
+FRESH_HEARTBEATS = 2  # whoever was not heard for so many is reported as missed
+
+
+class Liveness:
+    def __init__(self, own: ProtocolState, now: float) -> None:
+        self.own = own
+        self.broadcasts = True
+        self._beat_at = now
+
+    def alive(self, now: float) -> set[str]:
+        return self.own.peers.alive(now, self.own.state.roster)
+
+    def is_alive(self, peer: str, now: float) -> bool:
+        return self.own.peers.is_alive(peer, now, self.own.state.roster)
+
+    def are_few(self) -> bool:
+        return len(self.own.peers.views) < self.own.options.flat_up_to
+
+    def voters(self) -> int:
+        """Return of how many islands a majority is needed: of all, or of the front where only that is heard."""
+        return len(self.own.state.roster) if self.broadcasts else FRONT
+
+    def coordinator(self, now: float) -> str:
+        """Return the first of the roster that is not suspected; where none is left, the lowest of all."""
+        for peer in self.own.state.roster:
+            if self._could_lead(peer, now):
+                return peer
+        orphaned = self.own.options.partition == "merge" and self.own.rules.anybody_may_lead
+        others = (self.own.me, *self.own.peers.views) if orphaned else ()
+        return min((peer for peer in others if self._could_lead(peer, now)), default="")
+
+    def _could_lead(self, peer: str, now: float) -> bool:
+        """Say whether it is alive, and not behind for long: then it cannot lead what follows our head."""
+        if peer == self.own.me:
+            return not self.own.leaving
+        if not self.is_alive(peer, now):
+            return False
+        since = self.own.peers.views[peer].behind_since
+        return since is None or now - since <= 2 * self.own.options.heartbeat_s
+
+    def tick(self, now: float) -> None:
+        if now >= self._beat_at:
+            self._beat_at = now + self.own.options.heartbeat_s
+            self.beat(now)
+
+    def beat(self, now: float) -> None:
+        roster = self.own.state.roster
+        front = list(islice((peer for peer in roster if peer == self.own.me or self.is_alive(peer, now)), FRONT))
+        before, self.broadcasts = self.broadcasts, self._must_broadcast(front, now)
+        if self.broadcasts and not before:
+            self.own.peers.judge_alone(now, but=front)  # whom it should have heard before
+        beat = self.own.heartbeat()
+        if self.broadcasts:
+            self.own.send_all(beat if self.are_few() else replace(beat, missed=self._missed(now)))
+        else:
+            # also to who seems lost, for it may hear, and to whoever has just begun to broadcast
+            for peer in dict.fromkeys((*front, *roster[:FRONT], *self.own.peers.reports)):
+                self.own.send(peer, beat)
+
+    def _must_broadcast(self, front: list[str], now: float) -> bool:
+        """Say whether it leads, or the front is no help: it does not hear it, or cannot fetch from it."""
+        if self.are_few() or self.own.me in front or self.own.term is not None:
+            return True
+        views = [self.own.peers.views[peer] for peer in front]
+        heard = any(now - view.heard_at <= self.own.options.silence_s for view in views)
+        return not heard or any(view.fetches_failed for view in views)
+
+    def _missed(self, now: float) -> tuple[int, ...]:
+        """Return the places in the roster of those it does not hear."""
+        state, views = self.own.state, self.own.peers.views
+        since = now - FRESH_HEARTBEATS * self.own.options.heartbeat_s
+        heard = {peer for peer in state.roster if peer in views and views[peer].heard_at >= since} | {self.own.me}
+        return tuple(place for peer, place in state.places.items() if peer not in heard)
+
+    def hear(self, sender: str, beat: Heartbeat, now: float) -> None:
+        """Accept the report of one that broadcasts, and answer one that is behind: nobody else helps it on."""
+        if self.broadcasts:
+            return
+        if beat.head < self.own.state.head:
+            self.own.send(sender, self.own.heartbeat())
+        elif beat.missed is not None and beat.head == self.own.state.head:
+            report = LivenessReport(now, frozenset(beat.missed), self.own.state.places)
+            self.own.peers.accept_report(sender, report)

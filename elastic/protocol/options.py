@@ -1,0 +1,48 @@
+"""What a run's settings say to the protocol. All times follow from `silence_s`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.record import Contribution, Settings
+from diloco.elastic.protocol.state import RunState
+
+# the state, the fragment, its contributions -> the round's settings, and the run's clock after it
+Decide = Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]
+
+
+@dataclass(frozen=True)
+class Options:
+    decide: Decide
+    silence_s: float = 5.0
+    straggler: float = 1.5
+    min_islands: int = 1
+    partition: str = "merge"
+    fragments: int = 1
+    want: int = 0  # samples to hold
+    flat_up_to: int = 64  # so many islands all tell each other that they live; of more, only the first of the roster do
+    steps: int | None = None  # where the run's clock ends
+    amended: Callable[["Options", RunState], "Options"] = lambda options, state: options  # as its amendments want them
+    objection: Callable[[RunState, Amendment], str] = lambda state, amendment: ""  # why this island could not follow it
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self.silence_s / 5
+
+    @property
+    def resend_s(self) -> float:
+        return self.silence_s / 4
+
+    @property
+    def answer_s(self) -> float:
+        """Return how long an island may give signs of life but no answer, before it is left out."""
+        return 2 * self.silence_s
+
+    @property
+    def settle_s(self) -> float:
+        """Return how long to wait after a failed attempt, until those who died have been missed."""
+        return self.silence_s / 20
+
+    @property
+    def ban_s(self) -> float:
+        return 20 * self.silence_s

@@ -1,0 +1,145 @@
+"""When a coordinator that has everybody's promise begins a round, and of whom. `propose.py` has the arithmetic."""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from diloco.elastic.protocol import propose
+from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.liveness import Liveness
+from diloco.elastic.protocol.messages import Begin, Promise
+from diloco.elastic.protocol.protocol_state import ProtocolState
+from diloco.elastic.protocol.ranges import size
+from diloco.elastic.protocol.record import Offer, holder_name
+from diloco.elastic.protocol.term import Term
+
+MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
+
+
+class Separation(NamedTuple):
+    """How long two islands that could not reach each other are not put into one ballot."""
+
+    until: int  # round
+    rounds: int
+
+
+class Proposer:
+    def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
+        self.own, self.liveness = own, liveness
+        self._objections: set[tuple[str, int, str]] = set()  # islands, in this life of theirs, to amendments
+        self._separations: dict[frozenset[str], Separation] = {}
+
+    def next_attempt(self, term: Term, now: float) -> Begin | None:
+        """Return the attempt to begin with, if it is time for one."""
+        own, fragment, promised = self.own, self.own.due, term.promised()
+        ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
+        offers = self._without_stuck_pairs(ready)
+        for peer in propose.outsize(offers):
+            own.ban(peer, f"its contribution is more than {propose.OUTSIZE} times as large as the others'", now)
+            del offers[peer]
+        if (amendment := self._amendment(promised)) is not None:
+            offers = {}  # whoever has promised says whether it can follow, not only who contributes
+        elif not self._is_time(term, offers, ready, now):
+            if not self._is_anybody_starving(promised):
+                return None
+            offers = {}
+        views = own.peers.views.items()
+        alive = {peer: view.incarnation for peer, view in views if self.liveness.is_alive(peer, now)}
+        alive |= {peer: promise.incarnation for peer, promise in promised.items()}
+        wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
+        self.note_lost(set(own.state.roster) - alive.keys())
+        proposal = propose.propose(own.state, fragment, offers, alive, wants, own.options.decide, amendment)
+        members = proposal.islands or tuple(sorted(promised))
+        rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
+        return Begin(own.state.key, term.ballot, proposal, members, rates)
+
+    def has_quorum(self, members: Iterable[str]) -> bool:
+        """Say whether these may decide: with `partition: merge` anybody may."""
+        return self.own.options.partition != "pause" or propose.quorum(self.own.state.roster, members)
+
+    def _are_enough(self, members: Collection[str]) -> bool:
+        return self.has_quorum(members) and len(members) >= max(1, self.own.options.min_islands)
+
+    def _is_time(self, term: Term, offers: dict[str, Offer], ready: Collection[str], now: float) -> bool:
+        own, promised = self.own, term.promised()
+        if not self._are_enough(offers):
+            return False
+        live = [
+            peer for peer in own.state.roster if peer in promised and not self._is_starving(peer, promised[peer])
+        ]  # at the end of the data, one that holds none is not waited for
+        if all(peer in offers or peer in ready for peer in live):
+            return True
+        # those with late progress were ready at once
+        training = [peer for peer in live if peer not in offers or not offers[peer].late]
+        ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
+        due = propose.deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
+        return due is not None and now >= due
+
+    def _is_starving(self, peer: str, promise: Promise) -> bool:
+        holder = holder_name(peer, promise.incarnation)
+        return bool(promise.want) and not size(self.own.state.ledger.lease_of(holder))
+
+    def _is_anybody_starving(self, promised: dict[str, Promise]) -> bool:
+        """Say whether somebody cannot begin to train: it is given samples now, not at the next sync point."""
+        ledger = self.own.state.ledger
+        if ledger.limit is not None and ledger.next >= ledger.limit and not ledger.free:
+            return False
+        return self.has_quorum(promised) and any(self._is_starving(*each) for each in promised.items())
+
+    def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
+        """Return the owner's next change of settings, if somebody brings one and all can follow it.
+
+        At the end of the clock there is none: others have seen the run end.
+        """
+        steps = self.own.options.steps
+        if steps is not None and self.own.state.step >= steps:
+            return None
+        brought = {promise.amendment for promise in promised.values() if promise.amendment is not None}
+        for amendment in sorted(brought, key=lambda amendment: amendment.signature):
+            if self._is_followed(amendment, promised):
+                return amendment
+        return None
+
+    def _is_followed(self, amendment: Amendment, promised: dict[str, Promise]) -> bool:
+        """Say whether nobody objects: it waits rather than to end an island. One that comes back is asked again."""
+        lives = ((peer, promise.incarnation) for peer, promise in promised.items())
+        if any((*life, amendment.signature) in self._objections for life in lives):
+            return False
+        if reason := self.own.options.objection(self.own.state, amendment):
+            self.add_objection(promised, self.own.me, amendment, reason)
+        return not reason
+
+    def add_objection(self, promised: dict[str, Promise], peer: str, amendment: Amendment, reason: str) -> None:
+        if peer not in promised:
+            return
+        objection = peer, promised[peer].incarnation, amendment.signature
+        if objection not in self._objections:
+            self._objections.add(objection)
+            self.own.note("refused", peer, f"it waits: {reason}")
+
+    def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
+        """Return offers of some who can all reach each other and are enough. If there are no such, all try again."""
+        turn = self.own.state.head.round
+        pairs = [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
+        if not pairs or not self.own.rules.leave_out_stuck_pairs:
+            return offers
+        choices = (propose.together(pairs, offers, turn + shift) for shift in range(len(offers)))
+        chosen = next((choice for choice in choices if self._are_enough(choice)), offers)
+        return {peer: offer for peer, offer in offers.items() if peer in chosen}
+
+    def separate(self, one: str, other: str) -> None:
+        self.own.note("cut off", one, f"{one} and {other} cannot reach each other")
+        pair = frozenset((one, other))
+        rounds = min(2 * self._separations[pair].rounds, MAX_ROUNDS_APART) if pair in self._separations else 2
+        self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds)
+
+    def reunite(self, together: set[str]) -> None:
+        """Forget the separations among those who have just been in one round."""
+        self._separations = {pair: apart for pair, apart in self._separations.items() if not pair <= together}
+
+    def note_lost(self, peers: Iterable[str]) -> None:
+        """Say who is gone: not of those who said goodbye, and of each once."""
+        for peer in sorted(peers):
+            view = self.own.peers.views[peer]
+            if not view.left:
+                view.left = True
+                self.own.note("lost", peer, f"round {self.own.state.key.round} goes on without it")
