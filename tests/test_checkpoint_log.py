@@ -23,7 +23,7 @@ from diloco.history.log import find_logs, rows, state_of, verify
 from diloco.report.events import Events
 from diloco.run.genesis import Genesis, write_genesis
 from diloco.run.join import OUTER, run_of
-from diloco.simulate.protocol.world import owner
+from diloco.simulate.virtual.world import owner
 from diloco.train.trainer import Trainer
 
 ROUNDS = 8
