@@ -49,7 +49,6 @@ ORDER = [
     "launch",
     "history",
     "plan",
-    "simulate.protocol",
     "simulate.virtual",
     "simulate.real",
     "api",

@@ -26,9 +26,9 @@ from diloco.report.board import Board
 from diloco.report.events import Events
 from diloco.report.terminal import sentence
 from diloco.run.join import options_for
-from diloco.simulate.protocol.check import Checker, Violation
-from diloco.simulate.protocol.faults import FIRST_STREAMING, amendments_of
-from diloco.simulate.protocol.world import owner
+from diloco.simulate.virtual.check import Checker, Violation
+from diloco.simulate.virtual.faults import FIRST_STREAMING, amendments_of
+from diloco.simulate.virtual.world import owner
 from diloco.train.amend import (
     FOLDER,
     Inbox,

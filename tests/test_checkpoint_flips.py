@@ -24,7 +24,7 @@ from diloco.errors import SnapshotDamaged
 from diloco.history.log import verify
 from diloco.island.layout import Layout
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
-from diloco.simulate.protocol.world import owner
+from diloco.simulate.virtual.world import owner
 from diloco.train.outer import apply_record
 
 VALUES, ROUNDS = 20, 3

@@ -24,7 +24,7 @@ from diloco.report.events import Events
 from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, write_genesis
 from diloco.run.join import run_of
-from diloco.simulate.protocol.world import owner
+from diloco.simulate.virtual.world import owner
 from diloco.train.trainer import Trainer
 
 ROUNDS = 8

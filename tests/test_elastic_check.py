@@ -3,7 +3,7 @@
 import pytest
 from test_elastic_state import GENESIS, contribution, record
 
-from diloco.simulate.protocol.check import Checker, Violation
+from diloco.simulate.virtual.check import Checker, Violation
 
 CALM = {"steady": set[str](), "calm": True}
 

@@ -19,8 +19,8 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import MAX_UNPACKED, PACK_BYTES, PACKED, decode_message, encode_message
 from diloco.elastic.runtime import reducing
 from diloco.errors import MessageRefused
-from diloco.simulate.protocol import world
-from diloco.simulate.protocol.campaign import Campaign, describe, run_one
+from diloco.simulate.virtual import chances
+from diloco.simulate.virtual.campaign import Campaign, describe, run_one
 
 NAMES = tuple("ABCDEFGH")
 STATE = RunState(Head(0, 0, "0" * 64), NAMES, Ledger(epoch=1000))
@@ -177,7 +177,7 @@ def test_packed_messages_that_are_damaged_or_swell_are_refused(damage):
 @pytest.mark.parametrize("front", [1, 2])
 def test_disasters_violate_nothing_with_a_front(monkeypatch, front):
     monkeypatch.setattr(liveness, "FRONT", front)
-    monkeypatch.setattr(world, "Options", partial(Options, flat_up_to=0))
+    monkeypatch.setattr(chances, "Options", partial(Options, flat_up_to=0))
     campaign = Campaign(islands=6)
     for seed in range(5):
         if run_one(campaign, seed).violation:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from diloco.elastic.protocol.record import Contribution, Key, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.rules import ALL
-from diloco.simulate.protocol import faults, scenario
-from diloco.simulate.protocol.campaign import Campaign, describe, rule_names, run_one
-from diloco.simulate.protocol.check import Checker, Violation
-from diloco.simulate.protocol.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
-from diloco.simulate.protocol.streaming import USUAL, Pace
-from diloco.simulate.protocol.world import Setup, World
+from diloco.simulate.virtual import faults, scenario
+from diloco.simulate.virtual.campaign import Campaign, describe, rule_names, run_one
+from diloco.simulate.virtual.chances import Setup
+from diloco.simulate.virtual.check import Checker, Violation
+from diloco.simulate.virtual.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
+from diloco.simulate.virtual.streaming import USUAL, Pace
+from diloco.simulate.virtual.world import World
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 BATCH = 100
@@ -184,7 +185,7 @@ def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
 
 def test_the_same_seed_is_the_same_disaster_in_every_process():
     script = (
-        "from diloco.simulate.protocol import faults\n"
+        "from diloco.simulate.virtual import faults\n"
         "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
     )
     told = [

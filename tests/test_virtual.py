@@ -10,12 +10,13 @@ from diloco.cli.virtual import Virtual, setting_of, virtual_command
 from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
 from diloco.plan.predict import Host, Line
-from diloco.simulate.virtual.costs import flat, two_level
+from diloco.simulate.virtual import network
+from diloco.simulate.virtual.allreduce import flat, two_level
+from diloco.simulate.virtual.churn import Churn
 from diloco.simulate.virtual.outcome import simulate
 from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.scale import COUNTS, rows
 from diloco.simulate.virtual.setting import Setting, name_of
-from diloco.simulate.virtual.world import Life, World
 
 FEW = Setting(4, Line(100e6, 100e6, 0.04), values=25_000_000, phase_s=60.0, spread=0.0, jitter=0.0, seconds=600.0)
 CHURN = Setting(70, FEW.line, values=25_000_000, phase_s=40.0, mtbf_s=25.0, back_s=60.0, seconds=220.0, seed=3)
@@ -52,27 +53,27 @@ def test_heartbeats_that_are_no_news_change_nothing(monkeypatch):
     """Taken in without asking the node, or by the node: the run is the same to the last figure."""
     setting = replace(CHURN, seconds=120.0)
     quick = simulate(setting)
-    monkeypatch.setattr(Life, "is_no_news", lambda life, sender, beat, now: False)
+    monkeypatch.setattr(network, "hears_no_news", lambda *heard: False)
     assert replace(simulate(setting), wall_s=0.0) == replace(quick, wall_s=0.0)
 
 
 def test_a_lost_coordinator_is_followed_by_the_next():
-    world = World(replace(CHURN, mtbf_s=None))
-    world.timeline.at(20.0, lambda: world.fail(name_of(0), noticed=False))
-    world.timeline.at(21.0, lambda: world.fail(name_of(1), noticed=True))
-    world.run()
-    assert world.tally.leader == name_of(2)
-    assert len(world.tally.commits) > 3 and set(world.tally.contributors[1:]) == {68}
+    churn = Churn(replace(CHURN, mtbf_s=None))
+    churn.timeline.at(20.0, lambda: churn.world.crash(name_of(0), silent=True))
+    churn.timeline.at(21.0, lambda: churn.world.crash(name_of(1)))
+    churn.run()
+    assert churn.leader == name_of(2)
+    assert len(churn.commits) > 3 and set(churn.contributors[1:]) == {68}
 
 
 @pytest.mark.parametrize("setting", [FEW, replace(CHURN, mtbf_s=60.0, seconds=800.0)])
 def test_a_run_that_stands_still_is_told_of_whoever_fails_meanwhile(setting, monkeypatch):
-    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction: None)
+    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction, member: None)
     assert "no round from 0 s" in simulate(setting).standstill
 
 
 def test_a_command_on_a_run_that_stands_still_fails(monkeypatch, capsys):
-    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction: None)
+    monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction, member: None)
     with pytest.raises(SystemExit, match="1"):
         virtual_command(given(minutes=10.0), as_json=False)
     assert "I4 does not hold" in capsys.readouterr().out

@@ -20,7 +20,7 @@ LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leav
 
 
 def protocol_command(*, seeds: int, first: int, islands: int | None, without: str | None, jobs: int) -> None:
-    from diloco.simulate.protocol.campaign import Campaign, Outcome, describe, rule_names, run
+    from diloco.simulate.virtual.campaign import Campaign, Outcome, describe, rule_names, run
 
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")

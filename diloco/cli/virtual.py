@@ -13,7 +13,7 @@ from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.errors import ConfigError
 from diloco.plan.plan import percent
 from diloco.plan.predict import CODEC_NS, Line
-from diloco.simulate.protocol.check import Violation
+from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.outcome import Outcome, simulate
 from diloco.simulate.virtual.scale import Row, rows
 from diloco.simulate.virtual.setting import Setting

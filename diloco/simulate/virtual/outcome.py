@@ -3,13 +3,15 @@
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from statistics import median
 
+from diloco.elastic.protocol.liveness import FRONT
 from diloco.elastic.protocol.peers import MINORITY_PATIENCE
-from diloco.simulate.protocol.check import Violation
+from diloco.simulate.virtual.check import Violation
+from diloco.simulate.virtual.churn import Churn
 from diloco.simulate.virtual.network import BYTE_S, MESSAGE_S
 from diloco.simulate.virtual.setting import Setting
-from diloco.simulate.virtual.world import World
 
 CONTROL_S = 30.0  # of a round, for messages; more islands than that suffices for are told about by their figures
 
@@ -43,57 +45,79 @@ class Outcome:
 def simulate(setting: Setting) -> Outcome:
     """Raises Violation, of I1, I2, I3 and I5."""
     began = time.perf_counter()
-    world = World(setting)
-    world.run()
-    _check_no_loss(world)
-    return _figures(world, time.perf_counter() - began)
+    run = Churn(setting)
+    run.run()
+    _check_no_loss(run)
+    return _figures(run, time.perf_counter() - began)
 
 
-def _standstill(world: World) -> str:
+def _standstill(run: Churn) -> str:
     """I4: a round within detection, takeover, the straggler deadline, and an all-reduce for each that was lost."""
-    setting, tally = world.setting, world.tally
+    setting = run.setting
     slowest_s = setting.straggler * setting.phase_s * (1 + setting.spread + setting.jitter)
     detection_s = (MINORITY_PATIENCE + 2) * setting.silence_s
-    again_s = world.reductions.cost(setting.islands).seconds(setting.line, 1 - setting.diurnal) + detection_s
-    for before, after in pairwise([0.0, *tally.commits, setting.seconds]):
-        lost = sum(before <= at <= after for at in tally.setbacks)
+    again_s = run.costs.allreduce(setting.islands).seconds(setting.line, 1 - setting.diurnal) + detection_s
+    for before, after in run.waits:
+        lost = sum(before <= past.ended <= after for past in run.world.past if past.setback)
         if after - before > slowest_s + 2 * CONTROL_S + (2 + lost) * again_s:
             return f"no round from {before:.0f} s to {after:.0f} s, with {lost} failures that ended an attempt"
     return ""
 
 
-def _check_no_loss(world: World) -> None:
+def _check_no_loss(run: Churn) -> None:
     """I3: of an island that stayed alive, nothing but the newest progress is not contained."""
-    newest = max((disk.state for disk in world.disks.values()), key=lambda state: state.head)
-    for name in sorted(world.steady):
-        life = world.lives[name]
+    newest = max((disk.states[-1] for disk in run.world.disks.values()), key=lambda state: state.head)
+    for name in sorted(run.world.steady):
+        life = run.world.lives[name]
         owed = life.trainer.made[0] - newest.mark(name, life.node.incarnation, 0)
-        missed = len(world.tally.commits) - life.trainer.made[0]
+        missed = len(run.commits) - life.trainer.made[0]
         if owed > 2 + max(0, missed):
             raise Violation(f"I3: {owed} phases of {int(name)}, alive all the time, are not contained")
 
 
-def _figures(world: World, wall_s: float) -> Outcome:
-    setting, tally, lives = world.setting, world.tally, world.lives.values()
-    alive_s = tally.alive_s + sum(setting.seconds - life.since for life in lives)
-    computed_s = tally.computed_s + sum(life.trainer.computed_s - life.trainer.unfinished_s() for life in lives)
-    busiest = max(world.network.traffic.values(), key=lambda traffic: traffic.received)
-    newest = max(disk.state.head for disk in world.disks.values())
-    periods = [after - before for before, after in pairwise(tally.commits)] or [0.0]
-    rounds = max(1, len(tally.commits))
+def _connections(run: Churn) -> int:
+    """Of an ordinary island: bulk streams, and control streams to and from those it speaks with."""
+    setting = run.setting
+    few = setting.islands <= setting.flat_up_to
+    streams = [run.costs.allreduce(len(each.begin.members)).connections for each in run.reduced]
+    return max(streams, default=0) + 2 * (setting.islands - 1 if few else FRONT)
+
+
+def _bytes_sent(run: Churn) -> int:
+    """Of all islands, in all-reduces."""
+    total = 0
+    for each in run.world.reductions.all.values():
+        if each.ended < inf:
+            whole_s = run.costs.allreduce_s(each.begin, each.ended)
+            part = min(1.0, each.seconds / whole_s) if each.failed else 1.0
+            members = len(each.begin.members)
+            total += int(part * members * run.costs.allreduce(members).sent)
+    return total
+
+
+def _figures(run: Churn, wall_s: float) -> Outcome:
+    setting, world, traffic = run.setting, run.world, run.links.traffic.values()
+    lives = world.lives.values()
+    alive_s = sum(past.alive_s for past in world.past) + sum(world.now - life.since for life in lives)
+    computed_s = sum(past.computed_s for past in world.past) + sum(life.trainer.computed_s for life in lives)
+    busiest = max(traffic, key=lambda each: each.received)
+    newest = max(disk.states[-1].head for disk in world.disks.values())
+    periods = [after - before for before, after in pairwise(run.commits)] or [0.0]
+    rounds = max(1, len(run.commits))
     return Outcome(
-        islands=setting.islands, rounds=len(tally.commits), failures=tally.failures, period_s=median(periods),
-        reduce_s=median(world.reductions.succeeded or [0.0]), failed_attempts=world.reductions.failures,
+        islands=setting.islands, rounds=len(run.commits), failures=len(world.past), period_s=median(periods),
+        reduce_s=median([each.seconds for each in run.reduced] or [0.0]),
+        failed_attempts=sum(each.failed for each in world.reductions.all.values()),
         utilisation=computed_s / alive_s,
-        contributors=sum(tally.contributors) / rounds / (alive_s / setting.seconds),
+        contributors=sum(run.contributors) / rounds / (alive_s / setting.seconds),
         at_newest_head=sum(life.node.state.head == newest for life in lives) / max(1, len(lives)),
         furthest_behind=max((newest.round - life.node.state.head.round for life in lives), default=0),
-        branches=sum(len(rivals) > 1 for rivals in world.checker.rivals.values()), wrongly_lost=tally.wrongly_lost,
-        bytes_a_round=world.reductions.bytes_sent / rounds / setting.islands,
-        control_bytes_s=max(t.bytes_sent for t in world.network.traffic.values()) / setting.seconds,
+        branches=sum(len(rivals) > 1 for rivals in world.checker.rivals.values()), wrongly_lost=run.wrongly_lost,
+        bytes_a_round=_bytes_sent(run) / rounds / setting.islands,
+        control_bytes_s=max(each.bytes_sent for each in traffic) / setting.seconds,
         messages_s=busiest.received / setting.seconds,
         coordinator_busy=(busiest.received * MESSAGE_S + busiest.bytes_received * BYTE_S) / setting.seconds,
-        heartbeats_s=world.network.heartbeats / setting.seconds, connections=world.connections,
-        longest_wait_s=max(after - before for before, after in pairwise([0.0, *tally.commits, setting.seconds])),
-        seconds=setting.seconds, wall_s=wall_s, standstill=_standstill(world),
+        heartbeats_s=run.links.heartbeats / setting.seconds, connections=_connections(run),
+        longest_wait_s=max(after - before for before, after in run.waits),
+        seconds=setting.seconds, wall_s=wall_s, standstill=_standstill(run),
     )  # fmt: skip

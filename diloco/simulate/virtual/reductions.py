@@ -1,124 +1,118 @@
-"""All-reduces in virtual time: who has joined, how long it takes, and what members hear when one of them is lost."""
+"""All-reduces of a world: who has joined, who was lost, and what each member gets to hear of it."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
-from diloco.comm.codec.registry import codec_named, result_codec_for
-from diloco.comm.reduce.spans import CHUNKS
 from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import Ballot
-from diloco.elastic.runtime.reducing import CONNECT_S, SLACK
-from diloco.simulate.protocol.reductions import payload_of
-from diloco.simulate.virtual.costs import Cost, flat, two_level
+from diloco.elastic.protocol.record import EMPTY, Ballot, Proposal
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.world import Pair, World
 
 
 @dataclass
 class Reduction:
     begin: Begin
-    waiting: set[str] = field(default_factory=set)  # joined, and have not heard how it ended
-    joined: int = 0
+    joined: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)  # of these: have not heard how it ended
+    began: float = inf  # when all had joined
+    ended: float = inf
     failed: bool = False
-    began: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.began < inf and not self.waiting
+
+    @property
+    def seconds(self) -> float:
+        """What it took, once it has ended."""
+        return max(0.0, self.ended - self.began)
 
 
 class Reductions:
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._under_way: dict[Ballot, Reduction] = {}
-        self.succeeded: list[float] = []  # seconds of each
-        self.failures = 0
-        self.bytes_sent = 0  # of all islands
-        self.connections = 0  # of an island, in the largest
-
-    @property
-    def result_bytes(self) -> int:
-        codec = self._world.setting.codec
-        return codec_named(result_codec_for(codec, 2)).size(self._world.setting.values)
-
-    def cost(self, members: int) -> Cost:
-        setting = self._world.setting
-        cost = two_level if setting.reduces_in_two_levels(members) else flat
-        return cost(members, setting.values, setting.codec)
-
-    def seconds(self, begin: Begin) -> float:
-        """All wait for the slowest link."""
-        setting, now = self._world.setting, self._world.timeline.now
-        share = min(setting.rate(int(member), now) for member in begin.members) if setting.diurnal else 1.0
-        digest_s = 1e-9 * setting.host.digest_ns * setting.values
-        return self.cost(len(begin.members)).seconds(setting.line, share) + digest_s
+        self._world, self._timeline, self._costs = world, world.timeline, world.costs
+        self.all: dict[Ballot, Reduction] = {}  # a ballot's name is used once
+        self.spoilt: set[str] = set()  # whose next result is wrong
+        self.late: set[str] = set()  # who get theirs a second after the others
 
     def join(self, name: str, begin: Begin) -> None:
-        reduction = self._under_way.get(begin.ballot)
+        reduction = self.all.get(begin.ballot)
         if reduction is None:
-            reduction = self._under_way[begin.ballot] = Reduction(begin)
-            self._world.timeline.after(CONNECT_S, partial(self._give_up, reduction))
+            reduction = self.all[begin.ballot] = Reduction(begin)
+            self._timeline.after(self._costs.connect_s, partial(self._give_up, reduction))
+        reduction.joined.add(name)
         reduction.waiting.add(name)
-        reduction.joined += 1
         if reduction.failed:
-            self._report(name, reduction, "", "it is over")
-        elif reduction.joined == len(begin.members):
-            reduction.began = self._world.timeline.now
-            self._world.timeline.after(self.seconds(begin), partial(self._finish, reduction))
+            self._report(name, reduction, "", "it is over", first=True)
+        elif len(reduction.joined) == len(begin.members):
+            self._go(reduction)
 
     def _give_up(self, reduction: Reduction) -> None:
-        if not reduction.failed and not reduction.began:
-            missing = set(reduction.begin.members) - reduction.waiting
-            self._fail(reduction, min(missing), "no stream came")
+        if reduction.began == inf and not reduction.failed:
+            self._fail(reduction, min(set(reduction.begin.members) - reduction.waiting), "no stream came")
 
-    def _finish(self, reduction: Reduction) -> None:
-        if reduction.failed:
+    def _go(self, reduction: Reduction) -> None:
+        begin, reduction.began = reduction.begin, self._timeline.now
+        if broken := [pair for pair in self._world.cut if reduction.joined.issuperset(pair)]:
+            one, other = min(broken)
+            failing = partial(self._fail, reduction, other, "cannot be reached", one)
+            self._timeline.after(self._costs.unreachable_s, failing)
             return
-        del self._under_way[reduction.begin.ballot]
-        cost = self.cost(len(reduction.begin.members))
-        self.succeeded.append(self._world.timeline.now - reduction.began)
-        self.connections = max(self.connections, cost.connections)
-        self._count(reduction, 1.0)
-        ballot, payload = reduction.begin.ballot, payload_of(reduction.begin.proposal)
-        for member in sorted(reduction.waiting):
-            self._world.enter(member, lambda node, now: node.reduced(ballot, payload, now))
+        for member, seconds in zip(begin.members, self._costs.reduce_s(begin), strict=True):
+            finish = partial(self._world.when_running, member, partial(self._finish, reduction, member))
+            self._timeline.after(seconds + (member in self.late), finish)
 
-    def _count(self, reduction: Reduction, part: float) -> None:
-        members = len(reduction.begin.members)
-        self.bytes_sent += int(part * members * self.cost(members).sent)
+    def _finish(self, reduction: Reduction, member: str) -> None:
+        if reduction.failed or member not in reduction.waiting:
+            return
+        reduction.waiting.remove(member)
+        reduction.ended = self._timeline.now
+        payload = payload_of(reduction.begin.proposal)
+        if member in self.spoilt:
+            self.spoilt.remove(member)
+            payload = payload[::-1]
+        self._world.enter(member, lambda node, now: node.reduced(reduction.begin.ballot, payload, now))
 
     def cancel(self, name: str, ballot: Ballot) -> None:
-        reduction = self._under_way.get(ballot)
+        reduction = self.all.get(ballot)
         if reduction is not None and name in reduction.waiting:
-            reduction.waiting.discard(name)
             self._fail(reduction, name, "hung up")
 
-    def lost(self, name: str, *, noticed: bool) -> bool:
-        """Where its connections do not close, its chunks are missed. Whether an all-reduce had counted on it."""
-        needed = [reduction for reduction in self._under_way.values() if name in reduction.begin.members]
+    def lost(self, name: str, *, silent: bool) -> bool:
+        """Return whether an all-reduce had counted on it."""
+        needed = [each for each in self.all.values() if not each.over and name in each.begin.members]
         for reduction in needed:
             if name in reduction.waiting:
-                reduction.waiting.discard(name)
-                setting = self._world.setting
-                stall_s = setting.silence_s + SLACK * self.seconds(reduction.begin) / CHUNKS
-                wait_s = setting.line.delay_s if noticed else stall_s
-                self._world.timeline.after(wait_s, partial(self._fail, reduction, name, "its chunks do not come"))
+                failing = partial(self._fail, reduction, name, "its chunks do not come")
+                self._timeline.later(self._costs.stall_s(reduction.begin, silent=silent), failing)
+                reduction.waiting.remove(name)
         return bool(needed)
 
-    def _fail(self, reduction: Reduction, blamed: str, reason: str) -> None:
-        if reduction.failed or reduction.begin.ballot not in self._under_way:
-            return
-        reduction.failed = True
-        self.failures += 1
-        if reduction.began:
-            took = self._world.timeline.now - reduction.began
-            self._count(reduction, min(1.0, took / self.seconds(reduction.begin)))
-        for member in sorted(reduction.waiting):
-            self._report(member, reduction, blamed, reason)
+    def severed(self, pairs: set[Pair]) -> None:
+        for reduction in list(self.all.values()):
+            for one, other in sorted(pairs):
+                if {one, other} <= reduction.joined and {one, other} & reduction.waiting:
+                    self._fail(reduction, other, "the connection broke", one)
 
-    def _report(self, member: str, reduction: Reduction, blamed: str, reason: str) -> None:
+    def _fail(self, reduction: Reduction, blamed: str, reason: str, reporter: str = "") -> None:
+        if reduction.failed or reduction.over:
+            return
+        reduction.failed, reduction.ended = True, self._timeline.now
+        for member in sorted(reduction.waiting if reporter else reduction.waiting - {blamed}):
+            other = reporter if member == blamed else blamed
+            self._report(member, reduction, other, reason, first=member == reporter)
+
+    def _report(self, member: str, reduction: Reduction, blamed: str, reason: str, *, first: bool) -> None:
         ballot = reduction.begin.ballot
-        self._world.timeline.after(
-            self._world.setting.line.delay_s,
-            lambda: self._world.enter(member, lambda node, now: node.reduce_failed(ballot, blamed, reason, now)),
-        )
+        failed = partial(self._world.enter, member, lambda node, now: node.reduce_failed(ballot, blamed, reason, now))
+        self._timeline.after(self._costs.failure_s(first=first), failed)
+
+
+def payload_of(proposal: Proposal) -> str:
+    return hashlib.sha256(proposal.digest.encode()).hexdigest() if proposal.contributions else EMPTY

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.elastic.protocol.liveness import FRONT
-from diloco.simulate.virtual.costs import Cost, flat, two_level
+from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.network import PACKED
 from diloco.simulate.virtual.setting import Setting
 

@@ -1,11 +1,13 @@
 """What many islands hold alike is kept, and worked out, once. They see the same as if each had its own."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from diloco.elastic.protocol.peers import Peers, PeerView
-from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.messages import Heartbeat
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.peers import LivenessReport, Peers, PeerView
+from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
 
 
@@ -34,12 +36,6 @@ class Views(dict[str, PeerView]):
         view = self[peer] = PeerView(self.since)
         return view
 
-    def get(self, peer: str, default: PeerView | None = None) -> PeerView | None:  # type: ignore[override]
-        view = super().get(peer)
-        if view is None and peer in self:
-            view = self[peer]
-        return default if view is None else view
-
     def __contains__(self, peer: object) -> bool:
         return peer in self.everybody and peer != self.me
 
@@ -49,14 +45,8 @@ class Views(dict[str, PeerView]):
     def __len__(self) -> int:
         return len(self.everybody) - 1
 
-    def keys(self) -> list[str]:  # type: ignore[override]
-        return list(self)
-
-    def items(self) -> Iterator[tuple[str, PeerView]]:  # type: ignore[override]
-        return ((peer, self[peer]) for peer in self)
-
-    def values(self) -> Iterator[PeerView]:  # type: ignore[override]
-        return (self[peer] for peer in self)
+    # As a Mapping has them: by what is asked above. A dict's own would leave out who was never looked at.
+    get, keys, items, values = Mapping.get, Mapping.keys, Mapping.items, Mapping.values  # type: ignore[assignment]
 
     def seen(self) -> Iterable[tuple[str, PeerView]]:
         return super().items()
@@ -67,6 +57,7 @@ class SharedPeers(Peers):
 
     def __init__(self, silence_s: float, me: str, everybody: dict[str, None], now: float) -> None:
         super().__init__(silence_s, Views(me, everybody, now))
+        self.dealt_with: dict[str, tuple[Heartbeat, Head]] = {}  # the last heartbeat of each, at this head
 
     def know(self, peers: Iterable[str], now: float) -> None:
         """Everybody is in the directory."""
@@ -98,3 +89,24 @@ class SharedPeers(Peers):
                 view.heard_at = max(view.heard_at, now)
         if words:
             self.views.since = max(self.views.since, now)
+
+
+def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: dict[int, LivenessReport]) -> bool:
+    """Take in a heartbeat that the node has dealt with at this head: its sender is heard, and that is all.
+
+    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`:
+    what the heartbeat says, once for all who hear it.
+    """
+    peers, state, term = node.peers, node.state, node.term
+    assert isinstance(peers, SharedPeers)
+    known = peers.dealt_with.get(sender) == (beat, state.head) and beat.head == state.head
+    at_rest = not (node.leaving or node.diverged) and (term is None or term.answers.get(sender) is not None)
+    if not (known and at_rest and peers.touch(sender, now)):
+        peers.dealt_with[sender] = beat, state.head
+        return False
+    if beat.missed is not None and not node.broadcasts:
+        key = id(state.places)
+        peers.accept_report(
+            sender, words.get(key) or words.setdefault(key, LivenessReport(now, frozenset(beat.missed), state.places))
+        )
+    return True

@@ -1,20 +1,23 @@
-"""Many islands on a virtual clock: real nodes and messages, modelled time. Invariants are checked at every commit.
+"""A virtual network of islands that run the real protocol core, with numbers for vectors.
 
-Ticks with nothing to do are left out: an island that does not lead ticks when a heartbeat is due; one that leads looks
-at what has come every 20 ms, or as often as so many islands let it. A heartbeat that says what the last one said is
-taken in without asking the node, which would do nothing else (a test compares).
+Every effect of a node is carried out one by one, and a crash or a stop may come between any two. Invariants are checked
+at every commit. What things take is not decided here, but by the world's costs.
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from diloco.comm.peers.identity import Identity
+from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.liveness import FRONT
 from diloco.elastic.protocol.messages import (
     Append,
+    Begin,
     Cancel,
     CatchUp,
     Effect,
@@ -23,317 +26,381 @@ from diloco.elastic.protocol.messages import (
     Memory,
     Message,
     Moved,
-    Note,
     Reduce,
     Remember,
     Send,
 )
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.peers import MINORITY_PATIENCE, LivenessReport
 from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
-from diloco.simulate.protocol.check import Checker
-from diloco.simulate.protocol.timeline import Timeline
-from diloco.simulate.protocol.trainer import PHASE_SAMPLES, Input
-from diloco.simulate.virtual.network import Network
+from diloco.simulate.virtual.check import Checker, Violation
+from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.reductions import Reductions
-from diloco.simulate.virtual.setting import Setting
-from diloco.simulate.virtual.shared import SharedPeers, SharedState
-from diloco.simulate.virtual.trainer import Modelled
+from diloco.simulate.virtual.shared import SharedState
+from diloco.simulate.virtual.streaming import USUAL, Pace, Streaming
+from diloco.simulate.virtual.trainer import Blocking, Input, Trainer
+from diloco.simulate.virtual.transcript import Transcript
 
-TICK_S = 0.02
-IDLE_S = 0.25  # between two ticks of one that leads and has heard nothing
-LOOK_S = 1e-4  # what looking at its answers takes a coordinator, for each island
 KEEP_RECORDS = 16  # who lacks more takes the whole state
-STATE_BYTES = 8  # a value: parameters and momentum
-GENESIS = hashlib.sha256(b"a run of many").hexdigest()
+GENESIS = hashlib.sha256(b"genesis").hexdigest()
+
+Pair = tuple[str, str]  # from, to
+Watcher = Callable[[str, Effect], None]  # of whom, what
 
 
 @dataclass
 class Disk:
-    """What outlives a failure."""
+    """What outlives a crash."""
 
-    state: RunState
+    log: list[Record] = field(default_factory=list)
+    states: list[RunState] = field(default_factory=list)
     memory: Memory | None = None
     lives: int = 0
+    own: set[str] = field(default_factory=set)  # records that it has appended itself
+    amendments: list[Amendment] = field(default_factory=list)  # that were handed in here
 
 
 @dataclass
 class Life:
+    """One incarnation."""
+
     node: Node
-    peers: SharedPeers
-    trainer: Modelled
+    trainer: Trainer
     since: float
-    recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEEP_RECORDS))  # records it has appended
-    only_leases: bool = False  # the last one
-    heard: bool = False  # something came since its last tick
+    heard: bool = False  # something but heartbeats came since its last tick
     ticked_at: float = 0.0
-    said: Heartbeat | None = None  # its last heartbeat
-    heard_of: dict[str, tuple[Heartbeat, Head]] = field(
-        default_factory=dict
-    )  # the last one of each, heard at this head
-
-    def is_no_news(self, sender: str, beat: Heartbeat, now: float) -> bool:
-        """Of a heartbeat that was dealt with at this head. Then its sender is heard, and that is all.
-
-        But a coordinator that lacks the sender's answer would ask again.
-        """
-        node = self.node
-        if beat.head != node.state.head or node.leaving or node.diverged:
-            return False
-        if node.term is not None and node.term.answers.get(sender) is None:
-            return False
-        return self.peers.touch(sender, now)
 
 
-@dataclass
-class Tally:
-    """What has happened so far."""
+@dataclass(frozen=True)
+class Past:
+    """A life that is over."""
 
-    commits: list[float] = field(default_factory=list)  # when rounds with contributions were first committed
-    contributors: list[int] = field(default_factory=list)
-    failures: int = 0
-    setbacks: list[float] = field(default_factory=list)  # failures of a coordinator, or in an all-reduce
-    wrongly_lost: int = 0  # islands that were thought dead, and were not
-    notes: Counter[str] = field(default_factory=Counter)
-    alive_s: float = 0.0  # of lives that are over
-    computed_s: float = 0.0  # in them
-    catch_ups: int = 0
-    leader: str = ""  # of the last round
+    ended: float
+    alive_s: float
+    computed_s: float
+    setback: bool  # it led, or an all-reduce had counted on it
 
 
 class World:
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.timeline = Timeline(setting.seed, smooth=False)
-        self.network = Network(setting, self.timeline, self._deliver, self._hear)
-        self.reductions = Reductions(self)
-        self.checker = Checker(strict=False)
+    def __init__(
+        self, names: tuple[str, ...], options: Options, costs: Costs, *, rules: Rules = ALL, pace: Pace = USUAL
+    ) -> None:
+        self.names, self.options, self.costs, self.rules, self.pace = names, options, costs, rules, pace
+        self.timeline = costs.timeline
+        self.transcript = Transcript(self.timeline, pace.fragments)
+        self.checker = Checker(strict=options.partition == "pause", fragments=pace.fragments)
         self.checker.genesis(GENESIS)
-        self.tally = Tally()
-        self.steady = set(setting.names)  # alive all the time
+        self.network = costs.network(self)
+        self.reductions = Reductions(self)
+        self.disks: dict[str, Disk] = {}
         self.lives: dict[str, Life] = {}
-        self._directory = dict.fromkeys(setting.names)
-        genesis = SharedState(Head(0, 0, GENESIS), setting.names, Ledger(epoch=1 << 40))
-        self.disks = {name: Disk(genesis) for name in setting.names}
-        self._rounds: set[str] = set()
+        self.past: list[Past] = []
+        self.stopped: dict[str, list[Callable[[], None]]] = {}  # what waits until they go on
+        self.cut: set[Pair] = set()
+        self.lasting: set[Pair] = set()  # cut for ever
+        self.mute: set[str] = set()  # they give signs of life, and do nothing else
+        self.steady: set[str] = set()  # alive and reachable all the time
+        self.calm = True  # crashes at most: nobody was ever suspected wrongly
+        self.watchers: list[Watcher] = []  # of what is about to be done
+        self.observers: list[Watcher] = []  # of what is done
+        self.commits = 0
+        self.amendments = 0  # of the owner so far
+        self._unreliable: set[str] = set()  # crashed, stopped or cut off at some time
+        self._crash_after: dict[str, int] = {}  # effects until then
 
-    def run(self) -> None:
-        for name in self.setting.names:
-            self.start(name)
-        if self.setting.mtbf_s is not None:
-            self._fail_later()
-        self.timeline.run(self.setting.seconds)
+    @property
+    def now(self) -> float:
+        return self.timeline.now
+
+    @property
+    def newest(self) -> RunState:
+        """The state of the greatest head, of those who live."""
+        return max((life.node.state for life in self.lives.values()), key=lambda state: state.head)
+
+    def tell(self, text: str) -> None:
+        self.transcript.tell(text)
 
     # islands come and go
 
+    def found(self, founders: tuple[str, ...]) -> None:
+        """These begin the run, with record 0."""
+        genesis = SharedState(Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex())
+        self.disks = {name: Disk(states=[genesis]) for name in founders}
+        for name in founders:
+            self.start(name)
+
     def start(self, name: str) -> None:
-        disk, now = self.disks[name], self.timeline.now
+        """From the disk. Who has never been there fetches the state of somebody who has it."""
+        disk = self.disks.setdefault(name, Disk())
+        if not disk.states and not self._copy_log(name):
+            self.timeline.after(1.0, lambda: self.start(name))
+            return
         disk.lives += 1
         self.checker.restarted = self.checker.restarted or disk.lives > 1
-        setting = self.setting
-        options = Options(
-            _decide, silence_s=setting.silence_s, straggler=setting.straggler, want=2 * PHASE_SAMPLES,
-            flat_up_to=setting.flat_up_to,
-        )  # fmt: skip
-        peers = SharedPeers(setting.silence_s, name, self._directory, now)
+        self.steady |= {name} - self._unreliable
+        now = self.costs.clock(name)
+        peers = self.costs.peers(name, now)
         node = Node(
-            name, disk.state, options, now=now, incarnation=disk.lives, memory=disk.memory, peers=peers
+            name, disk.states[-1], self.options, now=now, incarnation=disk.lives, memory=disk.memory,
+            rules=self.rules, peers=peers,
         )  # fmt: skip
-        life = self.lives[name] = Life(node, peers, self._trainer(name, node), now)
-        self._tick(name, life, at=now + options.heartbeat_s * self.timeline.chance("first tick"))
-        life.trainer.train()
+        trainer = Blocking(self, node) if self.pace == USUAL else Streaming(self, node, pace=self.pace)
+        life = self.lives[name] = Life(node, trainer, self.now)
+        self.tell(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
+        if peers is None:
+            self.enter(name, lambda node, now: node.know(self.names, now))
+        for amendment in disk.amendments:
+            self._bring(name, amendment)
+        self.timeline.later(self.costs.first_tick_s(node), partial(self._tick, name, life))
+        trainer.when_running(trainer.train)
 
-    def _trainer(self, name: str, node: Node) -> Modelled:
-        def when_running(work: Callable[[], None]) -> None:
-            life = self.lives.get(name)
-            if life is not None and life.node is node:
-                work()
+    def amend(self, names: Iterable[str]) -> None:
+        """The owner changes settings, and hands that in at these islands, as far as they are known by now."""
+        known = [name for name in names if name in self.disks]
+        self.amendments += bool(known)
+        amendment = Amendment.sign(owner(), self.amendments, "{}")
+        for name in known:
+            self.tell(f"{name} is handed amendment {amendment.number}")
+            self.disks[name].amendments.append(amendment)
+            self._bring(name, amendment)
 
-        def contained(state: RunState, fragment: int) -> int:
-            return state.mark(name, node.incarnation, fragment)
+    def _bring(self, name: str, amendment: Amendment) -> None:
+        self.enter(name, lambda node, now: node.amend(amendment, now))
 
-        setting, host = self.setting, self.setting.host
-        encode_ns, decode_ns = host.codec_ns[setting.codec]
-        return Modelled(
-            node, self.timeline, partial(self.enter, name), when_running, contained,
-            steps_s=setting.phase_s * setting.pace(int(name)),
-            jitter=setting.jitter,
-            encode_s=1e-9 * setting.values * (host.cut_ns + encode_ns),
-            apply_s=1e-9 * setting.values * (decode_ns + host.apply_ns),
-        )  # fmt: skip
+    def contained(self, node: Node, state: RunState, fragment: int) -> int:
+        """How much of its own progress the state contains, to a trainer. Without marks, it knows what it has seen."""
+        if self.rules.marks_decide:
+            return state.mark(node.me, node.incarnation, fragment)
+        disk = self.disks[node.me]
+        seen = (record.proposal.contributions for record in disk.log if record.digest in disk.own)
+        mine = (part.offer for parts in seen for part in parts if part.island == node.me)
+        key = node.incarnation, fragment
+        return max((offer.hi for offer in mine if (offer.incarnation, offer.fragment) == key), default=0)
 
-    def _fail_later(self) -> None:
-        assert self.setting.mtbf_s is not None
-        self.timeline.after(self.timeline.stream("failures").expovariate(1 / self.setting.mtbf_s), self._fail_one)
+    def _copy_log(self, name: str) -> bool:
+        donors = [other for other in self.lives if (other, name) not in self.cut and other not in self.stopped]
+        if not donors:
+            return False
+        donor = self.disks[min(donors)]
+        self.disks[name].log, self.disks[name].states = list(donor.log), list(donor.states)
+        return True
 
-    def _fail_one(self) -> None:
-        chance = self.timeline.stream("failures")
-        if self.lives:
-            name = chance.choice(list(self.lives))
-            self.fail(name, noticed=chance.random() >= self.setting.silent)
-            self.timeline.after(chance.expovariate(1 / self.setting.back_s), partial(self.start, name))
-        self._fail_later()
+    def crash(self, name: str, *, silent: bool = False) -> None:
+        """`silent`: nobody notices that connections close."""
+        if name in self.lives:
+            self.tell(f"{name} crashes")
+            self._end(name, silent=silent)
 
-    def fail(self, name: str, *, noticed: bool) -> None:
-        life, now = self.lives.pop(name), self.timeline.now
-        self.steady.discard(name)
-        self.tally.failures += 1
-        self.tally.alive_s += now - life.since
-        self.tally.computed_s += life.trainer.computed_s - life.trainer.unfinished_s()
-        if self.reductions.lost(name, noticed=noticed) or life.node.term is not None:
-            self.tally.setbacks.append(now)
-        if noticed:
-            for other, theirs in self.lives.items():
-                if theirs.node.broadcasts or life.node.broadcasts:  # only those have a stream to each other
-                    self.timeline.after(self.setting.line.delay_s, partial(self._notice, other, name))
+    def leave(self, name: str) -> None:
+        """Says goodbye, then ends."""
+        self.enter(name, lambda node, now: node.leave(now))
+        self.tell(f"{name} leaves")
+        self._end(name)
+
+    def _end(self, name: str, *, silent: bool = False) -> None:
+        life = self.lives.pop(name)
+        self.stopped.pop(name, None)
+        self._crash_after.pop(name, None)
+        self._doubt({name})
+        setback = self.reductions.lost(name, silent=silent) or life.node.term is not None
+        self.past.append(Past(self.now, self.now - life.since, life.trainer.computed_s, setback))
+        for other, theirs in () if silent else self.lives.items():
+            if (wait_s := self.costs.closed_s(life.node, theirs.node)) is not None:
+                self.timeline.after(wait_s, partial(self._notice, other, name))
 
     def _notice(self, other: str, name: str) -> None:
         if name not in self.lives:
             self.enter(other, lambda node, now: node.closed(name, now))
 
+    def stop(self, name: str) -> None:
+        if name in self.lives and name not in self.stopped:
+            self.tell(f"{name} is stopped")
+            self.stopped[name] = []
+            self.calm = False
+            self._doubt({name})
+
+    def resume(self, name: str) -> None:
+        if name in self.stopped:
+            self.tell(f"{name} goes on")
+            for work in self.stopped.pop(name):
+                self.when_running(name, work)
+
+    def sever(self, pairs: Iterable[Pair]) -> None:
+        pairs = set(pairs)
+        self.cut |= pairs
+        self.calm = self.calm and not pairs
+        self._doubt({name for pair in pairs for name in pair})
+        self.reductions.severed(pairs)
+
+    def heal(self) -> None:
+        if self.cut - self.lasting:
+            self.tell("the network is whole again")
+        self.cut = set(self.lasting)
+
+    def _doubt(self, names: set[str]) -> None:
+        self._unreliable |= names
+        self.steady -= names
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Bytes can be fetched: both ways are open and the other one runs."""
+        open_both_ways = not {(one, other), (other, one)} & self.cut
+        return open_both_ways and other in self.lives and other not in self.stopped
+
     # inputs and effects
 
+    def when_running(self, name: str, work: Callable[[], None]) -> None:
+        if name in self.stopped:
+            self.stopped[name].append(work)
+        elif name in self.lives:
+            work()
+
     def enter(self, name: str, step: Input) -> None:
-        if (life := self.lives.get(name)) is not None:
-            self._carry_out_all(name, life, step(life.node, self.timeline.now))
+        """An input of an island's node. A stopped one gets it when it goes on."""
+        if name in self.stopped:
+            self.stopped[name].append(partial(self.enter, name, step))
+        elif (life := self.lives.get(name)) is not None:
+            self._carry_out_all(name, life, step(life.node, self.costs.clock(name)))
 
-    def _deliver(self, sender: str, to: str, message: Message) -> None:
-        if (life := self.lives.get(to)) is not None:
-            life.heard = True
-            effects = life.node.receive(sender, message, self.timeline.now)
-            if effects:
-                self._carry_out_all(to, life, effects)
+    def deliver(self, sender: str, to: str, message: Message) -> None:
+        if (sender, to) not in self.cut and (life := self.lives.get(to)) is not None:
+            life.heard = life.heard or not isinstance(message, Heartbeat)
+            self.enter(to, lambda node, now: node.receive(sender, message, now))
 
-    def _tick(self, name: str, life: Life, at: float) -> None:
-        self.timeline.at(at, partial(self._on_tick, name, life))
-
-    def _on_tick(self, name: str, life: Life) -> None:
+    def _tick(self, name: str, life: Life) -> None:
         if self.lives.get(name) is not life:
             return
-        node, now = life.node, self.timeline.now
-        if node.term is None or life.heard or now - life.ticked_at >= IDLE_S:
-            life.heard, life.ticked_at = False, now
-            self._carry_out_all(name, life, node.tick(now))
-        self._tick(name, life, now + (node.options.heartbeat_s if node.term is None else self._look_s))
-
-    @property
-    def connections(self) -> int:
-        """Of an ordinary island: bulk streams, and control streams to and from those it speaks with."""
-        few = self.setting.islands <= self.setting.flat_up_to
-        return self.reductions.connections + 2 * (self.setting.islands - 1 if few else FRONT)
-
-    @property
-    def _look_s(self) -> float:
-        return max(TICK_S, LOOK_S * len(self.lives))
+        if name not in self.stopped and self.costs.ticks(life):
+            life.heard, life.ticked_at = False, self.now
+            self.enter(name, Node.tick)
+        self.timeline.after(self.costs.tick_s(life.node, len(self.lives)), partial(self._tick, name, life))
 
     def _carry_out_all(self, name: str, life: Life, effects: list[Effect]) -> None:
-        told: list[str] = []
-        for effect in effects:
-            if not isinstance(effect, Send):
-                self._carry_out(name, life, effect)
-            elif isinstance(effect.message, Heartbeat):
-                told.append(effect.to)
-                beat = effect.message
-            else:
-                self.network.send(name, effect.to, effect.message)
-        if told:
-            if beat != life.said:
-                life.said = beat
-            self.network.beat(name, told, life.said)
+        for index, effect in enumerate(effects):
+            if name in self._crash_after and self._crashes_now(name):
+                break
+            for watcher in self.watchers[:]:
+                watcher(name, effect)
+            if self.lives.get(name) is not life:
+                break
+            if name in self.stopped:
+                self.stopped[name].append(partial(self._carry_out_all, name, life, effects[index:]))
+                break
+            self._carry_out(name, life, effect)
+        self.network.flush(name)
 
-    def _hear(self, sender: str, peers: list[str], beat: Heartbeat) -> None:
-        """Most heartbeats say what the last one said. Then all that comes of it is that its sender was heard."""
-        now, words = self.timeline.now, dict[int, LivenessReport]()
-        for peer in peers:
-            if (life := self.lives.get(peer)) is None:
-                continue
-            node = life.node
-            if life.heard_of.get(sender) != (beat, node.state.head) or not life.is_no_news(sender, beat, now):
-                life.heard_of[sender] = beat, node.state.head
-                self._carry_out_all(peer, life, node.receive(sender, beat, now))
-            elif beat.missed is not None and not node.broadcasts:
-                places = node.state.places
-                report = LivenessReport(now, frozenset(beat.missed), places)
-                word = words.get(id(places)) or words.setdefault(id(places), report)
-                node.peers.accept_report(sender, word)
+    def once(self, kind: type, blow: Callable[[str], None], doer: str = "") -> None:
+        """Strike just before somebody who lives, or this one, does a thing of this kind for the next time."""
+
+        def watch(name: str, effect: Effect) -> None:
+            done = effect.message if isinstance(effect, Send) else effect
+            if name in ((doer,) if doer else self.lives) and isinstance(done, kind):
+                self.watchers.remove(watch)
+                blow(name)
+
+        self.watchers.append(watch)
+
+    def crash_soon(self, name: str, effects: int) -> None:
+        self._crash_after[name] = effects
+
+    def _crashes_now(self, name: str) -> bool:
+        self._crash_after[name] -= 1
+        if self._crash_after[name] > 0:
+            return False
+        self.crash(name)
+        return True
 
     def _carry_out(self, name: str, life: Life, effect: Effect) -> None:
+        if name in self.mute and isinstance(effect, Send) and not isinstance(effect.message, Heartbeat):
+            return
+        for observer in self.observers:
+            observer(name, effect)
         match effect:
+            case Send(to, message):
+                self.network.send(name, to, message)
             case Remember(memory):
                 self.disks[name].memory = memory
             case Reduce(begin):
+                self._check_bytes(name, life, begin)
                 self.reductions.join(name, begin)
             case Cancel(ballot):
                 self.reductions.cancel(name, ballot)
             case FetchResult():
-                wait_s = self._fetch_s(self.reductions.result_bytes)
-                self.timeline.after(wait_s, partial(self._fetched, name, effect))
+                self.timeline.after(self.costs.fetch_s(), partial(self._fetched, name, effect))
             case CatchUp(donor, head):
-                missed = head.round - life.node.state.head.round
-                whole = missed > KEEP_RECORDS
-                size = STATE_BYTES * self.setting.values if whole else missed * self.reductions.result_bytes
-                self.timeline.after(self._fetch_s(size), partial(self._switch, name, life, donor, whole))
+                switch = partial(life.trainer.when_running, partial(self._switch, name, donor))
+                self.timeline.after(self.costs.catch_up_s(head.round - life.node.state.head.round), switch)
             case Append(record):
                 self._append(name, life, record)
             case Moved(switched):
-                only_leases = life.only_leases and not switched
-                self.timeline.after(0, partial(self._moved, name, life, only_leases))
-            case Note(kind, peer, _):
-                self.tally.notes[kind] += 1
-                self.tally.wrongly_lost += kind == "lost" and self._was_there(peer)
+                self.timeline.after(0, partial(self._tell_trainer, name, life.trainer, switched))
 
-    def _was_there(self, name: str) -> bool:
-        """One that failed, and is just back, was lost for good reason."""
-        life, patience_s = self.lives.get(name), MINORITY_PATIENCE * self.setting.silence_s
-        return life is not None and self.timeline.now - life.since > patience_s
+    def _tell_trainer(self, name: str, trainer: Trainer, switched: bool) -> None:
+        log = self.disks[name].log
+        only_leases = not switched and bool(log) and not log[-1].proposal.contributions
+        trainer.when_running(lambda: trainer.moved(only_leases=only_leases))
 
-    def _fetch_s(self, size: int) -> float:
-        line = self.setting.line
-        return 8 * size / line.down_bits_per_s + 4 * line.delay_s
-
-    def _moved(self, name: str, life: Life, only_leases: bool) -> None:
-        if self.lives.get(name) is life:
-            life.trainer.moved(only_leases=only_leases)
+    def _check_bytes(self, name: str, life: Life, begin: Begin) -> None:
+        for contribution in begin.proposal.contributions:
+            offer = contribution.offer
+            if contribution.island == name and not life.trainer.has_bytes_of(offer):
+                raise Violation(f"I3: {name} has no bytes of {offer.lo}..{offer.hi}, fragment {offer.fragment}")
 
     def _append(self, name: str, life: Life, record: Record) -> None:
-        state = self.disks[name].state.after(record)
-        self.disks[name].state = state
-        life.recent.append(record.digest)
-        proposal = record.proposal
-        life.only_leases = not proposal.contributions
-        calm = not self.tally.wrongly_lost
-        self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=calm)
-        if record.digest not in self._rounds:
-            self._rounds.add(record.digest)
-            if proposal.contributions:
-                self.tally.commits.append(self.timeline.now)
-                self.tally.contributors.append(len(proposal.contributions))
-                self.tally.leader = name
+        self.commits += 1
+        disk, state = self.disks[name], life.node.state
+        if record.proposal.key.parent != disk.states[-1].head.digest:
+            raise Violation(f"I1: {name} appended a record of another branch")
+        if state.head.digest != record.digest:  # the same input has made it append the next one, too
+            state = disk.states[-1].after(record)
+        disk.own.add(record.digest)
+        disk.log.append(record)
+        disk.states.append(state)
+        life.trainer.appended(record)
+        self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm)
 
     def _fetched(self, name: str, effect: FetchResult) -> None:
         holder, record = effect.holder, effect.record
-        life = self.lives.get(holder)
-        held = life is not None and life.node.held
-        if life is not None and ((held and held.record.digest == record.digest) or record.digest in life.recent):
+        if self.reaches(name, holder) and self._has(holder, record):
             self.enter(name, lambda node, now: node.fetched(record, now))
         else:
             self.enter(name, lambda node, now: node.fetch_failed(holder, record, "gone", now))
 
-    def _switch(self, name: str, life: Life, donor: str, whole: bool) -> None:
-        if self.lives.get(name) is not life:
-            return
-        theirs = self.lives.get(donor)
-        if theirs is None:
+    def _has(self, name: str, record: Record) -> bool:
+        held = self.lives[name].node.held
+        logged = (entry.digest for entry in reversed(self.disks[name].log))
+        return (held is not None and held.record.digest == record.digest) or record.digest in logged
+
+    def _switch(self, name: str, donor: str) -> None:
+        """The whole log at once: nobody is ever between two branches."""
+        if not self.reaches(name, donor):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
-        state = theirs.node.state
-        self.tally.catch_ups += 1
-        if state.head > life.node.state.head:
-            self.disks[name].state = state
-            life.recent.extend(theirs.recent)
-        self.enter(name, lambda node, now: node.caught_up(state, now, whole=whole))
+        theirs, mine = self.disks[donor], self.disks[name]
+        state = theirs.states[-1]
+        if state.head > self.lives[name].node.state.head:
+            self._tell_switch(self.lives[name].trainer, mine.states[-1], theirs)
+            mine.log, mine.states = list(theirs.log), list(theirs.states)
+            self.tell(f"{name} moves to round {state.head.round} of {donor}")
+        self.enter(name, lambda node, now: node.caught_up(state, now))
+
+    def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> None:
+        """By the records that are missing, where they are few; else by the whole state."""
+        recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
+        known = next((index for index in recent if theirs.states[index].head == mine.head), None)
+        if known is None:
+            trainer.replaced(theirs.states[-1])
+        else:
+            for record in theirs.log[known:]:
+                trainer.appended(record)
 
 
-def _decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
+@cache
+def owner() -> Identity:
+    """Of every run here."""
+    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"owner").digest())
+    return Identity(Path("owner.key"), key.public_key().public_bytes_raw(), key)
+
+
+def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
     return Settings(), state.step + bool(contributions)

@@ -1,6 +1,6 @@
 """Disasters as small scripts that people read, on a world without chance. Below `---` is what must happen.
 
-    python -m diloco.simulate.protocol.scenario [--write] FILE…
+    python -m diloco.simulate.virtual.scenario [--write] FILE…
 
 runs them, or writes down what happens now.
 """
@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from diloco.elastic.protocol.messages import Begin, Effect, Send
+from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
-from diloco.simulate.protocol.check import Violation
-from diloco.simulate.protocol.faults import MOMENTS, both_ways
-from diloco.simulate.protocol.streaming import Pace
-from diloco.simulate.protocol.world import Setup, World
+from diloco.simulate.virtual.chances import Setup, disaster_world
+from diloco.simulate.virtual.check import Violation
+from diloco.simulate.virtual.faults import MOMENTS, both_ways
+from diloco.simulate.virtual.streaming import Pace
+from diloco.simulate.virtual.world import World
 
 PATIENCE_S = 60.0  # of `until`
 LIFE_S = 15.0  # within which a round must be committed
@@ -69,7 +70,7 @@ def parse(text: str) -> Scenario:
 def play(scenario: Scenario, *, without: str = "") -> str:
     """The transcript. Raises Unmet, or Violation with the transcript as its second argument."""
     rules = replace(ALL, **{without: False}) if without else ALL
-    world = World(replace(scenario.setup, rules=rules))
+    world = disaster_world(replace(scenario.setup, rules=rules))
     world.found(scenario.founders)
     try:
         for command in scenario.commands:
@@ -137,22 +138,18 @@ def _holds(world: World, who: str, number: int) -> bool:
 
 def _strike(world: World, what: tuple[str, str], when: str, deed: tuple[str, str]) -> None:
     """Once, just before somebody does a thing, or just after."""
-    blow, victim = what
-    doer, thing = deed
-    kind = MOMENTS[{"appends": "append", "fetches": "fetchresult", "stores": "remember"}.get(thing, thing)]
+    (act, victim), (doer, thing) = what, deed
 
-    def watch(name: str, effect: Effect) -> None:
-        if name != doer or not isinstance(effect.message if isinstance(effect, Send) else effect, kind):
-            return
-        world.watchers.remove(watch)
+    def blow(name: str) -> None:
         if when == "when":
-            getattr(world, blow)(victim)
-        elif blow == "crash":
+            getattr(world, act)(victim)
+        elif act == "crash":
             world.crash_soon(victim, 1)
         else:
             world.timeline.after(0, lambda: world.stop(victim))
 
-    world.watchers.append(watch)
+    kind = {"appends": "append", "fetches": "fetchresult", "stores": "remember"}.get(thing, thing)
+    world.once(MOMENTS[kind], blow, doer)
 
 
 def _newest(world: World, who: str) -> RunState:
@@ -161,7 +158,7 @@ def _newest(world: World, who: str) -> RunState:
 
 
 def _expect(world: World, words: list[str], command: str) -> None:
-    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    best = world.newest
     log = next(world.disks[name].log for name, life in world.lives.items() if life.node.state.head == best.head)
     match words:
         case ["round", number, "of", who]:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.elastic.protocol.record import Offer, Record, holder_name
-from diloco.elastic.protocol.state import RunState
-from diloco.simulate.protocol.trainer import MAX_PHASES, PHASE_SAMPLES, TOKENS_PER_SAMPLE, Trainer
+from diloco.elastic.protocol.state import RunState, Version
+from diloco.simulate.virtual.trainer import MAX_PHASES, PHASE_SAMPLES, TOKENS_PER_SAMPLE, Trainer
 
 ENCODE_S = 0.5
 
@@ -104,13 +104,6 @@ class Work:
         self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
 
 
-class Version(NamedTuple):
-    """Of a fragment's outer parameters."""
-
-    digest: str
-    step: int  # the run's clock after the update that brought it there
-
-
 class Flight(NamedTuple):
     """Where a fragment was when it was launched."""
 
@@ -126,7 +119,7 @@ class Streaming(Trainer):
         count, state = self.pace.fragments, self.node.state
         self.works = [Work(fragment, self.node.incarnation) for fragment in range(count)]
         self.state = state  # as last seen
-        self.versions = [Version(state.head.digest, state.step)] * count
+        self.versions = [Version(state.head.digest, state.step)] * count  # of fragments' outer parameters
         self._taken = [state.head.digest] * count
         self._in_flight: dict[int, Flight] = {}
         self._trained = 0  # stretches
@@ -159,7 +152,7 @@ class Streaming(Trainer):
         if pause is None:
             self._waits = True
         else:
-            self.timeline.after(pause, lambda: self.when_running(self.train))
+            self.later(pause, self.train)
 
     def moved(self, *, only_leases: bool) -> None:
         if self._waits:
@@ -226,12 +219,9 @@ class Streaming(Trainer):
         offer = work.cut(self._tokens[fragment], self._used)
         self._in_flight[fragment] = Flight(self.versions[fragment].digest, work.mark)
         self._cut_at[fragment], self._tokens[fragment], self._used = self._trained, 0, ()
-        encode_s = ENCODE_S * self.timeline.chance(f"encode {self.node.me}")
-        self._encoded_at = max(self._encoded_at, self.timeline.now + encode_s)
-        self.timeline.at(
-            self._encoded_at,
-            lambda: self.when_running(lambda: self.enter(lambda node, now: node.offer(offer, now))),
-        )
+        now, encode_s = self.world.now, ENCODE_S * self.world.timeline.chance(f"encode {self.node.me}")
+        self._encoded_at = max(self._encoded_at, now + encode_s)
+        self.world.timeline.at(self._encoded_at, lambda: self.when_running(lambda: self.offer(offer)))
 
     def _finish(self, fragment: int) -> Pause:
         """Waits until its round is over, with or without this island's part."""
@@ -290,7 +280,7 @@ class Streaming(Trainer):
         want = self.pace.want + size(self._waiting())
         if want != self._wanted:
             self._wanted = want
-            self.enter(lambda node, now: node.ask(want, now))
+            self.world.enter(self.node.me, lambda node, now: node.ask(want, now))
 
     def _waiting(self) -> Ranges:
         """Samples behind progress that is not contained yet."""

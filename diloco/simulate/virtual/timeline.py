@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 
-SILENCE_S = 2.0  # of all islands
-
 
 class Timeline:
     """Chance is drawn by name, from a stream for each: taking one fault away leaves everything else as it was. That is
@@ -29,6 +27,13 @@ class Timeline:
 
     def after(self, seconds: float, what: Callable[[], object]) -> None:
         self.at(self.now + seconds, what)
+
+    def later(self, seconds: float, what: Callable[[], object]) -> None:
+        """As `after`, but what takes no time is done before anything else happens."""
+        if seconds:
+            self.after(seconds, what)
+        else:
+            what()
 
     def run(self, until: float) -> None:
         queue, pop = self._queue, heapq.heappop

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.protocol import faults
-from diloco.simulate.protocol.check import Violation
+from diloco.simulate.virtual import faults
+from diloco.simulate.virtual.check import Violation
 
 TAIL = 60  # lines of a transcript
 

@@ -12,19 +12,16 @@ from diloco.elastic.protocol.messages import (
     Begin,
     Commit,
     Done,
-    Effect,
     FetchResult,
     Promise,
     Ready,
     Remember,
-    Send,
 )
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.protocol.check import Violation
-from diloco.simulate.protocol.streaming import USUAL, Pace
-from diloco.simulate.protocol.timeline import SILENCE_S
-from diloco.simulate.protocol.trainer import PHASE_S
-from diloco.simulate.protocol.world import Pair, Setup, World
+from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, Setup, disaster_world
+from diloco.simulate.virtual.check import Violation
+from diloco.simulate.virtual.streaming import USUAL, Pace
+from diloco.simulate.virtual.world import Pair, World
 
 FAULTY_S = 40.0
 QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
@@ -148,7 +145,7 @@ def _moment(chance: random.Random) -> tuple[str, int]:
 
 def run(plan: Disaster) -> World:
     """Through the faults, then a quiet time in which everything must come right. Raises Violation."""
-    world = World(plan.setup)
+    world = disaster_world(plan.setup)
     try:
         _run(world, plan)
     except Violation as violation:
@@ -181,10 +178,10 @@ def _run(world: World, plan: Disaster) -> None:
 
 def _wait_for_late_progress(world: World, made: Made) -> None:
     """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
-    for _ in range(PATIENCE if world.setup.pace != USUAL else 0):
+    for _ in range(PATIENCE if world.pace != USUAL else 0):
         if not any(_lost(world, made)):
             return
-        world.timeline.run(world.now + quiet_s(world.setup.pace))
+        world.timeline.run(world.now + quiet_s(world.pace))
 
 
 def quiet_s(pace: Pace) -> float:
@@ -229,8 +226,7 @@ def both_ways(some: Iterable[str], others: Iterable[str]) -> set[Pair]:
 
 def _orphan(world: World) -> None:
     """All members die; those who have only just come are left."""
-    states = [life.node.state for life in world.lives.values()]
-    roster = max(states, key=lambda state: state.head).roster if states else ()
+    roster = world.newest.roster if world.lives else ()
     if world.lives.keys() - set(roster):
         for name in roster:
             world.crash(name)
@@ -246,11 +242,7 @@ def _all_back(world: World, without: tuple[str, ...] = ()) -> None:
 def _strike(world: World, fault: Fault) -> None:
     """When somebody is about to do a thing of this kind, or has just done it."""
 
-    def watch(name: str, effect: Effect) -> None:
-        done = effect.message if isinstance(effect, Send) else effect
-        if name not in world.lives or not isinstance(done, MOMENTS[fault.moment]):
-            return
-        world.watchers.remove(watch)
+    def blow(name: str) -> None:
         match fault.kind:
             case "stop at":
                 world.stop(name)
@@ -268,7 +260,7 @@ def _strike(world: World, fault: Fault) -> None:
         else:
             world.crash(name)
 
-    world.watchers.append(watch)
+    world.once(MOMENTS[fault.moment], blow)
 
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:
@@ -283,19 +275,19 @@ def _end_of_faults(world: World, *, all_return: bool) -> None:
 
 def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
     there = set(world.lives) - set(apart[:1])  # of two that are apart, a round has one at most
-    if world.setup.partition == "merge" or not there:
+    if world.options.partition == "merge" or not there:
         return bool(set(world.lives) - set(apart))
-    newest = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
-    return 2 * len(set(newest.roster) & there) > len(newest.roster) and bool(set(world.lives) - set(apart))
+    roster = world.newest.roster
+    return 2 * len(set(roster) & there) > len(roster) and bool(set(world.lives) - set(apart))
 
 
 def _check_liveness(world: World, round_then: int) -> None:
     heads = {name: life.node.state.head for name, life in world.lives.items()}
     best = max(heads.values())
-    length_s = quiet_s(world.setup.pace)
+    length_s = quiet_s(world.pace)
     if best.round < round_then + length_s / (6 * PHASE_S):
         raise Violation(f"I4: only round {best.round} after {length_s:.0f} quiet seconds, from {round_then}")
-    some = world.setup.pace.fragments  # rounds may follow each other at once
+    some = world.pace.fragments  # rounds may follow each other at once
     behind = [name for name, head in heads.items() if head.round < best.round - some]
     if behind:
         raise Violation(f"I4: {behind} are behind, {heads}")
@@ -306,10 +298,9 @@ def _check_liveness(world: World, round_then: int) -> None:
 
 def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
     """What somebody has who is there, and reaches everybody, is contained, unless the one before it is nowhere."""
-    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
     there = world.lives.keys() - set(apart)
     held = {amendment.number for name in there for amendment in world.disks[name].amendments}
-    if (number := len(best.amendments) + 1) in held:
+    if (number := len(world.newest.amendments) + 1) in held:
         raise Violation(f"I6: amendment {number} was handed in, and is contained nowhere")
 
 
@@ -320,7 +311,7 @@ def _check_no_loss(world: World, made: Made) -> None:
 
 
 def _lost(world: World, made: Made) -> Iterator[str]:
-    best = max((life.node.state for life in world.lives.values()), key=lambda state: state.head)
+    best = world.newest
     for name, life in world.lives.items():
         incarnation, progress = made.get(name, (0, ()))
         contained = tuple(best.mark(name, incarnation, fragment) for fragment in range(len(progress)))

@@ -1,0 +1,104 @@
+"""What things take in a disaster: short times, drawn by chance. Clocks differ, and some messages come twice."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache, partial
+
+from diloco.elastic.protocol.messages import Begin, Message
+from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.rules import ALL, Rules
+from diloco.simulate.virtual.costs import Costs, Network
+from diloco.simulate.virtual.streaming import USUAL, Pace
+from diloco.simulate.virtual.timeline import Timeline
+from diloco.simulate.virtual.world import Pair, World, decide
+
+SILENCE_S = 2.0
+PHASE_S = 3.0
+TICK_S = 0.35
+SMOOTH_TICK_S = 0.25  # scenarios are few, and can be finer
+
+
+@dataclass(frozen=True)
+class Setup:
+    islands: int = 4
+    partition: str = "merge"
+    seed: int = 0
+    rules: Rules = ALL
+    pace: Pace = USUAL
+    smooth: bool = False  # no chance at all: for scenarios
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(chr(ord("A") + index) for index in range(self.islands))
+
+
+class Links(Network):
+    """Keep the order of messages; some come once more, late."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._timeline = world, world.timeline
+        self._arrival: defaultdict[Pair, float] = defaultdict(float)
+
+    def send(self, sender: str, to: str, message: Message) -> None:
+        chance = self._timeline.chance(f"link {sender}{to}")
+        delay = 0.01 if self._timeline.smooth else 0.005 + 0.1 * chance**3
+        arrival = self._arrival[sender, to] = max(self._arrival[sender, to], self._timeline.now + delay)
+        deliver = partial(self._world.deliver, sender, to, message)
+        self._timeline.at(arrival, deliver)
+        if chance > 0.98:
+            self._timeline.after(20 * self._timeline.chance("late"), deliver)
+
+
+class Chances(Costs):
+    connect_s = 2 * SILENCE_S
+    unreachable_s = SILENCE_S
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline)
+        self._chance, self._clocks = timeline.chance, cache(self._clock_of)
+
+    def network(self, world: World) -> Links:
+        return Links(world)
+
+    def clock(self, name: str) -> float:
+        start, pace = self._clocks(name)
+        return start + pace * self.timeline.now
+
+    def _clock_of(self, name: str) -> tuple[float, float]:
+        """Islands' clocks run at slightly different speeds from different beginnings."""
+        if self.timeline.smooth:
+            return 0.0, 1.0
+        skew = self._chance(f"clock {name}")
+        return 10_000 * skew, 0.97 + 0.06 * skew
+
+    def tick_s(self, node: Node, islands: int) -> float:
+        return SMOOTH_TICK_S if self.timeline.smooth else TICK_S * (0.8 + 0.4 * self._chance(f"tick {node.me}"))
+
+    def phase_s(self, name: str) -> float:
+        duration = PHASE_S * (0.6 + 0.8 * self._chance(f"phase {name}"))
+        return duration * (5 if self._chance(f"slow {name}") < 0.05 else 1)
+
+    def fetch_s(self) -> float:
+        return 0.05 + 0.3 * self._chance("fetch")
+
+    def catch_up_s(self, missed: int) -> float:
+        return 0.1 + 1.5 * self._chance("catch up")
+
+    def closed_s(self, gone: Node, other: Node) -> float | None:
+        return 0.05 + 0.2 * self._chance("closed") if self._chance("noticed") < 0.8 else None
+
+    def reduce_s(self, begin: Begin) -> list[float]:
+        return [0.2 + self._chance(f"reduce {member}") for member in begin.members]
+
+    def failure_s(self, *, first: bool) -> float:
+        return 0.02 if first else 0.05 + 0.1 * self._chance("fails")
+
+
+def disaster_world(setup: Setup) -> World:
+    options = Options(
+        decide, silence_s=SILENCE_S, partition=setup.partition, fragments=setup.pace.fragments, want=setup.pace.want
+    )
+    costs = Chances(Timeline(setup.seed, smooth=setup.smooth))
+    world = World(setup.names, options, costs, rules=setup.rules, pace=setup.pace)
+    world.observers.append(world.transcript.see)
+    return world
