@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from diloco.checkpoint.save import read_outer, write_save
-from diloco.checkpoint.saver import Saver
+from diloco.checkpoint.save import Saver, read_outer, write_save
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import permute

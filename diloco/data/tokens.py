@@ -1,7 +1,6 @@
 """Token files: tokenised once, read by position ever after. The format is in `header`."""
 
 import hashlib
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from diloco.atomic import publish
 from diloco.data import header
 from diloco.data.files import CHUNK, Files
 from diloco.data.header import TokenFileInfo
@@ -115,8 +115,7 @@ class TokenWriter:
             self._file.seek(0)
             self._file.write(header.pack(self.info))
             self._file.flush()
-            os.fsync(self._file.fileno())
-            os.replace(self._partial, self.path)
+            publish(self._partial, self.path, durable=True)
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from diloco.atomic import write_file
 from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.store import Store
@@ -289,6 +290,4 @@ class Search:
 
 
 def write_ticket(folder: Path, ticket: Ticket) -> None:
-    draft = folder / ".ticket"
-    draft.write_text(ticket.render() + "\n")
-    draft.rename(folder / "ticket")
+    write_file(folder / "ticket", ticket.render() + "\n")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic import sync_path
 from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.segments import sync_path
 from diloco.checkpoint.save import age, read_facts, saves
 from diloco.elastic.protocol.record import Head
 from diloco.errors import SaveError

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.save import read_facts, read_inner, read_outer, saves, write_save
-from diloco.checkpoint.saver import Saver
+from diloco.checkpoint.save import Saver, read_facts, read_inner, read_outer, saves, write_save
 from diloco.config.file import first_difference
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, open_samples, validation_batches
