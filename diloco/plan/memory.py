@@ -73,8 +73,7 @@ def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     fragment; what encoding lost; the bytes of contributions and results that are kept."""
     sync, values = config.sync, work.trained
     counts = work.fragments(sync.fragments, sync.pattern)
-    feedback = sync.feedback == "on" or (sync.feedback == "auto" and sync.codec in ("sparse", "sign", "dct", "lowrank"))
-    vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if feedback else 0)
+    vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if sync.feeds_back else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
     kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * _rounds(config, step_s)) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
