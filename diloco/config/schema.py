@@ -128,10 +128,28 @@ class ModelConfig(Section):
         return self
 
 
+# What else can be chosen by name, and where it is: `module:Class`, loaded by whoever uses it.
+SOURCES = {
+    "stdlib": "diloco.data.stdlib:Stdlib",
+    "text": "diloco.data.text:Text",
+    "tokens": "diloco.data.tokens:TokenFiles",
+    "hf": "diloco.data.hf:HuggingFace",
+}
+OUTER_OPTIMIZERS = {
+    "nesterov": "diloco.train.optimizers:Nesterov",
+    "sgd": "diloco.train.optimizers:Sgd",
+    "adam": "diloco.train.optimizers:Adam",
+}
+SINKS = {
+    "tensorboard": "diloco.report.trackers:TensorBoard",
+    "wandb": "diloco.report.trackers:WandB",
+}
+
+
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: Literal["stdlib", "text", "tokens", "hf"] = key(
+    source: Annotated[str, OneOf(SOURCES)] = key(
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
     path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
@@ -215,7 +233,7 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     """The optimizer that combines the islands."""
 
-    optimizer: Literal["nesterov", "sgd", "adam"] = key(
+    optimizer: Annotated[str, OneOf(OUTER_OPTIMIZERS)] = key(
         "nesterov", "applied to the mean of the islands' pseudo-gradients"
     )
     lr: Annotated[Any, _auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
@@ -356,6 +374,15 @@ class LogConfig(Section):
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
     wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
+    sinks: Annotated[tuple[Annotated[str, OneOf(SINKS)], ...], BeforeValidator(_names)] = key(
+        (), "the same by name, for sinks that have no key of their own"
+    )
+
+    @property
+    def wanted(self) -> list[str]:
+        """All sinks by name, each once."""
+        own = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return list(dict.fromkeys([*(name for name, asked in own.items() if asked), *self.sinks]))
 
 
 class Config(Section):

@@ -16,8 +16,8 @@ from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_source
 from diloco.data.samples import OWN_LOOP
-from diloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_digest
-from diloco.data.tokens import TokenFile
+from diloco.data.source import source_kind
+from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.errors import DataError, SaveError
 from diloco.island.island import materialise
 from diloco.island.layout import Layout
@@ -137,7 +137,8 @@ def _layout(module: nn.Module) -> Layout:
 
 
 def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
-    spec = given or _tokenizer_of(trained.config)
+    config = trained.config
+    spec = given or source_kind(config.data).tokenizer(config.data, [config.model.hf] if config.model.hf else [])
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab > trained.vocab:
         raise DataError(
@@ -147,21 +148,6 @@ def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_of(config: Config) -> str:
-    data = config.data
-    if data.source != "tokens":
-        return BYTES if data.source == "stdlib" else data.tokenizer
-    made_with = TokenFile(Path(data.path or "")).info.tokenizer
-    for spec in (BYTES, data.tokenizer, config.model.hf):
-        try:
-            if spec is not None and tokenizer_digest(spec) == made_with:
-                return spec
-        except DataError:
-            continue  # a model's folder may hold no tokenizer
-    raise DataError(f"{data.path} does not say where its tokenizer is: name its folder by --tokenizer")
-
-
 def begins_with(config: Config, tokenizer: Tokenizer) -> int | None:
     """The token that training put before each document; None where documents followed each other without one."""
-    plain = config.data.source == "stdlib" or (config.data.source == "text" and config.data.tokenizer == BYTES)
-    return None if plain else tokenizer.end
+    return tokenizer.end if source_kind(config.data).separated(config.data) else None

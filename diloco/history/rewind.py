@@ -32,7 +32,7 @@ from diloco.run.folder import has_log
 from diloco.run.genesis import FILE, PROTOCOL, Genesis, Parent, own_sections, read_genesis, shared_of, write_genesis
 from diloco.run.join import OUTER
 from diloco.train.amend import amended, changed
-from diloco.train.outer import VECTORS
+from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule, schedule_of
 
 FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
@@ -94,7 +94,8 @@ def _config(island: Path, genesis: Genesis, state: RunState, overrides: list[str
     config = changed(before, asked | {"checkpoint.dir": str(out)})
     for key in asked:
         fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
-        if fixed or (key == "outer.optimizer" and VECTORS[config.outer.optimizer] != VECTORS[before.outer.optimizer]):
+        then, now = (optimizer_named(one.outer.optimizer).vectors for one in (before, config))
+        if fixed or (key == "outer.optimizer" and then != now):
             raise ConfigError(f"{key} cannot change: the state of round {state.head.round} was made with it")
     if state.step >= config.inner.steps:
         raise ConfigError(

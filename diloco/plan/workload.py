@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth
 from diloco.config.schema import Config, DataConfig
-from diloco.data import TokenFile
-from diloco.data.tokenizer import load_tokenizer
+from diloco.data.source import source_kind
 from diloco.errors import DataError
 from diloco.island.fragments import fragments_of
 from diloco.island.layout import Layout
@@ -16,8 +14,6 @@ from diloco.island.parallel import blocks_of
 from diloco.model.build import Network, build_network
 from diloco.model.flops import flops_per_token
 from diloco.plan.predict import Workload
-
-BYTES_VOCAB = 256
 
 
 def workload_of(config: Config) -> Workload:
@@ -44,11 +40,7 @@ def workload_of(config: Config) -> Workload:
 def data_vocab(data: DataConfig) -> int:
     """Without reading the data itself, which may be large or elsewhere."""
     try:
-        if data.source == "tokens":
-            return TokenFile(Path(data.path or "")).vocab
-        if data.source == "stdlib" or data.tokenizer == "bytes":
-            return BYTES_VOCAB
-        return load_tokenizer(data.tokenizer).vocab
+        return source_kind(data).vocab(data)
     except DataError as error:
         raise DataError(
             f"{error}; to plan without it, say how large a vocabulary it has: --set model.vocab=32768"

@@ -34,7 +34,8 @@ from diloco.report.events import Events
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import Connection, Peer
 from diloco.train.amend import Inbox, amended, objection
-from diloco.train.outer import VECTORS, apply_record
+from diloco.train.optimizers import optimizer_named
+from diloco.train.outer import apply_record
 from diloco.train.rounds import Together, decider
 from diloco.train.sync import PHASES_AHEAD
 
@@ -103,7 +104,7 @@ def find_start(peer: Peer, genesis: Genesis, config: Config, fragments: Fragment
     if own is not None:
         state, vectors, giver = own.state, own.vectors, "its own disk"
     else:
-        sizes = dict.fromkeys(VECTORS[config.outer.optimizer], fragments.count)
+        sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
         snapshot = Search(peer).state(genesis, sizes, store.begun)
         givers = sum(size > 0 for size in snapshot.donors.values())
         state, vectors, giver = snapshot.state, snapshot.vectors, f"{givers} peer{'s' * (givers != 1)}"
