@@ -16,15 +16,12 @@ from diloco.errors import ConfigError
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (or the defaults), changed by `sync.every=100` and the like."""
-    tree = load_tree(Path(path)) if path is not None else {}
-    for override in overrides:
-        _override(tree, override)
-    return parse_config(tree)
+    return parse_config(overrides_tree(overrides, load_tree(Path(path)) if path is not None else {}))
 
 
-def overrides_tree(overrides: Iterable[str]) -> dict[str, Any]:
-    """`island.batch=8` and the like by themselves, as sections."""
-    tree: dict[str, Any] = {}
+def overrides_tree(overrides: Iterable[str], onto: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`island.batch=8` and the like as sections: by themselves, or on top of what a file says."""
+    tree = onto or {}
     for override in overrides:
         _override(tree, override)
     return tree

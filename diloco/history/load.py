@@ -79,7 +79,7 @@ def load_trained(folder: Path) -> Trained:
         )
     config = parse_config(facts["config"])
     network = _network(config, len(vector))
-    layout = _layout(network.module)
+    layout = Layout.of_module(network.module)
     if layout.size != len(vector):
         raise SaveError(f"{save} holds {len(vector)} values, its model has {layout.size}: use the diloco that wrote it")
     materialise(network.module, torch.device("cpu"))
@@ -126,14 +126,10 @@ def _network(config: Config, length: int) -> Network:
 
     if config.model.hf is not None or config.model.vocab is not None:
         return build(1)
-    one, two = (_layout(build(vocab).module).size for vocab in (1, 2))
+    one, two = (Layout.of_module(build(vocab).module).size for vocab in (1, 2))
     if one == two:  # frozen embeddings: they are in no vector
         return build(open_source(config.data, cache_dir=Path(config.dir).resolve().parent / "cache").vocab)
     return build(1 + (length - one) // (two - one))
-
-
-def _layout(module: nn.Module) -> Layout:
-    return Layout.of((name, p) for name, p in module.named_parameters() if p.requires_grad)
 
 
 def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:

@@ -76,11 +76,7 @@ def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     counts = work.fragments(sync.fragments, sync.pattern)
     vectors = len(optimizer_named(config.outer.optimizer).vectors) + 3 + (1 if sync.feeds_back else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
-    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * _rounds(config, step_s)) for size in encoded)
+    rounds = max(1.0, config.inner.steps / phase_steps(sync, step_s))  # of each fragment in the whole run
+    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * rounds) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
     return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
-
-
-def _rounds(config: Config, step_s: float) -> float:
-    """Of each fragment in the whole run."""
-    return max(1.0, config.inner.steps / phase_steps(config.sync, step_s))
