@@ -1,4 +1,5 @@
-"""A plain save: everything the next step depends on, in one folder that appears at once or not at all.
+"""A plain save: everything the next step depends on, in one folder that appears at once or not at all. Training does
+not wait for it (`Saver`): it is made of a copy, in a thread of its own.
 
 `DIR/save-00000400/` holds `inner/` (torch distributed checkpoint: each process writes its shards, any mesh can load
 them), `outer.safetensors` (the outer state) and `facts.json`, written last.
@@ -6,11 +7,15 @@ them), `outer.safetensors` (the outer state) and `facts.json`, written last.
 
 import io
 import json
+import math
 import os
 import shutil
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,18 +27,77 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from diloco.checkpoint.log.background import Rest, no_rest
-from diloco.checkpoint.log.segments import sync_path
+from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
+from diloco.checkpoint.log.background import Pace, Rest, make_way, no_rest
 from diloco.checkpoint.log.tensorfile import PIECE, write_tensors
 from diloco.errors import SaveError
 
 KEEP = 2
-PART, ASIDE = ".part", ".aside"
 FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
 OF_ALONE = ("launched", "position", "together")  # the first two of an island alone, as diloco 0.1.0 wrote it
+PATIENCE = timedelta(days=1)  # of processes that wait for each other, as everywhere
+
+Written = Callable[[int, Path, float], None]  # step, where, and how many seconds it took
+Failed = Callable[[SaveError], None]
+
+
+class Saver:
+    """Of one island: all its processes use theirs at the same steps. What became of a save is told in its thread."""
+
+    def __init__(self, folder: Path, written: Written, failed: Failed) -> None:
+        self._folder, self._written, self._failed = folder, written, failed
+        self._thread: threading.Thread | None = None
+        self._pace, self._begun_at = Pace(), -math.inf
+        self._group: dist.ProcessGroup | None = None
+
+    def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Copied when it returns. It waits for the save before this one."""
+        self.wait()
+        inner = BlockingAsyncStager().stage(inner)
+        outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
+        if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._pace = Pace(self._time_to_spare())
+        # not a daemon: a program that ends meanwhile ends when this is on disk
+        self._thread = threading.Thread(target=self._write, args=(step, inner, outer, facts), name="save")
+        self._thread.start()
+
+    def _time_to_spare(self) -> float:
+        """Half of what was between the last two saves: the next one is not to wait for this one."""
+        before, self._begun_at = self._begun_at, time.monotonic()
+        return (self._begun_at - before) / 2
+
+    def _write(self, step: int, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        make_way()
+        self._pace.begin()
+        started = time.perf_counter()
+        try:
+            path = write_save(
+                self._folder, step, inner=inner, outer=outer, facts=facts, group=self._group, rest=self._pace.rest
+            )  # fmt: skip
+        except SaveError as error:
+            self._failed(error)
+        except Exception as error:  # noqa: BLE001 -- a thread's outermost frame
+            self._failed(SaveError(f"the save of step {step} failed: {error!r}"))
+        else:
+            self._written(step, path, time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """For what has been begun."""
+        if self._thread is not None:
+            self._pace.hurry()
+            self._thread.join()
+            self._thread = None
+
+    close = wait  # whoever leaves, for whatever reason, leaves when it is on disk
+
+    @property
+    def writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
 
 def write_save(
@@ -59,10 +123,9 @@ def write_save(
     def finish() -> None:
         write_tensors(part / "outer.safetensors", outer, rest)
         (part / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-        for path in (part / "facts.json", part / "inner", part):
+        for path in (part / "facts.json", part / "inner"):
             sync_path(path)
-        _publish(part, final)
-        sync_path(folder)  # only then may older ones go
+        publish(part, final, durable=True)
         _prune(folder, final)
 
     try:
@@ -140,18 +203,8 @@ def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> Non
         raise error
 
 
-def _publish(part: Path, final: Path) -> None:
-    """Whoever dies in between leaves the earlier one, which counts until `final` is there."""
-    aside = final.with_name(final.name + ASIDE)
-    if final.exists():
-        final.rename(aside)
-    part.rename(final)
-    if aside.exists():
-        shutil.rmtree(aside)
-
-
 def _clean(folder: Path) -> None:
-    """What a writer left when it died."""
+    """What a writer left when it died. One that died while it replaced a save left that as `.aside`, which counts."""
     for left_over in folder.glob(f"save-*{PART}"):
         shutil.rmtree(left_over)
     for aside in folder.glob(f"save-*{ASIDE}"):
@@ -180,13 +233,12 @@ def age(save: Path) -> tuple[int, int]:
 def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
     """Of an outer state by itself: nothing can be resumed from it, but its model can be had."""
     final = folder / f"save-{step:08}"
-    part = folder / (final.name + PART)
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        write_tensors(part / "outer.safetensors", outer)
-        (part / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
-        part.rename(final)
+        folder.mkdir(parents=True, exist_ok=True)
+        with appearing(final, folder / (final.name + PART)) as part:
+            part.mkdir()
+            write_tensors(part / "outer.safetensors", outer)
+            (part / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{final} could not be written ({_reason(error)})") from None
     return final

@@ -1,4 +1,4 @@
-"""Quantities written by people: `20mbit`, `80ms`, `25M`, `64MiB`. Parsers return plain numbers in base units."""
+"""Quantities written by people: `20mbit`, `80ms`, `25M`. Parsers return plain numbers in base units."""
 
 import math
 import re
@@ -8,11 +8,6 @@ _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-SIZE_UNITS = {
-    "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
-    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
-}  # fmt: skip
-
 
 MAX_DELAY_S = 10.0
 SLOWEST, FASTEST = 1.0, 1e15  # bits per second, of any link
@@ -67,11 +62,6 @@ def parse_count(value: object) -> int:
 def is_whole(text: str) -> bool:
     """Plain digits, as islands are numbered: no sign, no ², not so many that they can mean nothing."""
     return re.fullmatch("[0-9]{1,9}", text) is not None
-
-
-def parse_size(value: object) -> int:
-    """Bytes: `64MiB`, `2GB`."""
-    return int(_parse(value, SIZE_UNITS, "a size such as 64MiB or 2GB"))
 
 
 def parse_share(value: str) -> float:

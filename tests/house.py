@@ -26,6 +26,7 @@ BEGIN, END = "<!-- picture: written by `make picture` -->", "<!-- end of the pic
 
 # Lowest first: a room imports rooms before it, never after it.
 ORDER = [
+    "atomic",
     "errors",
     "units",
     "version",
@@ -35,7 +36,6 @@ ORDER = [
     "comm.reduce",
     "checkpoint.log",
     "checkpoint.save",
-    "checkpoint.saver",
     "checkpoint.transfer",
     "elastic.protocol",
     "elastic.runtime",

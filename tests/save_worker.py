@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from diloco.bench.speed import Heard
-from diloco.checkpoint.save import FACTS, read_inner, saves
-from diloco.checkpoint.saver import Saver
+from diloco.checkpoint.save import FACTS, Saver, read_inner, saves
 from diloco.config.file import parse_config
 from diloco.island.mesh import take_place
 from diloco.report.events import Events

@@ -15,8 +15,8 @@ import torch
 from alone import train
 from conftest import SMALL
 
-from diloco.checkpoint.save import ASIDE, FACTS, KEEP, read_facts, read_inner, read_outer, saves, write_save
-from diloco.checkpoint.saver import Saver
+from diloco.atomic import ASIDE
+from diloco.checkpoint.save import FACTS, KEEP, Saver, read_facts, read_inner, read_outer, saves, write_save
 from diloco.errors import SaveError
 from diloco.history.load import load_trained
 
@@ -114,7 +114,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        monkeypatch.setattr("diloco.checkpoint.saver.write_save", self._write)
+        monkeypatch.setattr("diloco.checkpoint.save.write_save", self._write)
 
     def _write(self, *arguments: object, **named: object) -> Path:
         assert self.open.wait(20)

@@ -23,7 +23,6 @@ from diloco.checkpoint.log.snapshot import (
     read_manifest,
     read_vectors,
     snapshots,
-    write_file,
     write_snapshot,
 )
 from diloco.checkpoint.save import saves
@@ -316,12 +315,6 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_and_the_log_goes_on(tmp_pat
         store.close()
         assert [what for what, _ in told] == ["snapshot failed"] and store.durable == 1
         assert [path.name for path in (folder / "outer").glob("*.part")] == []
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path):
-    write_file(tmp_path / "genesis", b"one")
-    write_file(tmp_path / "genesis", b"two")
-    assert (tmp_path / "genesis").read_bytes() == b"two" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_segments_that_hold_the_log_since_an_old_snapshot_are_not_dropped(tmp_path):

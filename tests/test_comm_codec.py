@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.comm.codec.base import whole_units
+from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.feedback import ErrorFeedback
 from diloco.comm.codec.noise import PAGE, NoiseKey, add_noise
-from diloco.comm.codec.registry import BLOCK, CODECS
+from diloco.comm.codec.registry import CODECS
 from diloco.errors import CodecError
 
 NAMES = [name for name, codec in CODECS.items() if codec.closed]

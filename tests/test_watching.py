@@ -55,16 +55,16 @@ def test_the_curve_spans_its_values():
     assert curve([float("nan")]) == " "
 
 
-def test_tensorboard_files_hold_the_curves(tmp_path):
+def test_tensorboard_files_hold_the_curves(tmp_path, small):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = Events([TensorBoard(tmp_path)])
+    events = Events([TensorBoard(small())])
     events.emit("start", **START)
     events.emit("step", **STEP)
     events.emit("validation", step=10, round=2, validation_loss=2.25)
     events.close()
-    written = EventAccumulator(str(tmp_path))
+    written = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     written.Reload()
     assert written.Scalars("step/loss")[0].value == 2.5
     assert written.Scalars("validation/validation_loss")[0].step == 10

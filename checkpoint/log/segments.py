@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from diloco.atomic import sync_path
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.wire import as_bytes
 
@@ -215,15 +216,6 @@ def cut(path: Path, length: int) -> None:
     with path.open("rb+") as file:
         file.truncate(length)
         os.fsync(file.fileno())
-
-
-def sync_path(path: Path) -> None:
-    """A file's bytes, or a folder's names, are on the disk when it returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check(*parts: Buffer) -> bytes:

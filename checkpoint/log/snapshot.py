@@ -6,7 +6,6 @@ from the state alone, so they are the same on every island. What the state is be
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.atomic import PART, appearing, sync_path
 from diloco.checkpoint.log.background import Rest, no_rest
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import sync_path
 from diloco.checkpoint.log.tensorfile import PIECE, header, write_tensors
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import SnapshotDamaged
@@ -27,7 +26,7 @@ from diloco.errors import SnapshotDamaged
 FORMAT = 1
 SHARD_VALUES = 1 << 28  # of one file: 1 GiB
 MAX_MANIFEST = 64 << 20
-PART, GONE, DAMAGED = ".part", ".gone", ".damaged"
+GONE, DAMAGED = ".gone", ".damaged"
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,7 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
     final = folder / f"snapshot-{frozen.round:08}-{frozen.version[:8]}"
     if final.exists():
         return final
-    part = final.with_name(final.name + PART)
-    try:
-        shutil.rmtree(part, ignore_errors=True)
+    with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
         shards = [
             _write_shard(part, name, start, vector[start : start + shard_values], f"{start // shard_values:05}", rest)
@@ -91,14 +88,14 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
         manifest = Manifest(
             FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, tuple(shards)
         )  # fmt: skip
-        write_file(part / "manifest.json", manifest.encode())
-        sync_path(part)
-        part.rename(final)
-        sync_path(folder)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        (part / "manifest.json").write_bytes(manifest.encode())
+        sync_path(part / "manifest.json")
     return final
+
+
+def part_of(snapshot: Path) -> Path:
+    """Where it is written: `clean` finds it there, and so does whoever wants to see a writer's progress."""
+    return snapshot.with_name(snapshot.name + PART)
 
 
 def _write_shard(folder: Path, name: str, start: int, values: Tensor, number: str, rest: Rest) -> Shard:
@@ -178,17 +175,6 @@ def clean(folder: Path) -> None:
     """What a writer left when it died."""
     for path in [path for path in folder.glob("snapshot-*") if path.suffix in (PART, GONE)]:
         remove(path)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Durable, and never seen half written."""
-    part = path.with_name(path.name + PART)
-    with part.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    part.rename(path)
-    sync_path(path.parent)
 
 
 def _json(tree: Any) -> bytes:

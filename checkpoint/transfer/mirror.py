@@ -12,9 +12,10 @@ from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
+from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
-from diloco.checkpoint.log.snapshot import Manifest, read_manifest, read_vectors, snapshots
+from diloco.checkpoint.log.snapshot import Manifest, part_of, read_manifest, read_vectors, snapshots
 from diloco.checkpoint.transfer.remote import Remote
 from diloco.errors import RemoteError, SnapshotDamaged
 
@@ -145,10 +146,8 @@ def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> 
 
 
 def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
-    part = folder / f"{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
+    with appearing(folder / name, part_of(folder / name)) as part:
+        part.mkdir()
         remote.pull(f"{name}/{MANIFEST}", part / MANIFEST)
         manifest = read_manifest(part)
         for shard in manifest.shards:
@@ -156,9 +155,6 @@ def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
                 raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
             remote.pull(f"{name}/{shard.file}", part / shard.file)
         read_vectors(part, manifest)
-        part.rename(folder / name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return manifest
 
 

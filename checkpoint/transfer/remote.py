@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from diloco.atomic import appearing
 from diloco.errors import RemoteError
 
 TRIES = 5
@@ -67,13 +68,8 @@ class Remote:
 
     def pull(self, name: str, local: Path) -> None:
         """To a file that appears at once."""
-        part = local.with_name(local.name + ".part")
-        try:
+        with appearing(local) as part:
             self._do(f"give {name}", lambda: self._files.get_file(f"{self._root}/{name}", str(part)))
-            part.rename(local)
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         def delete() -> None:

@@ -12,7 +12,7 @@ does encoding, unless a codec says otherwise.
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -25,6 +25,7 @@ from diloco.errors import CodecError
 
 REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38 (dct, lowrank: 1e36): it was not encoded"
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
+FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 
 
@@ -42,15 +43,30 @@ class Noise:
 
 
 class Codec(ABC):
+    """Says everything about itself: what configuration, planner, benchmarks and documents know of it stands here."""
+
     name: str
+    about: str  # one line for people
     unit: int  # values that are encoded together; a page is a whole number of units
     needs_feedback = False  # biased: what it leaves out is lost unless error feedback sends it later
     closed = True  # a mean of such vectors can travel in the same codec
+    outer: Mapping[str, object] = {}  # settings of the outer optimizer that it was published with, if any
+    planned = False  # whether the planner may propose it unasked
+    loss_cost = 0.0  # share of the loss that it is expected to add, for the planner
+    cpu_ns: tuple[float, float]  # to encode and to decode a value, measured on 2 ARM cores, for the planner
 
     @property
     @abstractmethod
     def unit_bytes(self) -> int:
         """A multiple of 4: scales are read where they lie."""
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.size(PAGE) / PAGE
+
+    def result_codec(self, members: int) -> str:
+        """Name the codec in which a mean of so many contributions travels."""
+        return self.name if self.closed else "int8"
 
     def size(self, count: int) -> int:
         """Exactly this many bytes carry `count` values."""

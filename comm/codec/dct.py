@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import NOT_DECODED, TINY, Noise
+from diloco.comm.codec.base import FEEDBACK_COST, NOT_DECODED, TINY, Noise
 from diloco.comm.codec.chunks import CHUNK, Grouped
 from diloco.comm.codec.outer_sums import add_outer_sums
 from diloco.comm.codec.sparse import LEVELS, Kept
@@ -22,7 +22,8 @@ WAVES = 32  # of each chunk
 class Dct(Grouped):
     """The bytes are those of the kept coefficients."""
 
-    name, needs_feedback = "dct", True
+    name, about = "dct", "the 32 largest waves of each 64 x 64 values (DeMo)"
+    needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
     unit, scales = CHUNK, 1
     headroom = 2.0 * (LEVELS + 1)  # 32 waves of 128 scales, each wave 1/32 high: 128 scales, and what rounding adds
     kept = Kept(name, WAVES, nearest=True)

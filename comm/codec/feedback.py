@@ -7,8 +7,8 @@ ago describes parameters that have moved on.
 import torch
 from torch import Tensor
 
+from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import NoiseKey
-from diloco.comm.codec.registry import Codec
 
 
 class ErrorFeedback:

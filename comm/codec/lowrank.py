@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import TINY, Noise
+from diloco.comm.codec.base import FEEDBACK_COST, TINY, Noise
 from diloco.comm.codec.chunks import Grouped
 from diloco.comm.codec.noise import PAGE
 from diloco.comm.codec.outer_sums import add_outer_sums
@@ -27,7 +27,8 @@ LOST = 1e-4  # what is left of a column that the others contain already is round
 class LowRank(Grouped):
     """A tile is the fp32 scales of its products, their columns (int8) and their rows (int8)."""
 
-    name, needs_feedback = "lowrank", True
+    name, about = "lowrank", "the four strongest outer products of each 128 x 256 values (PowerSGD)"
+    needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
     unit, scales = PAGE, RANK
     headroom = 2.0 * RANK * (LEVELS + 1) ** 2
 

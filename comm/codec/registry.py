@@ -1,54 +1,91 @@
-"""How vectors travel: all codecs by name. Each is in `codec_dense`, `sign`, `sparse`, `dct` or `lowrank`.
+"""How vectors travel: all codecs by name. A new one is a class in a file of its own and a line in CODECS.
+
+Importing this is cheap: a codec's module, and torch with it, is loaded when somebody asks for the codec.
 
 Four are for contributions under error feedback: `sparse`, `sign`, `dct` and `lowrank`. A mean of such vectors is none
 of its kind and has nobody to feed errors back, so it travels value by value: `result_codec_for` says how.
 """
 
 import re
-from functools import cache
+from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
-import torch
-
-from diloco.comm.codec.base import Codec
-from diloco.comm.codec.chunks import CHUNK
-from diloco.comm.codec.dct import Dct
-from diloco.comm.codec.dense import BLOCK, Bf16, Fp4, Fp32, Int4, Int8
-from diloco.comm.codec.lowrank import LowRank
-from diloco.comm.codec.noise import PAGE, NoiseKey
-from diloco.comm.codec.sign import Sign
-from diloco.comm.codec.sparse import KEPT, Sparse, union
 from diloco.errors import CodecError
 
-__all__ = ["BLOCK", "CODECS", "Codec", "codec_named", "result_codec_for", "warm_up"]
+if TYPE_CHECKING:
+    from diloco.comm.codec.base import Codec
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (Fp32(), Bf16(), Int8(), Int4(), Fp4(), Sparse(), Sign(), Dct(), LowRank())
-}  # fmt: skip
+__all__ = ["CODECS", "codec_named", "result_codec_for", "warm_up"]
+
 UNION = re.compile(r"union:([1-9][0-9]{1,3})", re.ASCII)
 
 
-@cache
-def codec_named(name: str) -> Codec:
+class Codecs(Mapping[str, "Codec"]):
+    def __init__(self, **classes: str) -> None:
+        self._classes = classes
+        self._made: dict[str, Codec] = {}
+
+    def __getitem__(self, name: str) -> "Codec":
+        if name not in self._made:
+            self._made[name] = resolve_name(self._classes[name])()
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def register(self, name: str, place: str) -> None:
+        """Add a codec while the program runs; `place` is where its class is, as `module:Class`."""
+        self._classes[name] = place
+
+    def forget(self, name: str) -> None:
+        del self._classes[name]
+        self._made.pop(name, None)
+
+
+CODECS = Codecs(
+    fp32="diloco.comm.codec.dense:Fp32",
+    bf16="diloco.comm.codec.dense:Bf16",
+    int8="diloco.comm.codec.dense:Int8",
+    int4="diloco.comm.codec.dense:Int4",
+    fp4="diloco.comm.codec.dense:Fp4",
+    sparse="diloco.comm.codec.sparse:Sparse",
+    sign="diloco.comm.codec.sign:Sign",
+    dct="diloco.comm.codec.dct:Dct",
+    lowrank="diloco.comm.codec.lowrank:LowRank",
+)
+
+
+def codec_named(name: str) -> "Codec":
     """One of CODECS, or `union:K` with K values of each chunk of 4096. Names come from peers: any other is refused."""
     if name in CODECS:
         return CODECS[name]
+    from diloco.comm.codec.chunks import CHUNK
+    from diloco.comm.codec.sparse import KEPT, union
+
     match = UNION.fullmatch(name)
     if match and int(match[1]) <= CHUNK and int(match[1]) % KEPT == 0:
         return union(int(match[1]))
-    raise CodecError(f"there is no codec {name[:60]!r}")
+    raise CodecError(f"there is no codec {name[:60]!r}: there are {', '.join(CODECS)}")
 
 
 def result_codec_for(name: str, members: int) -> str:
-    """How a mean of so many contributions travels. Where most of a chunk may be kept, int8 is the smaller one."""
-    if codec_named(name).closed:
-        return name
-    together = union(min(KEPT * members, CHUNK))
-    return together.name if name == "sparse" and together.size(PAGE) < CODECS["int8"].size(PAGE) else "int8"
+    """How a mean of so many contributions travels."""
+    return codec_named(name).result_codec(members)
 
 
 def warm_up(name: str = "int8") -> None:
     """Compile what a CPU needs for this codec and its results, or load it: seconds that no round should wait for."""
+    import torch
+
+    from diloco.comm.codec.noise import NoiseKey
+
     for each in (name, result_codec_for(name, members=2)):
         codec = codec_named(each)
         codec.decode(codec.encode(torch.ones(1), NoiseKey(0, 0, "warm-up")), 1)

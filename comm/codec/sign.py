@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import TINY, Noise
+from diloco.comm.codec.base import FEEDBACK_COST, TINY, Noise
 from diloco.comm.codec.chunks import tree_sum
 from diloco.comm.codec.dense import BLOCK, Blockwise, Part
 
@@ -13,7 +13,9 @@ PLANE = BLOCK // 8  # bytes of a block; bit i of byte j is the value at i PLANE 
 class Sign(Blockwise):
     """Value by value in form, but a mean of signs is no sign: it travels in another codec."""
 
-    name, bits, needs_feedback, closed = "sign", 1, True, False
+    name, about = "sign", "the sign of each value times the mean magnitude of its block of 256"
+    bits, closed = 1, False
+    needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (22.0, 0.4)
 
     def bound(self, rows: Tensor) -> Tensor:
         return (rows.abs().amax(1, keepdim=True) * (1 + 1e-6) + TINY).expand_as(rows)

@@ -4,11 +4,16 @@ A contribution keeps 64 of 4096 values and is meant for error feedback: what it 
 n of them has up to 64 n values in a chunk and no feedback: it is sent as it is, rounded stochastically.
 """
 
+from collections.abc import Mapping
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import TINY, Noise
+from diloco.comm.codec.base import FEEDBACK_COST, TINY, Noise
 from diloco.comm.codec.chunks import CHUNK, Chunked, chunk_kernels, largest, tree_sum
+from diloco.comm.codec.dense import Int8
+from diloco.comm.codec.noise import PAGE
 
 KEPT = 64  # of each chunk of a contribution
 LANE = KEPT // 4  # bytes of two-bit codes
@@ -18,8 +23,15 @@ LEVELS = 127
 class Sparse(Chunked):
     """Sign and one of two magnitudes: the means of the kept ones below, and from their mean on."""
 
-    name, needs_feedback = "sparse", True
+    name, about = "sparse", "the 64 largest of each 4096 values, two bits each (SparseLoCo)"
+    needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (10.0, 1.0)
+    outer: Mapping[str, object] = {"optimizer": "sgd", "lr": 1.0}  # as published: feedback in place of momentum
     scales, keep, headroom = 2, KEPT, 1.0
+
+    def result_codec(self, members: int) -> str:
+        """The union of their supports. Where most of a chunk may be kept, int8 is the smaller one."""
+        together = union(min(KEPT * members, CHUNK))
+        return together.name if together.size(PAGE) < Int8().size(PAGE) else "int8"
 
     @property
     def unit_bytes(self) -> int:
@@ -102,6 +114,7 @@ class Kept(Chunked):
         return self.said(rows).view(torch.int8)
 
 
+@cache
 def union(keep: int) -> Kept:
     """For the mean of sparse vectors: as many values of each chunk as their supports can have together."""
     return Kept(f"union:{keep}", keep)

@@ -5,7 +5,6 @@ and a peer's libp2p id follows from its public key alone.
 """
 
 import os
-import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from diloco.atomic import create_file
 from diloco.errors import IdentityError
 
 PUBLIC_KEY_BYTES = 32
@@ -66,23 +66,11 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def _create(path: Path) -> None:
-    """A link is made only where nothing is: a key that another process made first is never replaced."""
+    """Make a key, unless another process made one first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     key = Ed25519PrivateKey.generate()
     raw = PRIVATE_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(draft, path)
-    except FileExistsError:
-        return
-    finally:
-        draft.unlink()
+    create_file(path, raw, mode=0o600, durable=True)
 
 
 def _read_private(path: Path) -> bytes:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import PAGE, NoiseKey
-from diloco.comm.codec.registry import Codec, codec_named
+from diloco.comm.codec.registry import codec_named
 from diloco.errors import CodecError, PlanRefused
 
 CHUNKS = 2  # of the largest span: enough that results flow while contributions still come

@@ -100,10 +100,8 @@ class AutoTransport:
                 return
             self._choices[peer.identity] = Choice(peer, way, self._clock())
         if not known or known.way is not way:
-            log.info("%s reaches %s %s", self.identity, peer.identity, self._name(way))
-
-    def _name(self, way: Way) -> str:
-        return "directly" if way is self.direct else "through libp2p"
+            how = "directly" if way is self.direct else "through libp2p"
+            log.info("%s reaches %s %s", self.identity, peer.identity, how)
 
     def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
         return self.direct.accept(channel, timeout_s=timeout_s)

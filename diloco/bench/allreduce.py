@@ -21,8 +21,9 @@ from diloco.bench.baselines import average, check_average, contribution, gloo_se
 from diloco.bench.link import measure_goodput
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
+from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
-from diloco.comm.codec.registry import BLOCK, CODECS
+from diloco.comm.codec.registry import CODECS
 from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
 from diloco.comm.reduce.vector_reduce import VectorReduction
 from diloco.comm.transport.direct import DirectTransport

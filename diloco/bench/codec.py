@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from diloco.bench.report import Check, Report
-from diloco.comm.codec.noise import PAGE, NoiseKey
-from diloco.comm.codec.registry import CODECS, Codec, codec_named, result_codec_for
+from diloco.comm.codec.base import Codec
+from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
 from diloco.island.mesh import pick_device
 from diloco.train.trainer import describe_device
 
@@ -49,8 +50,8 @@ def measure(*, device: str, count: int, repeats: int | None) -> Report:
 
 
 def _sparse_bytes_per_value(members: int) -> float:
-    both = CODECS["sparse"], codec_named(result_codec_for("sparse", members))
-    return sum(codec.size(PAGE) for codec in both) / PAGE
+    both = codec_named("sparse"), codec_named(result_codec_for("sparse", members))
+    return sum(codec.bits_per_value for codec in both) / 8
 
 
 def _speed(codec: Codec, values: Tensor, repeats: int, device: torch.device) -> dict[str, Any]:

@@ -16,25 +16,17 @@ from typing import Any
 from diloco.bench.peers import BenchPeer, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import Line, one_thread, train_alone, train_together
-from diloco.comm.codec.registry import warm_up
+from diloco.comm.codec.registry import CODECS, codec_named, warm_up
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 
 WAIT_S = 3600.0  # for the slowest of the others
 ALONE, PARALLEL, SINGLE = "one island", "data parallel", "M=1"
-VARIANTS: dict[str, dict[str, Any]] = {
-    SINGLE: {},
-    "fp32": {"codec": "fp32"},
-    "int8": {"codec": "int8"},
-    "int4": {"codec": "int4"},
+COMBINED: dict[str, dict[str, Any]] = {
     "streaming fp4": {"codec": "fp4", "fragments": 3, "delay": 3, "apply": "mix"},
     "streaming int4": {"codec": "int4", "fragments": 3, "delay": 3, "apply": "mix"},
     "eager int8": {"codec": "int8", "apply": "eager"},
-    "sparse": {"codec": "sparse"},
-    "sign": {"codec": "sign"},
-    "dct": {"codec": "dct"},
-    "lowrank": {"codec": "lowrank"},
 }
 DEFAULT = ("fp32", "int8", "int4", "streaming fp4")
 LIMITS = (  # check, variant, against, at most
@@ -44,7 +36,6 @@ LIMITS = (  # check, variant, against, at most
     ("quality.int8_over_one_island", "int8", ALONE, 1.0),
     ("quality.stream_fp4_over_one_island", "streaming fp4", ALONE, 1.0),
 )
-SPARSE_OUTER = {"optimizer": "sgd", "lr": 1.0}  # as published: feedback in place of momentum
 # enough parameters that signs of life do not count, so little to compute that they are soon trained
 BYTES_MODEL = {"preset": "tiny", "blocks": 4, "width": 192, "heads": 4, "feed_forward": 512}
 BYTES_EVERY, BYTES_ROUNDS = 100, 2
@@ -85,8 +76,8 @@ class Setting:
 
 
 def measure(setting: Setting, *, plot: Path | None = None, bytes_too: bool = True) -> Report:
-    if unknown := [name for name in setting.variants if name not in VARIANTS]:
-        raise ConfigError(f"--variant {unknown[0]}: there are {', '.join(VARIANTS)}")
+    if unknown := [name for name in setting.variants if name not in variants()]:
+        raise ConfigError(f"--variant {unknown[0]}: there are {', '.join(variants())}")
     if setting.batch % setting.islands:
         raise ConfigError(f"--batch {setting.batch} cannot be divided by {setting.islands} islands")
     runs = _by_name(run_peers(setting.islands, _work, setting, bytes_too)[0])
@@ -104,6 +95,11 @@ def measure(setting: Setting, *, plot: Path | None = None, bytes_too: bool = Tru
     return Report(checks, figures | {"byte_reduction": sent})
 
 
+def variants() -> dict[str, dict[str, Any]]:
+    """DiLoCo with nobody else, with each codec, and what streaming or eager updates make of some."""
+    return {SINGLE: {}} | {name: {"codec": name} for name in CODECS} | COMBINED
+
+
 def _by_name(rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for name, row in rows:
@@ -114,9 +110,9 @@ def _by_name(rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
 def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str, Any]]:
     one_thread()
     found = _runs_alone(peer, setting)
-    variants = [variant for variant in setting.variants if variant != SINGLE]
-    for seed, variant in itertools.product(range(setting.seeds), variants):
-        sync = VARIANTS[variant]
+    among_others = [variant for variant in setting.variants if variant != SINGLE]
+    for seed, variant in itertools.product(range(setting.seeds), among_others):
+        sync = variants()[variant]
         warm_up(sync["codec"])
         outer = _outer_for(sync["codec"], setting)
         config = setting.config(seed, batch=setting.batch // setting.islands, sync=sync, outer=outer)
@@ -153,7 +149,7 @@ def _tell(seed: int, name: str, row: dict[str, Any]) -> None:
 
 
 def _outer_for(codec: str, setting: Setting) -> Mapping[str, Any]:
-    return SPARSE_OUTER if codec == "sparse" else setting.outer
+    return codec_named(codec).outer or setting.outer
 
 
 def _row(peer: BenchPeer, setting: Setting, row: dict[str, Any]) -> dict[str, Any]:

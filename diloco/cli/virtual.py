@@ -9,10 +9,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from diloco.comm.codec.registry import CODECS
 from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.errors import ConfigError
 from diloco.plan.plan import percent
-from diloco.plan.predict import CODEC_NS, Line
+from diloco.plan.predict import Line
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.outcome import Outcome, simulate
 from diloco.simulate.virtual.scale import Row, rows
@@ -66,8 +67,8 @@ def setting_of(given: Virtual) -> Setting:
         raise ConfigError(f"--islands {islands}: in virtual time 2 to {MAX_ISLANDS}")
     if given.two_level is False and islands > MAX_MEMBERS:
         raise ConfigError(f"--one-level --islands {islands}: one butterfly has at most {MAX_MEMBERS} members")
-    if given.codec not in CODEC_NS:
-        raise ConfigError(f"--codec {given.codec}: choose one of {', '.join(CODEC_NS)}")
+    if given.codec not in CODECS:
+        raise ConfigError(f"--codec {given.codec}: choose one of {', '.join(CODECS)}")
     rate, delay_s = _parsed("--link", given.link or "100mbit,40ms", parse_link)
     return Setting(
         islands, Line(rate, rate, delay_s), values=_positive("--params", given.params, parse_count),

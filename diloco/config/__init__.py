@@ -1,4 +1,4 @@
 """What can be set: the schema of a run's settings, and how files and --set become one.
 
-May import: units, errors. Start with `schema.py`.
+May import: units, errors, and the light tables of what can be chosen (comm.codec). Start with `schema.py`.
 """

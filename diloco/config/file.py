@@ -8,22 +8,20 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from diloco.config.schema import Config, IslandConfig
+from diloco.config.schema import Config, IslandConfig, OneOf
 from diloco.errors import ConfigError
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (or the defaults), changed by `sync.every=100` and the like."""
-    tree = load_tree(Path(path)) if path is not None else {}
-    for override in overrides:
-        _override(tree, override)
-    return parse_config(tree)
+    return parse_config(overrides_tree(overrides, load_tree(Path(path)) if path is not None else {}))
 
 
-def overrides_tree(overrides: Iterable[str]) -> dict[str, Any]:
-    """`island.batch=8` and the like by themselves, as sections."""
-    tree: dict[str, Any] = {}
+def overrides_tree(overrides: Iterable[str], onto: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`island.batch=8` and the like as sections: by themselves, or on top of what a file says."""
+    tree = onto or {}
     for override in overrides:
         _override(tree, override)
     return tree
@@ -198,13 +196,14 @@ def _render(section: BaseModel, indent: int) -> Iterator[str]:
             yield f"\n{name}:{'':{max(1, 39 - len(name))}}# {type(value).__doc__}"
             yield from _render(value, indent + 2)
         else:
-            yield f"{f'{pad}{name}: {_scalar(value)}':<39} # {field.description}{_allowed(field.annotation)}"
+            yield f"{f'{pad}{name}: {_scalar(value)}':<39} # {field.description}{_allowed(field)}"
 
 
-def _allowed(annotation: Any) -> str:
-    """The choices of a field that has a fixed list of them."""
-    kinds = [annotation, *get_args(annotation)]
+def _allowed(field: FieldInfo) -> str:
+    """The choices of a field that has a list of them."""
+    kinds = [field.annotation, *get_args(field.annotation)]
     names = [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+    names += [name for limit in field.metadata if isinstance(limit, OneOf) for name in limit.names]
     return f" [{', '.join(names)}]" if len(names) > 1 else ""
 
 

@@ -3,14 +3,26 @@
 Reading files, overrides and error messages are in `diloco.config.file`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticKnownError
+from pydantic_core.core_schema import no_info_plain_validator_function
 
+from diloco.comm.codec.registry import CODECS, codec_named
 from diloco.units import parse_count, parse_duration
 
 
@@ -48,6 +60,21 @@ def _steps_or_time(value: object) -> int | str:
 
 def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """A name out of a table that others can add to; refused as pydantic refuses what is none of a Literal's."""
+
+    names: Iterable[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self._known)
+
+    def _known(self, value: object) -> object:
+        if value not in (known := list(self.names)):
+            raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, known))})
+        return value
 
 
 GUESSED_STEPS = 100
@@ -101,10 +128,28 @@ class ModelConfig(Section):
         return self
 
 
+# What else can be chosen by name, and where it is: `module:Class`, loaded by whoever uses it.
+SOURCES = {
+    "stdlib": "diloco.data.stdlib:Stdlib",
+    "text": "diloco.data.text:Text",
+    "tokens": "diloco.data.tokens:TokenFiles",
+    "hf": "diloco.data.hf:HuggingFace",
+}
+OUTER_OPTIMIZERS = {
+    "nesterov": "diloco.train.optimizers:Nesterov",
+    "sgd": "diloco.train.optimizers:Sgd",
+    "adam": "diloco.train.optimizers:Adam",
+}
+SINKS = {
+    "tensorboard": "diloco.report.trackers:TensorBoard",
+    "wandb": "diloco.report.trackers:WandB",
+}
+
+
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: Literal["stdlib", "text", "tokens", "hf"] = key(
+    source: Annotated[str, OneOf(SOURCES)] = key(
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
     path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
@@ -188,7 +233,7 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     """The optimizer that combines the islands."""
 
-    optimizer: Literal["nesterov", "sgd", "adam"] = key(
+    optimizer: Annotated[str, OneOf(OUTER_OPTIMIZERS)] = key(
         "nesterov", "applied to the mean of the islands' pseudo-gradients"
     )
     lr: Annotated[Any, _auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
@@ -231,11 +276,12 @@ class SyncConfig(Section):
         "and half (mix), or a whole phase later, the island's own part at once (eager)",
     )
     alpha: Fraction = key(0.5, "mix: the island's own share in its new parameters")
-    codec: Literal["fp32", "bf16", "int8", "int4", "fp4", "sparse", "sign", "dct", "lowrank"] = key(
+    codec: Annotated[str, OneOf(CODECS)] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
     feedback: Literal["auto", "on", "off"] = key(
-        "auto", "what encoding loses is added to the next contribution; auto: for sparse, sign, dct and lowrank"
+        "auto",
+        "what encoding loses is added to the next contribution; auto: for codecs that leave much out",
     )
     feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
 
@@ -248,6 +294,11 @@ class SyncConfig(Section):
     def phase_steps(self) -> int:
         """Of a phase; where that is a time, a guess for those who must know before the first one."""
         return self.every if isinstance(self.every, int) else GUESSED_STEPS
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what encoding loses is added to the next contribution."""
+        return codec_named(self.codec).needs_feedback if self.feedback == "auto" else self.feedback == "on"
 
     @model_validator(mode="after")
     def _by_time_possible(self) -> Self:
@@ -274,7 +325,7 @@ class SyncConfig(Section):
                 f"sync.apply=replace with sync.delay={self.delay} would throw away what is trained meanwhile: "
                 "use rebase or mix"
             )
-        if self.feedback == "off" and self.codec in ("sparse", "sign", "dct", "lowrank"):
+        if self.feedback == "off" and codec_named(self.codec).needs_feedback:
             raise ValueError(
                 f"sync.codec={self.codec} sends a small part of each contribution, and without feedback the rest "
                 "would be lost: leave sync.feedback at auto"
@@ -323,6 +374,15 @@ class LogConfig(Section):
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
     wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
+    sinks: Annotated[tuple[Annotated[str, OneOf(SINKS)], ...], BeforeValidator(_names)] = key(
+        (), "the same by name, for sinks that have no key of their own"
+    )
+
+    @property
+    def wanted(self) -> list[str]:
+        """All sinks by name, each once."""
+        own = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return list(dict.fromkeys([*(name for name, asked in own.items() if asked), *self.sinks]))
 
 
 class Config(Section):

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from diloco.config.schema import Config, DataConfig, IslandConfig
-from diloco.data import Samples, Source, TokenFile, hf_source, stdlib_source, text_source
+from diloco.data import Samples, Source
 from diloco.data.samples import Rows
+from diloco.data.source import source_kind
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
 from diloco.errors import ConfigError
 from diloco.island.mesh import Place
 from diloco.units import format_size
-
-VERIFY_BYTES = 1 << 30  # a token file up to this size is read once and checked before training
 
 
 def open_samples(config: Config) -> Samples:
@@ -32,21 +31,7 @@ def open_samples(config: Config) -> Samples:
 
 
 def open_source(config: DataConfig, cache_dir: Path) -> Source:
-    path = config.path or ""
-    match config.source:
-        case "stdlib":
-            return stdlib_source()
-        case "text":
-            return text_source([Path(path)], config.tokenizer, cache_dir, TokenisingProgress())
-        case "tokens":
-            tokens = TokenFile(Path(path))
-            if Path(path).stat().st_size <= VERIFY_BYTES:
-                tokens.verify()
-            return tokens
-        case "hf":
-            return hf_source(
-                path, config.split, config.field, config.tokenizer, cache_dir, progress=TokenisingProgress()
-            )
+    return source_kind(config).open(config, cache_dir, TokenisingProgress())
 
 
 class TokenisingProgress:

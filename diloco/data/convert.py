@@ -1,20 +1,19 @@
 """Text into token files, in bounded memory however large the input."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from diloco.data.folder import text_files
 from diloco.data.header import TokenFileInfo
+from diloco.data.source import Progress
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.data.tokens import TokenWriter
 from diloco.errors import DataError
 
 PIECE = 2**20  # characters; up to twice as many where a line is long
 BATCH = 4 * PIECE  # characters handed to the tokenizer at once, for its threads to share
-
-Progress = Callable[[int, int], None]  # bytes of text done, bytes in all (0: not known beforehand)
 
 
 class Piece(NamedTuple):

@@ -11,16 +11,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diloco.config.schema import DataConfig
 from diloco.data.cache import cached
-from diloco.data.convert import Piece, Progress, pieces_of, write_documents
+from diloco.data.convert import Piece, pieces_of, write_documents
 from diloco.data.files import content_digest
 from diloco.data.folder import files_below
-from diloco.data.source import Source
+from diloco.data.source import Progress, Source, SourceKind
 from diloco.data.tokenizer import load_tokenizer, tokenizer_digest
 from diloco.errors import DataError, MissingExtra
 
 # Which of the library's readers opens a single file.
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+class HuggingFace(SourceKind):
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        where = config.path or "", config.split, config.field
+        return hf_source(*where, config.tokenizer, cache_dir, progress=progress)
 
 
 def hf_source(

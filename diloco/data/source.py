@@ -1,18 +1,24 @@
 """What training reads: a long row of tokens, indexable by position. Nothing here loads it whole."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco.config.schema import SOURCES, DataConfig
 from diloco.data.files import Files
+from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import DataError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
+Progress = Callable[[int, int], None]  # bytes of text done, bytes in all (0: not known beforehand)
 
 
 class Source(Protocol):
@@ -32,6 +38,30 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Equal on two machines if and only if they hold the same tokens."""
+
+
+class SourceKind(ABC):
+    """What a name in `SOURCES` (`diloco/config/schema.py`) stands for: how such data is opened, and facts about it that
+    can be had without reading it."""
+
+    @abstractmethod
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source: ...
+
+    def tokenizer(self, config: DataConfig, others: Iterable[str] = ()) -> str:
+        """Say which one its tokens were made with, `others` being where one may lie, too."""
+        return config.tokenizer
+
+    def vocab(self, config: DataConfig) -> int:
+        return load_tokenizer(self.tokenizer(config)).vocab
+
+    def separated(self, config: DataConfig) -> bool:
+        """Whether the tokenizer's end stands between two documents."""
+        return True
+
+
+def source_kind(config: DataConfig) -> SourceKind:
+    kind: SourceKind = resolve_name(SOURCES[config.source])()
+    return kind
 
 
 class ByteFiles:

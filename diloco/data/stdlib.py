@@ -5,15 +5,29 @@ It differs between Python versions; the fingerprint tells.
 
 import platform
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
+from diloco.config.schema import DataConfig
 from diloco.data.folder import files_below
-from diloco.data.source import ByteFiles
+from diloco.data.source import ByteFiles, Progress, Source, SourceKind
+from diloco.data.tokenizer import BYTES
 
 LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 # Written when Python is built or installed: two machines with the same Python differ in these.
 MACHINE_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 MACHINE_FOLDERS = ("config-",)
+
+
+class Stdlib(SourceKind):
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        return stdlib_source()
+
+    def tokenizer(self, config: DataConfig, others: Iterable[str] = ()) -> str:
+        return BYTES
+
+    def separated(self, config: DataConfig) -> bool:
+        return False
 
 
 def stdlib_source() -> ByteFiles:

@@ -4,12 +4,21 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco.config.schema import DataConfig
 from diloco.data.cache import cached
-from diloco.data.convert import Progress, tokenize
+from diloco.data.convert import tokenize
 from diloco.data.files import content_digest
 from diloco.data.folder import text_files
-from diloco.data.source import ByteFiles, Source
+from diloco.data.source import ByteFiles, Progress, Source, SourceKind
 from diloco.data.tokenizer import BYTES, tokenizer_digest
+
+
+class Text(SourceKind):
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        return text_source([config.path or ""], config.tokenizer, cache_dir, progress)
+
+    def separated(self, config: DataConfig) -> bool:
+        return config.tokenizer != BYTES
 
 
 def text_source(

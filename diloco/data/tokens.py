@@ -1,9 +1,9 @@
 """Token files: tokenised once, read by position ever after. The format is in `header`."""
 
 import hashlib
-import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -11,11 +11,16 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from diloco.atomic import publish
+from diloco.config.schema import DataConfig
 from diloco.data import header
 from diloco.data.files import CHUNK, Files
 from diloco.data.header import TokenFileInfo
-from diloco.data.source import Tokens, check_range, seal
+from diloco.data.source import Progress, Source, SourceKind, Tokens, check_range, seal
+from diloco.data.tokenizer import BYTES, tokenizer_digest
 from diloco.errors import DataError
+
+VERIFY_BYTES = 1 << 30  # a file up to this size is read once and checked before training
 
 
 class TokenFile:
@@ -54,6 +59,26 @@ class TokenFile:
             digest.update(chunk)
         if digest.hexdigest() != self.info.digest:
             raise DataError(f"{self.name} is damaged: its tokens do not match their digest; delete it, make it again")
+
+
+class TokenFiles(SourceKind):
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        tokens = TokenFile(path := Path(config.path or ""))
+        if path.stat().st_size <= VERIFY_BYTES:
+            tokens.verify()
+        return tokens
+
+    def tokenizer(self, config: DataConfig, others: Iterable[str] = ()) -> str:
+        """The file holds its tokenizer's digest."""
+        made_with = TokenFile(Path(config.path or "")).info.tokenizer
+        for spec in (BYTES, config.tokenizer, *others):
+            with suppress(DataError):  # a model's folder may hold no tokenizer
+                if tokenizer_digest(spec) == made_with:
+                    return spec
+        raise DataError(f"{config.path} does not say where its tokenizer is: name its folder by --tokenizer")
+
+    def vocab(self, config: DataConfig) -> int:
+        return TokenFile(Path(config.path or "")).vocab
 
 
 class TokenWriter:
@@ -115,8 +140,7 @@ class TokenWriter:
             self._file.seek(0)
             self._file.write(header.pack(self.info))
             self._file.flush()
-            os.fsync(self._file.fileno())
-            os.replace(self._partial, self.path)
+            publish(self._partial, self.path, durable=True)
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror}") from error
 

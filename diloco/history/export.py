@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from diloco.atomic import appearing
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import SaveError
 from diloco.history.load import Trained
@@ -56,7 +57,7 @@ def _written_by_export(out: Path) -> set[str]:
 
 def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
     """Writes all of `out` or nothing; returns the architecture's name. `refuse_target` comes first."""
-    with _appearing(out.resolve()) as part:
+    with _complete(out.resolve()) as part:
         if isinstance(trained.module, Decoder):
             model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
         else:
@@ -122,30 +123,13 @@ def _write_about(trained: Trained, part: Path) -> None:
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder next to `out` that takes its place when it is complete; what was there before goes then."""
-    part, before = (out.with_name(f".{out.name}.{end}") for end in ("part", "before"))
+def _complete(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` when it is complete; errors say what to do."""
     try:
-        for left_over in (part, before):
-            shutil.rmtree(left_over, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        _replace(out, part, before)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(out) as part:
+            part.mkdir()
+            yield part
     except (OSError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SaveError(f"{out} could not be written ({reason}): free some space or name another folder") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _replace(out: Path, part: Path, before: Path) -> None:
-    if not out.exists() or not any(out.iterdir()):
-        part.rename(out)
-        return
-    out.rename(before)
-    try:
-        part.rename(out)
-    except OSError:
-        before.rename(out)
-        raise
-    shutil.rmtree(before)

@@ -16,8 +16,8 @@ from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_source
 from diloco.data.samples import OWN_LOOP
-from diloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_digest
-from diloco.data.tokens import TokenFile
+from diloco.data.source import source_kind
+from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.errors import DataError, SaveError
 from diloco.island.island import materialise
 from diloco.island.layout import Layout
@@ -79,7 +79,7 @@ def load_trained(folder: Path) -> Trained:
         )
     config = parse_config(facts["config"])
     network = _network(config, len(vector))
-    layout = _layout(network.module)
+    layout = Layout.of_module(network.module)
     if layout.size != len(vector):
         raise SaveError(f"{save} holds {len(vector)} values, its model has {layout.size}: use the diloco that wrote it")
     materialise(network.module, torch.device("cpu"))
@@ -126,18 +126,15 @@ def _network(config: Config, length: int) -> Network:
 
     if config.model.hf is not None or config.model.vocab is not None:
         return build(1)
-    one, two = (_layout(build(vocab).module).size for vocab in (1, 2))
+    one, two = (Layout.of_module(build(vocab).module).size for vocab in (1, 2))
     if one == two:  # frozen embeddings: they are in no vector
         return build(open_source(config.data, cache_dir=Path(config.dir).resolve().parent / "cache").vocab)
     return build(1 + (length - one) // (two - one))
 
 
-def _layout(module: nn.Module) -> Layout:
-    return Layout.of((name, p) for name, p in module.named_parameters() if p.requires_grad)
-
-
 def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
-    spec = given or _tokenizer_of(trained.config)
+    config = trained.config
+    spec = given or source_kind(config.data).tokenizer(config.data, [config.model.hf] if config.model.hf else [])
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab > trained.vocab:
         raise DataError(
@@ -147,21 +144,6 @@ def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_of(config: Config) -> str:
-    data = config.data
-    if data.source != "tokens":
-        return BYTES if data.source == "stdlib" else data.tokenizer
-    made_with = TokenFile(Path(data.path or "")).info.tokenizer
-    for spec in (BYTES, data.tokenizer, config.model.hf):
-        try:
-            if spec is not None and tokenizer_digest(spec) == made_with:
-                return spec
-        except DataError:
-            continue  # a model's folder may hold no tokenizer
-    raise DataError(f"{data.path} does not say where its tokenizer is: name its folder by --tokenizer")
-
-
 def begins_with(config: Config, tokenizer: Tokenizer) -> int | None:
     """The token that training put before each document; None where documents followed each other without one."""
-    plain = config.data.source == "stdlib" or (config.data.source == "text" and config.data.tokenizer == BYTES)
-    return None if plain else tokenizer.end
+    return tokenizer.end if source_kind(config.data).separated(config.data) else None

@@ -4,11 +4,11 @@ Keys are not copied, so it comes back as an island's folder without an identity:
 was part of, and `diloco rewind` makes a new run of it, with a key of its own.
 """
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Kind, header_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import Manifest
@@ -42,18 +42,14 @@ def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Res
         raise SaveError("the folder that you are in cannot be replaced: name a new folder")
     folder = folder.resolve()
     remote = _run_at(url)
-    draft = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        manifest = restore(draft / OUTER, remote, tell)
-        if manifest is None:
-            raise RemoteError(f"{remote.url} holds no snapshot that is whole: nothing was restored")
-        genesis = _finish(draft, folder, remote, manifest)
-        draft.rename(folder)
+        with appearing(folder) as draft:
+            manifest = restore(draft / OUTER, remote, tell)
+            if manifest is None:
+                raise RemoteError(f"{remote.url} holds no snapshot that is whole: nothing was restored")
+            genesis = _finish(draft, folder, remote, manifest)
     except OSError as error:
         raise SaveError(f"{folder} cannot be written ({error.strerror}): nothing was restored") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return Restored(folder, remote.url, verify(folder / OUTER), genesis.data == OWN_LOOP)
 
 

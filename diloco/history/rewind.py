@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from diloco.atomic import appearing
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import sync_path
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, load_config, overrides_tree, render_config
 from diloco.config.schema import Config
@@ -53,19 +53,15 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
         raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
     state, vectors = state_of(log, number)
     config = _config(log.parent, genesis, state, list(overrides), out)
-    draft = out.with_name(f".{out.name}.part")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        homes = [draft] if islands == 1 else [draft / f"island-{n}" for n in range(1, islands + 1)]
-        first = _found(homes[0], genesis, state, vectors, config, fragments_in(log))
-        for home in homes[1:]:
-            shutil.copytree(homes[0] / OUTER, home / OUTER)
-        for place in {draft, *homes}:
-            (place / "config.yaml").write_text(render_config(config), encoding="utf-8")
-        draft.rename(out)
-        sync_path(out.parent)
+        with appearing(out, durable=True) as draft:
+            homes = [draft] if islands == 1 else [draft / f"island-{n}" for n in range(1, islands + 1)]
+            first = _found(homes[0], genesis, state, vectors, config, fragments_in(log))
+            for home in homes[1:]:
+                shutil.copytree(homes[0] / OUTER, home / OUTER)
+            for place in {draft, *homes}:
+                (place / "config.yaml").write_text(render_config(config), encoding="utf-8")
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise SaveError(f"{out} cannot be written ({error.strerror}): nothing was changed") from None
     return Branch(out, source, first, islands)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Layout:
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> "Layout":
         pairs = [(name, tuple(parameter.shape)) for name, parameter in parameters]
         return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> "Layout":
+        return cls.of((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
     @property
     def size(self) -> int:

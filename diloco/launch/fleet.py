@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
+from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.launch.child import Child
@@ -72,7 +73,7 @@ class Fleet:
         self.children[name].start(arguments, self.plan.environment)
         self._running.add(name)
         listed = [{"name": c.name, "pid": c.pid, "folder": str(c.folder)} for c in self.children.values() if c.pid]
-        write_whole(self.plan.folder / "islands.json", json.dumps(listed, indent=2) + "\n")
+        write_file(self.plan.folder / "islands.json", json.dumps(listed, indent=2) + "\n")
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -106,7 +107,7 @@ class Fleet:
         first, self._addresses = not self._addresses, addresses
         owner = Identity.load(self.plan.folder / self.plan.names[0] / "owner.key")
         ticket = Ticket.issue(owner, addresses, now=time.time(), lifetime_s=TICKET_S).render()
-        write_whole(self.plan.folder / "ticket", ticket + "\n")
+        write_file(self.plan.folder / "ticket", ticket + "\n")
         if first:
             self._say(invitation(self.plan, ticket))
             for name in self.plan.names[1:]:
@@ -187,10 +188,3 @@ def spread(addresses: list[list[str]]) -> list[str]:
 
 def read_lines(path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Never seen half written."""
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(text)
-    draft.rename(path)

@@ -6,7 +6,6 @@ from diloco.config.schema import Config
 from diloco.plan.predict import Workload, phase_steps
 
 FP32 = 4
-OUTER_VECTORS = {"nesterov": 2, "sgd": 2, "adam": 3}  # parameters and the optimizer's own
 KEPT_RESULTS = 16  # the log's last ones stay in memory
 KEPT_CONTRIBUTIONS_BYTES = 2 << 30  # of all fragments at most, in case that a heavier branch lacks them
 # Bytes of a token that a block keeps for its backward pass, for each unit of its width and of its feed-forward;
@@ -71,16 +70,13 @@ def _activations(work: Workload, config: Config, dtype: str) -> float:
 def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     """The outer state; where progress is measured from, what was read, the last base; a cut and a decoded mean of a
     fragment; what encoding lost; the bytes of contributions and results that are kept."""
+    from diloco.train.optimizers import optimizer_named  # brings torch, which a plan of no CONFIG does without
+
     sync, values = config.sync, work.trained
     counts = work.fragments(sync.fragments, sync.pattern)
-    feedback = sync.feedback == "on" or (sync.feedback == "auto" and sync.codec in ("sparse", "sign", "dct", "lowrank"))
-    vectors = OUTER_VECTORS[config.outer.optimizer] + 3 + (1 if feedback else 0)
+    vectors = len(optimizer_named(config.outer.optimizer).vectors) + 3 + (1 if sync.feeds_back else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
-    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * _rounds(config, step_s)) for size in encoded)
+    rounds = max(1.0, config.inner.steps / phase_steps(sync, step_s))  # of each fragment in the whole run
+    kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * rounds) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
     return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
-
-
-def _rounds(config: Config, step_s: float) -> float:
-    """Of each fragment in the whole run."""
-    return max(1.0, config.inner.steps / phase_steps(config.sync, step_s))

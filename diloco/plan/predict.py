@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from diloco.comm.codec.registry import CODECS
 from diloco.config.schema import SyncConfig
 
 DAY_S = 86400.0
@@ -54,19 +55,16 @@ class Line:
         return transfer_s + self.delay_s + max(0.0, self.delay_s - transfer_s / PIPELINE)
 
 
-# Nanoseconds a value on the leader's CPU: to encode a contribution, and to decode a mean. Measured on 2 ARM cores; only
-# int8 and int4 (and, in part, sparse) are compiled there.
-CODEC_NS = {
-    "fp32": (6.0, 9.0), "bf16": (33.0, 14.0), "int8": (0.7, 0.4), "int4": (0.7, 0.6), "fp4": (39.0, 14.0),
-    "sparse": (10.0, 1.0), "sign": (22.0, 0.4), "dct": (26.0, 0.4), "lowrank": (26.0, 0.4),
-}  # fmt: skip
+def codec_times(times_faster: float = 1.0) -> dict[str, tuple[float, float]]:
+    """Nanoseconds a value on the leader's CPU: to encode a contribution, and to decode a mean."""
+    return {name: (codec.cpu_ns[0] / times_faster, codec.cpu_ns[1] / times_faster) for name, codec in CODECS.items()}
 
 
 @dataclass(frozen=True)
 class Host:
     """What the leader's CPU does in a round."""
 
-    codec_ns: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(CODEC_NS))
+    codec_ns: dict[str, tuple[float, float]] = field(default_factory=codec_times)
     cut_ns: float = 1.0  # a value: read it, subtract, take the norm
     apply_ns: float = 9.0  # a value: the outer optimizer, and into the island
     digest_ns: float = 1.0  # a byte of the result
@@ -75,8 +73,7 @@ class Host:
     @classmethod
     def of_gpus(cls) -> "Host":
         """More and faster cores. A guess: three times, but one digest is one thread."""
-        codec_ns = {name: (encode / 3, decode / 3) for name, (encode, decode) in CODEC_NS.items()}
-        return cls(codec_ns, cut_ns=0.33, apply_ns=3.0, digest_ns=0.6)
+        return cls(codec_times(3), cut_ns=0.33, apply_ns=3.0, digest_ns=0.6)
 
     def seconds(self, codec: str, values: int, result_bytes: float) -> float:
         per_value_ns = self.cut_ns + sum(self.codec_ns[codec]) + self.apply_ns

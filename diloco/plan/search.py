@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.comm.codec.registry import CODECS, codec_named
 from diloco.config.schema import SyncConfig
 from diloco.plan.predict import Line, Prediction, Situation, predict
 
 EVERY = (30, 50, 100, 200, 500)
-CODECS = ("int8", "int4")
 DELAYS = (1, 2, 5, 10, 20, 50)
 BLOCKS_A_FRAGMENT = 3
 FRAGMENTS_COST, EAGER_COST, DELAY_COST = 0.0005, 0.0075, 0.001  # 2.67 -> 2.69 with eager updates (2502.12996)
@@ -20,8 +20,6 @@ FLAT_DELAY = 5  # steps that cost no more than one (2501.18512)
 LATE_COST = 0.03  # of a whole phase of delay; more than eager, which exists because of it
 EVERY_COST = 0.029 / math.log2(1000 / 50)  # a doubling: H=1000 is 2.9 % worse than H=50 (2311.08105)
 FREE_EVERY = 30
-CODEC_COST = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "int4": 0.0009, "fp4": 0.0009}
-FEEDBACK_COST = 0.005  # sparse and its like, which want another outer optimizer too
 SLOWEST, FASTEST = 1e3, 1e12  # bits per second
 
 
@@ -56,7 +54,7 @@ def _rank(one: Prediction, target: float) -> tuple[float, ...]:
 
 def cost(sync: SyncConfig, steps: int) -> float:
     """Share of the loss that the setting is expected to add."""
-    total = EVERY_COST * max(0.0, math.log2(steps / FREE_EVERY)) + CODEC_COST.get(sync.codec, FEEDBACK_COST)
+    total = EVERY_COST * max(0.0, math.log2(steps / FREE_EVERY)) + codec_named(sync.codec).loss_cost
     total += FRAGMENTS_COST if sync.fragments > 1 else 0.0
     if sync.apply == "eager":
         return total + EAGER_COST
@@ -79,7 +77,8 @@ def variants(given: SyncConfig, blocks: int, run_steps: int) -> Iterator[SyncCon
     yield given
     every = given.every if isinstance(given.every, int) else EVERY[0]
     for steps in sorted({min(steps, longest_phase(run_steps)) for steps in (*EVERY, every)}):
-        for codec in dict.fromkeys((*CODECS, given.codec)):
+        planned = [name for name, codec in CODECS.items() if codec.planned]
+        for codec in dict.fromkeys((*planned, given.codec)):
             yield from _ways(steps, codec, given.pattern, blocks)
 
 

@@ -1,14 +1,11 @@
 """The numbers of a run that a plan is made from: the model's from its skeleton, bytes from the codecs."""
 
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth
 from diloco.config.schema import Config, DataConfig
-from diloco.data import TokenFile
-from diloco.data.tokenizer import load_tokenizer
+from diloco.data.source import source_kind
 from diloco.errors import DataError
 from diloco.island.fragments import fragments_of
 from diloco.island.layout import Layout
@@ -17,8 +14,6 @@ from diloco.model.build import Network, build_network
 from diloco.model.flops import flops_per_token
 from diloco.plan.predict import Workload
 
-BYTES_VOCAB = 256
-
 
 def workload_of(config: Config) -> Workload:
     vocab = 1 if config.model.hf else config.model.vocab or data_vocab(config.data)
@@ -26,8 +21,7 @@ def workload_of(config: Config) -> Workload:
     model = config.model.model_copy(update={"weights": "fresh"})  # its config is enough
     network = build_network(model, data_vocab=vocab, sequence=sequence, seed=config.seed)
     module = network.module
-    layout = Layout.of((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    sizes = _sizes(network)
+    layout = Layout.of_module(module)
 
     @cache
     def fragments(count: int, pattern: str) -> tuple[int, ...]:
@@ -35,7 +29,7 @@ def workload_of(config: Config) -> Workload:
 
     return Workload(
         name=network.name, parameters=sum(p.numel() for p in module.parameters()), trained=layout.size,
-        blocks=sizes.blocks, width=sizes.width, feed_forward=sizes.feed_forward, vocab=sizes.vocab,
+        **_sizes(network),
         flops_per_token=flops_per_token(network, sequence), tokens_per_step=config.island.batch * sequence,
         fragments=fragments, bytes_of=bytes_of,
     )  # fmt: skip
@@ -44,11 +38,7 @@ def workload_of(config: Config) -> Workload:
 def data_vocab(data: DataConfig) -> int:
     """Without reading the data itself, which may be large or elsewhere."""
     try:
-        if data.source == "tokens":
-            return TokenFile(Path(data.path or "")).vocab
-        if data.source == "stdlib" or data.tokenizer == "bytes":
-            return BYTES_VOCAB
-        return load_tokenizer(data.tokenizer).vocab
+        return source_kind(data).vocab(data)
     except DataError as error:
         raise DataError(
             f"{error}; to plan without it, say how large a vocabulary it has: --set model.vocab=32768"
@@ -70,15 +60,7 @@ def bytes_of(codec_name: str, count: int, islands: int) -> tuple[int, int]:
     return sent, received
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    blocks: int
-    width: int
-    feed_forward: int
-    vocab: int
-
-
-def _sizes(network: Network) -> _Sizes:
+def _sizes(network: Network) -> dict[str, int]:
     """By the usual proportions: a block's attention has four matrices of width x width, the rest is SwiGLU's three."""
     blocks = blocks_of(network.module, network.anatomy)
     matrices = [p for p in network.module.parameters() if p.ndim >= 2]
@@ -87,4 +69,4 @@ def _sizes(network: Network) -> _Sizes:
     vocab, width = max((tuple(p.shape[:2]) for p in outside), default=(0, 0))
     block = sum(p.numel() for p in blocks[0].parameters() if p.ndim >= 2)
     feed_forward = max(0, block - 4 * width * width) // max(1, 3 * width)
-    return _Sizes(len(blocks), width, feed_forward, vocab)
+    return {"blocks": len(blocks), "width": width, "feed_forward": feed_forward, "vocab": vocab}

@@ -1,4 +1,8 @@
-"""Sinks for experiment trackers: TensorBoard and Weights & Biases, each behind its extra."""
+"""Sinks for experiment trackers: TensorBoard and Weights & Biases, each behind its extra.
+
+A new sink is a class in a file of its own, made from the run's configuration, and a line in `SINKS`
+(`diloco/config/schema.py`); `log.sinks: [NAME]` opens it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,12 @@ def curves(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, config: Config) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtra("tensorboard", "tensorboard", "log.tensorboard") from None
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(Path(config.dir) / "tensorboard"))
 
     def tell(self, event: Event) -> None:
         for name, value in curves(event).items():

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.atomic import sync_path
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import SegmentWriter, sync_path
+from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import Frozen, write_snapshot
 from diloco.checkpoint.save import read_facts, read_outer, saves
 from diloco.comm.peers.identity import Identity
@@ -34,7 +35,8 @@ from diloco.errors import ConfigError, SaveError
 from diloco.run.folder import OUTER, has_log
 from diloco.run.genesis import PROTOCOL, Genesis, Parent, read_genesis, shared_of, write_genesis
 from diloco.train.amend import amended
-from diloco.train.outer import VECTORS, apply_record
+from diloco.train.optimizers import optimizer_named
+from diloco.train.outer import apply_record
 from diloco.train.participant import Participant
 from diloco.train.resume import CONTAINED, save_digest
 from diloco.train.schedule import Schedule, schedule_of
@@ -51,8 +53,8 @@ def refuse_other_state(before: Config, after: Config, what: str) -> None:
     then, now = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
     for key in now:
         fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
-        same_vectors = VECTORS[before.outer.optimizer] == VECTORS[after.outer.optimizer]
-        if (fixed or (key == "outer.optimizer" and not same_vectors)) and then.get(key) != now[key]:
+        kept = {optimizer_named(config.outer.optimizer).vectors for config in (before, after)}
+        if (fixed or (key == "outer.optimizer" and len(kept) > 1)) and then.get(key) != now[key]:
             raise ConfigError(f"{key} cannot change: {what} was made with {then.get(key)}")
 
 
@@ -142,7 +144,8 @@ def _leased(ledger: Ledger, holder: str, ranges: Ranges) -> Ledger:
 def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder: str) -> None:
     facts, config = read_facts(save), part.config
     _refuse_other_run(facts, save, part)
-    vectors = {name: vector for name, vector in read_outer(save).items() if name in VECTORS[config.outer.optimizer]}
+    kept = optimizer_named(config.outer.optimizer).vectors
+    vectors = {name: vector for name, vector in read_outer(save).items() if name in kept}
     draft = Genesis.of(config, part.layout, part.samples, me)
     used = [part for _, _, samples, _ in [*facts["launched"], (0, 0, facts["exchange"]["used"], 0)] for part in samples]
     ledger = _with_samples(draft, config, facts["position"], holder, normal((lo, hi) for lo, hi in used))

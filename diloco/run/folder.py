@@ -4,15 +4,15 @@ import fcntl
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
 from diloco.config.file import render_config
-from diloco.config.schema import Config
+from diloco.config.schema import SINKS, Config
 from diloco.errors import SaveError
 from diloco.report.events import Events, JsonLines, Sink
 from diloco.report.terminal import open_view
-from diloco.report.trackers import TensorBoard, WandB
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 
@@ -127,10 +127,8 @@ def _free_name(folder: Path) -> Path:
 
 def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
     yield JsonLines(Path(config.dir) / "events.jsonl", append=resume)
-    if config.log.tensorboard:
-        yield TensorBoard(Path(config.dir) / "tensorboard")
-    if config.log.wandb:
-        yield WandB(config)
+    for name in config.log.wanted:
+        yield resolve_name(SINKS[name])(config)
 
 
 def has_log(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.log.snapshot import write_file
+from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity, verify
 from diloco.comm.peers.ticket import run_id_of
 from diloco.config.file import first_difference, parse_config
@@ -216,7 +216,7 @@ def write_genesis(folder: Path, run_id: bytes, genesis: Genesis) -> None:
     """Next to the log that follows from it: the record, the run, and a digest of both."""
     if read_genesis(folder, run_id) is None:
         lines = genesis.raw, run_id.hex().encode()
-        write_file(folder / FILE, b"\n".join([*lines, _seal(*lines), b""]))
+        write_file(folder / FILE, b"\n".join([*lines, _seal(*lines), b""]), durable=True)
 
 
 def read_genesis(folder: Path, run_id: bytes | None = None) -> Genesis | None:

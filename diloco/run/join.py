@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from diloco.atomic import write_file
 from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.store import Store
@@ -36,7 +37,8 @@ from diloco.run.folder import OUTER
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import Connection, Peer
 from diloco.train.amend import Inbox, amended, objection
-from diloco.train.outer import VECTORS, apply_record
+from diloco.train.optimizers import optimizer_named
+from diloco.train.outer import apply_record
 from diloco.train.participant import Participant
 from diloco.train.rounds import Rounds, decider
 from diloco.train.sync import samples_ahead
@@ -113,7 +115,7 @@ def find_start(peer: AnyPeer, genesis: Genesis, config: Config, fragments: Fragm
     if own is not None:
         state, vectors, giver = own.state, own.vectors, "its own disk"
     else:
-        sizes = dict.fromkeys(VECTORS[config.outer.optimizer], fragments.count)
+        sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
         snapshot = Search(peer).state(genesis, sizes, store.begun)
         givers = sum(size > 0 for size in snapshot.donors.values())
         state, vectors, giver = snapshot.state, snapshot.vectors, f"{givers} peer{'s' * (givers != 1)}"
@@ -317,6 +319,4 @@ class Search:
 
 
 def write_ticket(folder: Path, ticket: Ticket) -> None:
-    draft = folder / ".ticket"
-    draft.write_text(ticket.render() + "\n")
-    draft.rename(folder / "ticket")
+    write_file(folder / "ticket", ticket.render() + "\n")

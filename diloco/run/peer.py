@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic import write_file
 from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity, peer_id_of
 from diloco.comm.peers.record import PeerRecord
@@ -202,9 +203,7 @@ class Acquaintances:
         if not found or found == self._written:
             return
         try:
-            draft = self._folder / ".peers"
-            draft.write_text("".join(f"{place}\n" for place in found))
-            draft.rename(self._folder / "peers")
+            write_file(self._folder / "peers", "".join(f"{place}\n" for place in found))
             self._written = found
         except OSError as error:
             log.warning("the others' addresses could not be kept: %s", error)

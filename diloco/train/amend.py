@@ -5,12 +5,11 @@ the others; from the record on that contains one, it holds for every island, als
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
+from diloco.atomic import create_file
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, overrides_tree, parse_config
 from diloco.config.schema import Config
@@ -132,18 +131,11 @@ def write_amendment(folder: Path, owner: Identity, number: int, changes: Mapping
         raise ConfigError(f"these are too many changes at once ({len(text)} characters): make several of them")
     amendment = Amendment.sign(owner, number, text)
     path = folder / FOLDER / f"{number:06}.json"
-    draft = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         path.parent.mkdir(exist_ok=True)
-        draft.write_bytes(encode(amendment))
-        os.link(draft, path)
-    except FileExistsError:
-        return None
+        return amendment if create_file(path, encode(amendment)) else None
     except OSError as error:
         raise SaveError(f"{path} cannot be written ({error.strerror}): nothing was changed") from None
-    finally:
-        draft.unlink(missing_ok=True)
-    return amendment
 
 
 def amendment_files(folder: Path) -> list[Path]:

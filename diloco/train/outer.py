@@ -1,14 +1,12 @@
 """The outer state — what all islands agree on — and the deterministic functions that change it.
 
 Parameters and the optimizer's moments are flat fp32 vectors in canonical order (the module's own order of trainable
-parameters, whole, unsharded). An update uses individually rounded operations only, so that it gives the same bits on
-every platform: no fused multiply-add, no `alpha=`, no reductions, divisions of tensors by tensors.
+parameters, whole, unsharded). The arithmetic of an update is in `optimizers.py`.
 """
 
 from collections.abc import Mapping
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,20 +14,15 @@ from diloco.comm.codec.registry import codec_named
 from diloco.config.schema import Config, OuterConfig
 from diloco.elastic.protocol.record import Record, Settings
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
-TINY = 2.0**-100  # moments below this become zero: denormals differ between platforms
-VECTORS = {
-    "sgd": ("momentum", "parameters"),
-    "nesterov": ("momentum", "parameters"),
-    "adam": ("momentum", "parameters", "variance"),
-}
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
     """The outer state at its beginning."""
-    names = VECTORS[config.optimizer]
+    names = optimizer_named(config.optimizer).vectors
     return {name: parameters if name == "parameters" else torch.zeros_like(parameters) for name in names}
 
 
@@ -42,12 +35,11 @@ def outer_pace(config: Config, islands: int) -> tuple[float, float]:
     `auto`: the published optimum, found in runs of hundreds of rounds. In a run of few, so long a memory keeps pushing
     where training went before its learning rate fell: momentum is less there, and the rate closer to plain averaging.
     """
-    lr, momentum = published_pace(islands, muon=config.inner.optimizer == "muon")
-    if config.outer.optimizer == "nesterov" and config.outer.momentum == "auto" and config.sync.every_s is None:
+    asked, (lr, momentum) = config.outer, published_pace(islands, muon=config.inner.optimizer == "muon")
+    if optimizer_named(asked.optimizer).forgets and asked.momentum == "auto" and config.sync.every_s is None:
         rounds = len(Schedule.of(config.sync, config.inner).launches) / config.sync.fragments
         short = min(momentum, max(0.0, 1 - FORGET / rounds))
         lr, momentum = 1 - (1 - lr) * short / momentum, short
-    asked = config.outer
     return lr if asked.lr == "auto" else asked.lr, momentum if asked.momentum == "auto" else asked.momentum
 
 
@@ -64,11 +56,7 @@ def published_pace(islands: int, *, muon: bool) -> tuple[float, float]:
 
 def outer_settings(config: Config, islands: int, number: int) -> Settings:
     """The scalars of a fragment's update number 1, 2, …: worked out once and stored, because libm differs."""
-    outer, (lr, momentum) = config.outer, outer_pace(config, islands)
-    if outer.optimizer == "adam":
-        corrections = 1 - momentum**number, 1 - outer.second**number
-        return Settings(lr, momentum, "", "", outer.optimizer, outer.second, outer.eps, *corrections)
-    return Settings(lr, momentum if outer.optimizer == "nesterov" else 0.0, "", "", outer.optimizer)
+    return optimizer_named(config.outer.optimizer).settings(config.outer, *outer_pace(config, islands), number)
 
 
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
@@ -82,60 +70,25 @@ def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor,
 
 def apply(vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings) -> None:
     """Advance one fragment of the outer state by the mean of its contributions, in place."""
+    optimizer = optimizer_named(settings.optimizer)
     for lo, hi, gradient in fragments.pieces(mean, fragment):
         for start in range(lo, hi, CHUNK):
             part = slice(start, min(start + CHUNK, hi))
-            _step({name: vector[part] for name, vector in vectors.items()}, gradient[start - lo :][:CHUNK], settings)
+            stretch = {name: vector[part] for name, vector in vectors.items()}
+            optimizer.step(stretch, gradient[start - lo :][:CHUNK], settings)
 
 
 def preview(
     vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings
 ) -> Tensor:
     """The fragment's parameters as `apply` would make them; the state stays as it is."""
-    found = torch.empty_like(mean)
+    found, optimizer = torch.empty_like(mean), optimizer_named(settings.optimizer)
     for (lo, hi, gradient), (_, _, out) in zip(
         fragments.pieces(mean, fragment), fragments.pieces(found, fragment), strict=True
     ):
         for start in range(lo, hi, CHUNK):
             part, here = slice(start, min(start + CHUNK, hi)), slice(start - lo, start - lo + CHUNK)
             copies = {name: vector[part].clone() for name, vector in vectors.items()}
-            _step(copies, gradient[here], settings)
+            optimizer.step(copies, gradient[here], settings)
             out[here].copy_(copies["parameters"])
     return found
-
-
-def _step(vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
-    if settings.optimizer == "adam":
-        _adam(vectors["parameters"], vectors["momentum"], vectors["variance"], gradient, settings)
-    else:
-        _nesterov(vectors["parameters"], vectors["momentum"], gradient, settings)
-
-
-def _nesterov(parameters: Tensor, velocity: Tensor, gradient: Tensor, settings: Settings) -> None:
-    """v <- D + b v ; theta <- theta - lr (D + b v). Momentum 0 is plain SGD."""
-    lr, momentum = _scalar(settings.lr, gradient), _scalar(settings.momentum, gradient)
-    velocity.mul_(momentum).add_(gradient)
-    velocity.masked_fill_(velocity.abs() < TINY, 0.0)
-    parameters.sub_((velocity * momentum).add_(gradient).mul_(lr))
-
-
-def _adam(parameters: Tensor, first: Tensor, second: Tensor, gradient: Tensor, settings: Settings) -> None:
-    """m <- b m + (1-b) D ; v <- c v + (1-c) D^2 ; theta <- theta - lr (m / m^) / (sqrt(v / v^) + eps)."""
-    first.mul_(_scalar(settings.momentum, first)).add_(gradient * _scalar(1 - settings.momentum, first))
-    first.masked_fill_(first.abs() < TINY, 0.0)
-    square = (gradient * gradient).mul_(_scalar(1 - settings.second, second))
-    second.mul_(_scalar(settings.second, second)).add_(square)
-    second.masked_fill_(second < TINY, 0.0)
-    mean = first / torch.full_like(first, settings.first_correction)
-    root = _square_root(second / torch.full_like(second, settings.second_correction))
-    root.add_(_scalar(settings.eps, root))
-    parameters.sub_((mean / root).mul_(_scalar(settings.lr, mean)))
-
-
-def _square_root(values: Tensor) -> Tensor:
-    """Correctly rounded. torch's own on a CPU is not, where it is built with Intel's library."""
-    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
-
-
-def _scalar(value: float, like: Tensor) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=like.device)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.save import read_outer, write_save
-from diloco.checkpoint.saver import Saver
+from diloco.checkpoint.save import Saver, read_outer, write_save
 from diloco.config.schema import Config
 from diloco.data import Samples
 from diloco.data.samples import OWN_LOOP

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.registry import codec_named, result_codec_for
+from diloco.comm.codec.registry import result_codec_for
 from diloco.config.schema import Config, SyncConfig
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ranges import Ranges
@@ -39,8 +39,7 @@ def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]
 
 def decay_of(sync: SyncConfig) -> float | None:
     """Of error feedback; None: there is none."""
-    wanted = codec_named(sync.codec).needs_feedback if sync.feedback == "auto" else sync.feedback == "on"
-    return sync.feedback_decay if wanted else None
+    return sync.feedback_decay if sync.feeds_back else None
 
 
 class Rounds:

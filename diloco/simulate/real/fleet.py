@@ -7,8 +7,9 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
+from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity
-from diloco.launch.fleet import Fleet, write_whole
+from diloco.launch.fleet import Fleet
 from diloco.launch.launcher import LOOK_S, open_run
 from diloco.launch.plan import Plan
 from diloco.report.watching import IslandsView
@@ -142,7 +143,7 @@ class SimulatedFleet(Fleet):
                 self._namespaces.shape(island, site.rates_at(seconds))
         text = json.dumps(network_at(topology, faults, self._ids, seconds, self._namespaces))
         if text != self._written:
-            write_whole(self.plan.folder / NETWORK, text)
+            write_file(self.plan.folder / NETWORK, text)
             self._written = text
 
     def _start(self, name: str, arguments: list[str]) -> None:

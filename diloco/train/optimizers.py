@@ -1,0 +1,93 @@
+"""The outer optimizers: how the mean of the islands' pseudo-gradients changes the outer state.
+
+An update uses individually rounded operations only, so that it gives the same bits on every platform: no fused
+multiply-add, no `alpha=`, no reductions, divisions of tensors by tensors. A new optimizer is a class in a file of its
+own and a line in `OUTER_OPTIMIZERS` (`diloco/config/schema.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pkgutil import resolve_name
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.config.schema import OUTER_OPTIMIZERS, OuterConfig
+from diloco.elastic.protocol.record import Settings
+from diloco.errors import ConfigError
+
+TINY = 2.0**-100  # moments below this become zero: denormals differ between platforms
+
+
+class OuterOptimizer(ABC):
+    vectors: tuple[str, ...] = ("momentum", "parameters")  # what it keeps, each as large as the model
+    forgets = False  # whether its momentum, where that is `auto`, is less in short runs
+
+    def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
+        """Work out the scalars of a fragment's update number 1, 2, …, to be stored: libm differs."""
+        return Settings(lr, momentum, "", "", config.optimizer)
+
+    @abstractmethod
+    def step(self, vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
+        """Change a stretch of the vectors in place."""
+
+
+def optimizer_named(name: str) -> OuterOptimizer:
+    if name not in OUTER_OPTIMIZERS:
+        raise ConfigError(f"there is no outer optimizer {name[:60]!r}: there are {', '.join(OUTER_OPTIMIZERS)}")
+    made: OuterOptimizer = resolve_name(OUTER_OPTIMIZERS[name])()
+    return made
+
+
+class Nesterov(OuterOptimizer):
+    """v <- D + b v ; theta <- theta - lr (D + b v)."""
+
+    forgets = True
+
+    def step(self, vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
+        parameters, velocity = vectors["parameters"], vectors["momentum"]
+        lr, momentum = _scalar(settings.lr, gradient), _scalar(settings.momentum, gradient)
+        velocity.mul_(momentum).add_(gradient)
+        velocity.masked_fill_(velocity.abs() < TINY, 0.0)
+        parameters.sub_((velocity * momentum).add_(gradient).mul_(lr))
+
+
+class Sgd(Nesterov):
+    """Nesterov's with momentum 0."""
+
+    forgets = False
+
+    def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
+        return super().settings(config, lr, 0.0, number)
+
+
+class Adam(OuterOptimizer):
+    """m <- b m + (1-b) D ; v <- c v + (1-c) D^2 ; theta <- theta - lr (m / m^) / (sqrt(v / v^) + eps)."""
+
+    vectors = ("momentum", "parameters", "variance")
+
+    def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
+        corrections = 1 - momentum**number, 1 - config.second**number
+        return Settings(lr, momentum, "", "", config.optimizer, config.second, config.eps, *corrections)
+
+    def step(self, vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
+        first, second = vectors["momentum"], vectors["variance"]
+        first.mul_(_scalar(settings.momentum, first)).add_(gradient * _scalar(1 - settings.momentum, first))
+        first.masked_fill_(first.abs() < TINY, 0.0)
+        square = (gradient * gradient).mul_(_scalar(1 - settings.second, second))
+        second.mul_(_scalar(settings.second, second)).add_(square)
+        second.masked_fill_(second < TINY, 0.0)
+        mean = first / torch.full_like(first, settings.first_correction)
+        root = _square_root(second / torch.full_like(second, settings.second_correction))
+        root.add_(_scalar(settings.eps, root))
+        vectors["parameters"].sub_((mean / root).mul_(_scalar(settings.lr, mean)))
+
+
+def _square_root(values: Tensor) -> Tensor:
+    """Correctly rounded. torch's own on a CPU is not, where it is built with Intel's library."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
