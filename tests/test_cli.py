@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import SMALL, run_cli
+from typer.main import get_command
 
+from diloco.cli.app import app
 from diloco.cli.run import changed
 from diloco.report.events import read_events
 from diloco.run.folder import prepare_folder
@@ -63,12 +65,14 @@ def test_every_command_has_help_with_an_example(command):
 
 
 def test_the_list_of_commands_above_is_complete():
-    from diloco.cli.app import app, bench
+    commands = get_command(app).commands
+    assert set(commands) == {command[0] for command in COMMANDS}
+    assert set(commands["bench"].commands) == {command[1] for command in COMMANDS if len(command) == 2}
 
-    names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    benches = {command.name or command.callback.__name__ for command in bench.registered_commands}
-    assert names == {command[0] for command in COMMANDS} - {"bench"}
-    assert benches == {command[1] for command in COMMANDS if len(command) == 2}
+
+def test_no_summary_of_a_command_is_cut_off():
+    for done in (run_cli("--help"), run_cli("bench", "--help")):
+        assert done.returncode == 0 and "..." not in done.stdout.partition("Commands:")[2]
 
 
 def test_run_trains_tells_and_says_what_next(config_file, tmp_path):

@@ -26,9 +26,9 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import to_plain
 from diloco.elastic.runtime.keeper import Kept
 from diloco.errors import ConfigError, SaveError
-from diloco.history.log import find_logs, fragments_in, furthest, state_of
+from diloco.history.log import find_logs, fragments_in, furthest, genesis_of, state_of
 from diloco.run.folder import has_log
-from diloco.run.genesis import FILE, PROTOCOL, Genesis, Parent, own_sections, read_genesis, shared_of, write_genesis
+from diloco.run.genesis import PROTOCOL, Genesis, Parent, own_sections, shared_of, write_genesis
 from diloco.run.join import OUTER
 from diloco.train.amend import amended, changed
 from diloco.train.outer import VECTORS
@@ -58,9 +58,7 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
     out = out or source.with_name(f"{source.name}-round-{number}")
     if out.exists():
         raise SaveError(f"{out} is there already: name another folder, after the round")
-    genesis = read_genesis(log)
-    if genesis is None:
-        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    genesis = genesis_of(log)
     state, vectors = state_of(log, number)
     config = _config(log.parent, genesis, state, list(overrides), out)
     draft = out.with_name(f".{out.name}.part")

@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import time
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from diloco.comm.peers.identity import Identity
-from diloco.launch.fleet import Fleet, write_whole
-from diloco.launch.launcher import LOOK_S, open_run
+from diloco.launch.fleet import Fleet, open_run, write_whole
 from diloco.launch.plan import Plan
 from diloco.report.watching import IslandsView
-from diloco.run.signals import signals
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.netns import Namespaces
 from diloco.simulate.real.network import VARIABLE, network_at
@@ -171,16 +169,8 @@ class SimulatedFleet(Fleet):
 def simulate(plan: SimulatedPlan, view: IslandsView, world: World, *, netns: bool = False) -> SimulatedFleet:
     """Until the run is finished, or everybody has left. An earlier run in that folder is kept under another name."""
     plan = replace(plan, islands=world.topology.islands)
-    kept = open_run(plan, fresh=True)
-    if kept is not None:
-        view.say(f"the earlier run is kept as {kept}")
-    with ExitStack() as stack:
-        namespaces = stack.enter_context(Namespaces(plan.islands).opened()) if netns else None
+    open_run(plan, view, fresh=True)
+    with Namespaces(plan.islands).opened() if netns else nullcontext() as namespaces:
         fleet = SimulatedFleet(plan, view, world, namespaces)
-        heard = stack.enter_context(signals())
-        stack.callback(fleet.end)
-        fleet.found()
-        while fleet.at_work:
-            time.sleep(LOOK_S)
-            fleet.look(len(heard))
+        fleet.run()
     return fleet
