@@ -213,7 +213,7 @@ def _start_p2pd(p2pd: Path, timeout_s: float, mend: str) -> Finding:
 
 def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
     """Seconds until, and lines up to, its peer id or its end. The daemon is gone afterwards in every case."""
-    start = time.monotonic()
+    start, output = time.monotonic(), list[str]()
     # hivemind keeps its sockets in /tmp, whatever TMPDIR says. The idle timeout ends the daemon should we be killed.
     with tempfile.TemporaryDirectory(prefix="diloco-", dir="/tmp") as folder:
         command = [str(p2pd), f"-listen=/unix{folder}/p2pd.sock", "-hostAddrs=/ip4/127.0.0.1/tcp/0", "-idleTimeout=30s"]
@@ -221,21 +221,15 @@ def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
             alarm = threading.Timer(timeout_s, process.kill)
             alarm.start()
             try:
-                output = _lines_until(process, "Peer ID:")
+                assert process.stdout is not None
+                for line in process.stdout:
+                    output.append(line.strip())
+                    if line.startswith("Peer ID:"):
+                        break
             finally:
                 alarm.cancel()
                 process.kill()
     return time.monotonic() - start, output
-
-
-def _lines_until(process: subprocess.Popen[str], opening: str) -> list[str]:
-    assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if line.startswith(opening):
-            break
-    return lines
 
 
 def check_ports() -> Iterator[Finding]:

@@ -20,14 +20,13 @@ def restore(
     """
     from diloco.history.restore import restore_run
 
-    restored = restore_run(url, dir, lambda what, text: say(f"{what}: {text}"))
-    folder = restored.folder
+    folder, findings = dir.resolve(), restore_run(url, dir, lambda what, text: say(f"{what}: {text}"))
     say(
-        describe(str(dir), restored.findings),
+        describe(str(dir), findings),
         "next:",
         f"  diloco join TICKET --dir {folder}",
         "      takes part in the run again, if it still goes on somewhere",
-        f"  diloco rewind {folder} {restored.round}",
+        f"  diloco rewind {folder} {findings.last}",
         "      makes a new run of it that goes on from there: the old run's key is not in the copy, and need not be",
     )
-    raise SystemExit(bool(restored.findings.problems))
+    raise SystemExit(bool(findings.problems))

@@ -30,11 +30,6 @@ class World:
     def late(self) -> set[str]:
         return {island_name(i) for fault in self.faults if fault.kind == "join" for i in fault.islands}
 
-    @property
-    def first(self) -> int:
-        """Islands that are there from the beginning."""
-        return self.topology.islands - len(self.late)
-
 
 @dataclass(frozen=True)
 class SimulatedPlan(Plan):
@@ -47,9 +42,7 @@ class SimulatedPlan(Plan):
 class Happened:
     """What the fleet saw and did, in seconds of the clock of all machines."""
 
-    zero: float | None = (
-        None  # when all of the first islands that had not gone for good trained; faults count from there
-    )
+    zero: float | None = None  # when all first islands that had not gone for good trained; faults count from there
     ended: float = 0.0
     lives: dict[str, list[list[float]]] = field(default_factory=dict)  # of each island's processes: begin and end
     stops: dict[str, list[list[float]]] = field(default_factory=dict)
