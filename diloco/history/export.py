@@ -65,11 +65,7 @@ def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
                 shutil.copyfile(settings, part / settings.name)
         if tokenizer is not None:
             tokenizer.save(part)
-        about = {
-            "diloco": __version__, "run": trained.config.run, "step": trained.step, "round": trained.round,
-            "files": sorted(path.name for path in part.iterdir()),
-        }  # fmt: skip
-        (part / ABOUT).write_text(json.dumps(about, indent=1))
+        _write_about(trained, part)
         for path in part.iterdir():  # safetensors makes files for their owner only
             path.chmod((part / ABOUT).stat().st_mode)
     return str(model.config.model_type)
@@ -109,6 +105,14 @@ def _as_it_came(trained: Trained) -> Any:
     own = transformers.AutoConfig.from_pretrained(trained.config.model.hf, local_files_only=True)
     model.config.use_cache = getattr(own, "use_cache", True)
     return model
+
+
+def _write_about(trained: Trained, part: Path) -> None:
+    about = {
+        "diloco": __version__, "run": trained.config.run, "step": trained.step, "round": trained.round,
+        "files": sorted(path.name for path in part.iterdir()),
+    }  # fmt: skip
+    (part / ABOUT).write_text(json.dumps(about, indent=1))
 
 
 @contextmanager
