@@ -1,9 +1,16 @@
-"""Every schedule against a loop of a few lines that says what it is, with two islands over real rounds."""
+"""Every schedule against a loop of a few lines that says what it is, with two islands over real rounds.
+
+Of classic DiLoCo that loop is `examples/diloco_in_40_lines.py`.
+"""
+
+from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
 from alone import train
 from team import HERE, PATIENT, Team
+from torch.nn.utils import parameters_to_vector
 
 from diloco.bench.speed import Heard
 from diloco.island.island import Island
@@ -13,20 +20,36 @@ from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
 
 H, PASSES, LR, MOMENTUM = 4, 5, 0.7, 0.9
+EXAMPLE = run_path(str(Path(__file__).parent.parent / "examples" / "diloco_in_40_lines.py"))
 METHODS = {
-    "classic": {"codec": "fp32"},
-    "streaming": {"codec": "fp32", "fragments": 3},
-    "streaming, mixed": {"codec": "fp32", "fragments": 3, "delay": 1, "apply": "mix"},
-    "sequential, far overlapped": {"codec": "fp32", "fragments": 2, "pattern": "sequential", "delay": 3},
-    "overlapped": {"codec": "fp32", "delay": 3},
-    "eager": {"codec": "fp32", "apply": "eager"},
+    "streaming": {"fragments": 3},
+    "streaming, mixed": {"fragments": 3, "delay": 1, "apply": "mix"},
+    "sequential, far overlapped": {"fragments": 2, "pattern": "sequential", "delay": 3},
+    "overlapped": {"delay": 3},
+    "eager": {"apply": "eager"},
 }
 
 
-def reference(config, batches, fragments, method) -> list[torch.Tensor]:
-    """The outer parameters after each update."""
+def island_for(config) -> Island:
     network = build_network(config.model, data_vocab=256, sequence=config.data.sequence, seed=config.seed)
-    islands = [Island(network, HERE, config.island, config.inner) for _ in batches]
+    return Island(network, HERE, config.island, config.inner)
+
+
+def classic(config, batches) -> list[torch.Tensor]:
+    """The outer parameters after each round, by the example."""
+    shared, *islands = (island_for(config) for _ in range(1 + len(batches)))
+
+    def inner_step(number: int, step: int) -> None:
+        islands[number].step(batches[number][step], learning_rate(config.inner, step + 1))
+
+    replicas = [island.module for island in islands]
+    rounds = EXAMPLE["diloco"](shared.module, replicas, inner_step, rounds=PASSES, every=H, lr=LR, momentum=MOMENTUM)
+    return [parameters_to_vector(model.parameters()).detach() for model in rounds]
+
+
+def reference(config, batches, fragments, method) -> list[torch.Tensor]:
+    """The outer parameters after each update of a fragment, or of a round that others are not waited for."""
+    islands = [island_for(config) for _ in batches]
     count, total = len(fragments), islands[0].layout.size
     delay, alpha = method.get("delay", 0), 0.5 if method.get("apply") == "mix" else None
     where = [torch.cat([torch.arange(lo, hi) for lo, hi in ranges]) for ranges in fragments.ranges]
@@ -67,11 +90,9 @@ def reference(config, batches, fragments, method) -> list[torch.Tensor]:
     return history
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_trainer_does_what_a_plain_loop_says(small, name):
-    method = METHODS[name]
+def trained_by(small, method) -> Team:
     config = small(
-        sync={"every": H, **method},
+        sync={"every": H, "codec": "fp32", **method},
         outer={"lr": LR, "momentum": MOMENTUM},
         inner={"steps": H * (PASSES + 1), "schedule": "constant"},
         elastic=PATIENT,
@@ -79,13 +100,35 @@ def test_the_trainer_does_what_a_plain_loop_says(small, name):
     )
     team = Team(config)
     team.run()
-    fragments = team.trainers["A"].fragments
-    expected = reference(config, list(team.batches.values()), fragments, method)
-    assert len(expected) >= (PASSES - 1) * len(fragments)
-    for ours, theirs in zip(team.outer, expected, strict=False):
+    return team
+
+
+def assert_same_way(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=False):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     moved = (expected[-1] - expected[0]).norm() / expected[0].norm()
     assert moved > 1e-2  # far more than what is allowed
+
+
+def test_the_trainer_does_what_the_example_does(small):
+    team = trained_by(small, {})
+    assert len(team.outer) >= PASSES
+    assert_same_way(team.outer, classic(team.config, list(team.batches.values())))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_trainer_does_what_a_plain_loop_says(small, name):
+    team = trained_by(small, METHODS[name])
+    fragments = team.trainers["A"].fragments
+    expected = reference(team.config, list(team.batches.values()), fragments, METHODS[name])
+    assert len(expected) >= (PASSES - 1) * len(fragments)
+    assert_same_way(team.outer, expected)
+
+
+def test_the_example_learns(capsys):
+    losses = EXAMPLE["main"](rounds=6)
+    assert len(capsys.readouterr().out.splitlines()) == len(losses) == 6
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("codec", ["sparse", "sign", "dct", "lowrank"])

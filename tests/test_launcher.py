@@ -23,12 +23,12 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
 from diloco.launch.child import Child
-from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, is_saving, spread
-from diloco.launch.launcher import open_run
+from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, is_saving, open_run, spread
 from diloco.launch.plan import Plan
 from diloco.report.events import Event, read_events
 from diloco.report.watching import Lines
-from diloco.run.signals import REPEAT_S, release
+from diloco.run.folder import release
+from diloco.run.signals import REPEAT_S
 
 ONE, TWO = "island-1", "island-2"
 
@@ -66,22 +66,33 @@ def test_islands_share_the_cores(plan):
     assert plan.environment == {"OMP_NUM_THREADS": str(max(1, cores // 2))}
 
 
-def test_an_earlier_run_is_kept_or_refused(plan):
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def view(out) -> Lines:
+    return Lines(Console(file=out, width=200))
+
+
+def test_an_earlier_run_is_kept_or_refused(plan, view, out):
     (plan.folder / "island-1").mkdir(parents=True)
     (plan.folder / "config.yaml").touch()
-    open_run(plan, fresh=False)  # a founding that failed left nothing to go on with
+    open_run(plan, view, fresh=False)  # a founding that failed left nothing to go on with
     release(plan.folder)
     (plan.folder / "island-1" / "outer").mkdir()
     (plan.folder / "island-1" / "outer" / "log-00000001.seg").touch()
     with pytest.raises(SaveError, match="already holds a run of several islands: add --resume"):
-        open_run(plan, fresh=False)
-    assert open_run(plan, fresh=True) == plan.folder.with_name("run.1")
+        open_run(plan, view, fresh=False)
+    open_run(plan, view, fresh=True)
+    assert f"the earlier run is kept as {plan.folder.with_name('run.1')}" in out.getvalue()
     assert (plan.folder.with_name("run.1") / "island-1").is_dir()
 
 
-def test_nothing_is_resumed_where_nothing_is(plan):
+def test_nothing_is_resumed_where_nothing_is(plan, view):
     with pytest.raises(SaveError, match="holds no run to go on with: start without --resume"):
-        open_run(replace(plan, resume=True), fresh=False)
+        open_run(replace(plan, resume=True), view, fresh=False)
     assert not plan.folder.exists()
 
 
@@ -148,16 +159,15 @@ class FakeChild:
 
 
 @pytest.fixture
-def fleet(plan, monkeypatch) -> Fleet:
+def fleet(plan, view, out, monkeypatch) -> Fleet:
     """A founder that trains, and a second island that dies whenever it is started."""
     monkeypatch.setattr("diloco.launch.fleet.RESTART_S", 0.0)
-    open_run(plan, fresh=False)
+    open_run(plan, view, fresh=False)
     founder = plan.folder / ONE
     (founder / "ticket").touch()
     (founder / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
     (founder / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10)) + "\n")
-    out = io.StringIO()
-    made = Fleet(plan, Lines(Console(file=out, width=200)))
+    made = Fleet(plan, view)
     made.out = out
     made.children = {ONE: FakeChild(founder, None), TWO: FakeChild(plan.folder / TWO, 1)}
     made.found()

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.bench.plan import TARGETS, against_table
-from diloco.cli.plan import Bare, Links, plan_command
+from diloco.cli.plan import plan
 from diloco.errors import ConfigError
 from diloco.plan.utilisation import GRID_GBIT, METHODS, Training, bandwidth_for, utilisation
 from diloco.units import parse_share
 
-NOTHING = Bare(None, None, None, None, None, None)
-NO_LINKS = Links(None, None, None, None, None, [])
-GIVEN = Bare("24", "0.1s", "1B", "100", "overlap", "4")
-ISLANDS = Links(4, "1gbit,40ms", None, None, None, [])
+GIVEN = {"layers": "24", "step_time": "0.1s", "params": "1B", "every": "100", "method": "overlap", "bits": "4"}
+ISLANDS = {"islands": 4, "link": "1gbit,40ms"}
 
 
 # the published model
@@ -77,40 +75,36 @@ def test_long_phases_are_not_gone_through_step_by_step():
 
 
 def test_the_bare_question_is_answered_as_published(capsys):
-    plan_command(None, [], GIVEN, NO_LINKS, target="50%,80%,90%,95%,99%", as_json=True)
+    plan(**GIVEN, target="50%,80%,90%,95%,99%", json=True)
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == ["gbit_per_s"]
     assert [round(rate, 1) for rate in answer["gbit_per_s"]] == [0.4, 1.0, 1.7, 2.0, 2.9]
 
 
-def bare(**changed) -> Bare:
-    return Bare(**{**vars(GIVEN), **changed})
-
-
 WRONG = {
-    "nothing": (None, NOTHING, NO_LINKS, None, "plan: give a CONFIG, or --layers, --step-time and --params"),
-    "half": (None, bare(params=None), NO_LINKS, None, "--params is missing: without a CONFIG give"),
-    "both": ("x.yaml", GIVEN, ISLANDS, None, "--layers is for a plan without CONFIG: leave it out"),
-    "links": (None, GIVEN, ISLANDS, None, "--islands belongs to a CONFIG: name one"),
-    "layers": (None, bare(layers="0"), NO_LINKS, None, "--layers 0: write a whole number from 1 to 10000"),
-    "time": (None, bare(step_time="fast"), NO_LINKS, None, "--step-time fast: write a duration such as 80ms"),
-    "no time": (None, bare(step_time="0s"), NO_LINKS, None, "--step-time 0s: must be above 0"),
-    "params": (None, bare(params="1.5"), NO_LINKS, None, "--params 1.5: '1.5' is not a whole number"),
-    "too many": (None, bare(params="1e300T"), NO_LINKS, None, "--params 1e300T: must be finite"),
-    "every": (None, bare(every="-1"), NO_LINKS, None, "--every -1: write a whole number"),
-    "method": (None, bare(method="magic"), NO_LINKS, None, "--method magic: there are data-parallel, diloco"),
-    "bits": (None, bare(bits="nan"), NO_LINKS, None, "--bits nan: must be above 0"),
-    "target": (None, GIVEN, NO_LINKS, "95", "--target 95: write a share above 0% and below 100%, such as 95%"),
-    "all": (None, GIVEN, NO_LINKS, "100%", "--target 100%: write a share above 0%"),
-    "no file": ("nowhere.yaml", NOTHING, ISLANDS, None, "nowhere.yaml: no such file"),
+    "nothing": ({}, "plan: give a CONFIG, or --layers, --step-time and --params"),
+    "half": ({**GIVEN, "params": None}, "--params is missing: without a CONFIG give"),
+    "both": ({"config": "x.yaml", **GIVEN, **ISLANDS}, "--layers is for a plan without CONFIG: leave it out"),
+    "links": ({**GIVEN, **ISLANDS}, "--islands belongs to a CONFIG: name one"),
+    "layers": ({**GIVEN, "layers": "0"}, "--layers 0: write a whole number from 1 to 10000"),
+    "time": ({**GIVEN, "step_time": "fast"}, "--step-time fast: write a duration such as 80ms"),
+    "no time": ({**GIVEN, "step_time": "0s"}, "--step-time 0s: must be above 0"),
+    "params": ({**GIVEN, "params": "1.5"}, "--params 1.5: '1.5' is not a whole number"),
+    "too many": ({**GIVEN, "params": "1e300T"}, "--params 1e300T: must be finite"),
+    "every": ({**GIVEN, "every": "-1"}, "--every -1: write a whole number"),
+    "method": ({**GIVEN, "method": "magic"}, "--method magic: there are data-parallel, diloco"),
+    "bits": ({**GIVEN, "bits": "nan"}, "--bits nan: must be above 0"),
+    "target": ({**GIVEN, "target": "95"}, "--target 95: write a share above 0% and below 100%, such as 95%"),
+    "all": ({**GIVEN, "target": "100%"}, "--target 100%: write a share above 0%"),
+    "no file": ({"config": "nowhere.yaml", **ISLANDS}, "nowhere.yaml: no such file"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_mistakes_name_the_option(case):
-    config, asked, links, target, complaint = WRONG[case]
+    asked, complaint = WRONG[case]
     with pytest.raises(ConfigError, match="^" + re.escape(complaint)) as caught:
-        plan_command(config, [], asked, links, target=target, as_json=False)
+        plan(**asked)
     assert "\n" not in str(caught.value)
 
 
@@ -121,18 +115,20 @@ WRONG_LINKS = {
     "no such link": ({"link": "1e300gbit"}, "--link 1e300gbit: must be finite"),
     "rate": ({"max_up": "0mbit"}, "--max-up 0mbit: must be above 0"),
     "accelerator": ({"accelerator": "abacus"}, "--accelerator abacus: there are h200, "),
-    "profile": ({"profile": ["nowhere.json"]}, "--profile nowhere.json: no such file; make one with: diloco bench"),
+    "profile": (
+        {"profile": [Path("nowhere.json")]},
+        "--profile nowhere.json: no such file; make one with",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_LINKS)
 def test_mistakes_about_links_name_the_option(case, tmp_path):
     changed, complaint = WRONG_LINKS[case]
-    changed = {key: [Path(path) for path in value] if key == "profile" else value for key, value in changed.items()}
     path = tmp_path / "run.yaml"
     path.write_text("run: planned\n")
     with pytest.raises(ConfigError, match="^" + re.escape(complaint)):
-        plan_command(path, [], NOTHING, Links(**{**vars(ISLANDS), **changed}), target=None, as_json=False)
+        plan(path, **ISLANDS | changed)
 
 
 def test_a_plan_for_people(tmp_path):
@@ -147,7 +143,7 @@ def test_a_plan_for_people(tmp_path):
 def test_a_plan_for_programs(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 2}\n")
-    plan_command(path, ["sync.codec=int4"], NOTHING, ISLANDS, target="90%,95%", as_json=True)
+    plan(path, ["sync.codec=int4"], **ISLANDS, target="90%,95%", json=True)
     answer = json.loads(capsys.readouterr().out)
     assert answer["given"]["sync"] == {"every": 2, "codec": "int4", "fragments": 1, "delay": 0, "apply": "rebase"}
     assert len(answer["gbit_per_s"]) == 2
@@ -163,8 +159,7 @@ def test_a_plan_for_programs(tmp_path, capsys):
 def test_without_a_link_the_answer_is_which_one_is_needed(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 50}\n")
-    links = Links(**{**vars(ISLANDS), "link": None})
-    plan_command(path, [], NOTHING, links, target="80%", as_json=True)
+    plan(path, islands=4, target="80%", json=True)
     answer = json.loads(capsys.readouterr().out)
     assert answer["link"] is None and answer["chosen"] is None
     assert f"needs {1000 * answer['gbit_per_s'][0]:.3g} mbit/s up and down for 80 %" in answer["why"]

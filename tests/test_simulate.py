@@ -17,21 +17,14 @@ from rich.console import Console
 from test_board import told
 from test_launcher import FakeChild
 
-from diloco.cli.simulate import (
-    Given,
-    refuse_backend,
-    refuse_one_folder,
-    refuse_report,
-    simulate_command,
-    world_of,
-)
+from diloco.cli.app import app
+from diloco.cli.real import refuse_backend, refuse_one_folder, refuse_report, world_of
 from diloco.comm.transport.link import Line
 from diloco.comm.transport.link import Path as Way
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config
 from diloco.errors import ConfigError, PeerLost
-from diloco.launch.fleet import RESTARTS
-from diloco.launch.launcher import open_run
+from diloco.launch.fleet import RESTARTS, open_run
 from diloco.report.watching import Lines
 from diloco.run.peer import Connection
 from diloco.simulate.real.faults import parse_faults
@@ -199,17 +192,17 @@ def test_cuts_that_only_touch_are_fine():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (Given(), "Add --link 20mbit,80ms, or --topology FILE"),
-        (Given(link="-20mbit,80ms"), "--link -20mbit,80ms: a rate cannot be negative"),
-        (Given(link="20,80ms"), "--link 20,80ms: the unit is missing"),
-        (Given(link="20mbit", islands=60, join=("5@1s",)), "65 islands: up to 64"),
-        (Given(link="20mbit", topology=EXAMPLES / "topology.yaml"), "--link 20mbit: --topology"),
-        (Given(topology=Path("nowhere.yaml")), "nowhere.yaml: no such file"),
+        ({}, "Add --link 20mbit,80ms, or --topology FILE"),
+        ({"link": "-20mbit,80ms"}, "--link -20mbit,80ms: a rate cannot be negative"),
+        ({"link": "20,80ms"}, "--link 20,80ms: the unit is missing"),
+        ({"link": "20mbit", "islands": 60, "faults": {"join": ["5@1s"]}}, "65 islands: up to 64"),
+        ({"link": "20mbit", "topology": EXAMPLES / "topology.yaml"}, "--link 20mbit: --topology"),
+        ({"topology": Path("nowhere.yaml")}, "nowhere.yaml: no such file"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(given, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        world_of(given)
+        world_of(**{"islands": None, "link": None, "topology": None, "faults": {}, **given})
 
 
 def test_two_configurations_need_two_folders():
@@ -234,9 +227,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(page,
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        simulate_command(
-            [Path("run.yaml")], [], Given(link="20mbit"), report=Path(page), restart=True, backend="shaped"
-        )
+        app(["simulate", "run.yaml", "--link", "20mbit", "--report", page])
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -376,11 +367,12 @@ def fleet(tmp_path, monkeypatch):
     def make(*, restart: bool = True, **given: str) -> SimulatedFleet:
         topology = Topology.uniform(2, 20e6, 0.02)
         plan = SimulatedPlan(load_config(path, []), path, (), 2, restart=restart)
-        open_run(plan, fresh=False)
+        out = io.StringIO()
+        view = Lines(Console(file=out, width=200))
+        open_run(plan, view, fresh=False)
         (plan.folder / "island-1" / "ticket").touch()
         (plan.folder / "island-1" / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
-        out = io.StringIO()
-        made = SimulatedFleet(plan, Lines(Console(file=out, width=200)), World(topology, faults(topology, **given)))
+        made = SimulatedFleet(plan, view, World(topology, faults(topology, **given)))
         made.out = out
         made.children = {name: FakeChild(plan.folder / name, None) for name in plan.names}
         made.found()

@@ -10,9 +10,7 @@ import pytest
 from team import PATIENT, Team, introduced
 
 from diloco.bench.speed import Heard
-from diloco.cli.simulate import (
-    summary,
-)
+from diloco.cli.real import summary
 from diloco.report.events import Events
 from diloco.simulate.real.page import page, write_page
 from diloco.simulate.real.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from test_cli import run_cli
 
-from diloco.cli.virtual import Virtual, setting_of, virtual_command
+from diloco.cli.app import app
 from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
 from diloco.plan.predict import Host, Line
@@ -75,7 +75,7 @@ def test_a_run_that_stands_still_is_told_of_whoever_fails_meanwhile(setting, mon
 def test_a_command_on_a_run_that_stands_still_fails(monkeypatch, capsys):
     monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction, member: None)
     with pytest.raises(SystemExit, match="1"):
-        virtual_command(given(minutes=10.0), as_json=False)
+        command("--minutes", "10")
     assert "I4 does not hold" in capsys.readouterr().out
 
 
@@ -114,16 +114,17 @@ def test_hosts_that_need_longer_wait_longer():
     assert simulate(replace(FEW, host=Host())).period_s > simulate(FEW).period_s
 
 
-def given(**changes: object) -> Virtual:
-    usual = Virtual(8, "50mbit,20ms", "10M", "int8", "30s", 5.0, "1min", "1min", "5s", "30%", two_level=None, seed=0)
-    return replace(usual, **changes)  # type: ignore[arg-type]
+def command(*changes: str) -> None:
+    """Of an option that is given twice the last one counts."""
+    usual = "--islands 8 --link 50mbit,20ms --params 10M --phase 30s --minutes 5 --mtbf 1min --back 1min --diurnal 30%"
+    app(["simulate", "--virtual", *usual.split(), *changes], standalone_mode=False)
 
 
 def test_the_command_tells_people_and_machines(capsys):
-    virtual_command(given(), as_json=False)
+    command()
     told = capsys.readouterr().out
     assert "invariants hold" in told and "where one butterfly" in told
-    virtual_command(given(two_level=True), as_json=True)
+    command("--two-level", "--json")
     plain = json.loads(capsys.readouterr().out)
     assert plain["islands"] == 8 and len(plain["computed"]) == len(COUNTS)
 
@@ -131,19 +132,19 @@ def test_the_command_tells_people_and_machines(capsys):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"islands": 20_000}, "2 to 10000"),
-        ({"islands": 1025, "two_level": False}, "at most 1024"),
-        ({"link": "0mbit"}, "carries nothing"),
-        ({"link": "-5mbit"}, "--link -5mbit"),
-        ({"mtbf": "0s"}, "more than nothing"),
-        ({"diurnal": "50"}, "--diurnal 50"),
-        ({"codec": "int5"}, "choose one of"),
-        ({"phase": "soon"}, "--phase soon"),
+        ("--islands 20000", "2 to 10000"),
+        ("--islands 1025 --one-level", "at most 1024"),
+        ("--link 0mbit", "carries nothing"),
+        ("--link=-5mbit", "--link -5mbit"),
+        ("--mtbf 0s", "--mtbf 0s: must be above 0"),
+        ("--diurnal 50", "--diurnal 50"),
+        ("--codec int5", "choose one of"),
+        ("--phase soon", "--phase soon"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, reason):
     with pytest.raises(ConfigError, match=reason):
-        setting_of(given(**wrong))
+        command(*wrong.split())
 
 
 def test_the_command_line_leads_there():

@@ -1,25 +1,36 @@
-"""`diloco bench …`: each command a few lines over the function that measures."""
+"""`diloco bench …`: each benchmark's options and one call of the function that measures."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.shared import Device, Json
+
+if TYPE_CHECKING:
+    from diloco.bench.report import Report
+
 bench = typer.Typer(
-    help="Measure. With --json: one object with `checks`, next to the raw figures.", no_args_is_help=True
+    help="Run a benchmark and check it against its limits. With --json: one object with `checks`, next to the figures.",
+    no_args_is_help=True,
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Values = Annotated[int, typer.Option(min=1, help="Length of the vector.")]
+
+
+def show(report: "Report", *, as_json: bool) -> None:
+    from diloco.bench.report import show
+
+    show(report, as_json=as_json)
 
 
 @bench.command(epilog="Example: diloco bench overhead --json")
 def overhead(
     json: Json = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Alternating blocks of each loop.")] = 12,
 ) -> None:
-    """Our step time over a bare PyTorch loop's."""
+    """Compare our step time with that of a bare PyTorch loop."""
     from diloco.bench.overhead import measure
-    from diloco.bench.report import show
 
     show(measure(device=device, blocks=blocks), as_json=json)
 
@@ -33,32 +44,28 @@ def speed(
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 256,
     steps: Annotated[int, typer.Option(min=5, help="Steps to measure, after a warm-up.")] = 30,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Tokens a second and MFU of one process."""
-    from diloco.bench.report import show
+    """Measure tokens a second and MFU of one process."""
     from diloco.bench.speed import measure
 
-    show(
-        measure(
-            preset=preset, batch=batch, sequence=sequence, vocab=vocab, steps=steps, compile=compile, device=device
-        ),
-        as_json=json,
+    report = measure(
+        preset=preset, batch=batch, sequence=sequence, vocab=vocab, steps=steps, compile=compile, device=device
     )
+    show(report, as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench codec --json")
 def codec(
     json: Json = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     values: Annotated[int, typer.Option(min=2, help="Length of the vector.")] = 25_000_000,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Timed runs of each, of which the median counts: 25, or 200 on a GPU.")
     ] = None,
 ) -> None:
-    """Speed, error and bias of each codec (a minute)."""
+    """Measure speed, error and bias of each codec (a minute)."""
     from diloco.bench.codec import measure
-    from diloco.bench.report import show
 
     show(measure(device=device, count=values, repeats=repeats), as_json=json)
 
@@ -67,14 +74,16 @@ def codec(
 def allreduce(
     json: Json = False,
     peers: Annotated[int, typer.Option(min=2, max=64, help="Processes on this machine.")] = 4,
-    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    values: Values = 25_000_000,
     codec: Annotated[str, typer.Option(help="fp32, bf16, int8, int4 or fp4.")] = "int8",
     link: Annotated[str, typer.Option(help="Each peer's rate, and one-way delay.")] = "200mbit,20ms",
     against: Annotated[str, typer.Option(help="hivemind, gloo, both with a comma, or none.")] = "hivemind,gloo",
 ) -> None:
-    """Peers average a vector (two minutes). The limits are for the default options on an idle machine."""
+    """Let peers average a vector (two minutes).
+
+    The limits are for the default options on an idle machine.
+    """
     from diloco.bench.allreduce import measure
-    from diloco.bench.report import show
 
     show(measure(peers=peers, count=values, codec=codec, link=link, against=against), as_json=json)
 
@@ -82,12 +91,14 @@ def allreduce(
 @bench.command(epilog="Example: diloco bench recover --json")
 def recover(
     json: Json = False,
-    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    values: Values = 25_000_000,
     silence: Annotated[float, typer.Option(min=0.1, help="Seconds until a silent island counts as lost.")] = 5.0,
 ) -> None:
-    """What a killed or stopped island costs the other three (three minutes)."""
+    """Measure what a lost island costs the others (three minutes).
+
+    One of four islands is killed, later another one is stopped.
+    """
     from diloco.bench.recover import measure
-    from diloco.bench.report import show
 
     show(measure(values=values, silence_s=silence), as_json=json)
 
@@ -95,13 +106,15 @@ def recover(
 @bench.command(name="join", epilog="Example: diloco bench join --json")
 def bench_join(
     json: Json = False,
-    values: Annotated[int, typer.Option(min=1, help="Length of the vector.")] = 25_000_000,
+    values: Values = 25_000_000,
     joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
-    rate: Annotated[str, typer.Option(help="Of each link, when the download itself is measured.")] = "400mbit",
+    rate: Annotated[str, typer.Option(help="Rate of each link while the download is measured.")] = "400mbit",
 ) -> None:
-    """What a newcomer costs four islands that train, and what it downloads (eight minutes)."""
+    """Measure what a newcomer costs and downloads (eight minutes).
+
+    Four islands train meanwhile.
+    """
     from diloco.bench.join import measure
-    from diloco.bench.report import show
 
     show(measure(values=values, joins=joins, rate=rate), as_json=json)
 
@@ -109,22 +122,23 @@ def bench_join(
 @bench.command(name="checkpoint", epilog="Example: diloco bench checkpoint --json")
 def bench_checkpoint(
     json: Json = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Saves, with steps during and after each.")] = 12,
     values: Annotated[int, typer.Option(min=1, help="Length of the vector whose log is counted.")] = 2_000_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Of that log.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of that log.")] = 20,
 ) -> None:
-    """What saves and snapshots cost training, and the bytes of the log (three minutes)."""
+    """Measure what saves and snapshots cost (three minutes).
+
+    Counts the bytes of the log, too.
+    """
     from diloco.bench.checkpoint import measure
-    from diloco.bench.report import show
 
     show(measure(device=device, blocks=blocks, values=values, rounds=rounds), as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench virtual --json")
 def virtual(json: Json = False) -> None:
-    """Virtual time against four real islands on shaped links (a minute)."""
-    from diloco.bench.report import show
+    """Compare virtual time with four real islands (a minute)."""
     from diloco.bench.virtual import measure
 
     show(measure(), as_json=json)
@@ -133,13 +147,17 @@ def virtual(json: Json = False) -> None:
 @bench.command(epilog="Example: diloco bench overlap --json")
 def overlap(
     json: Json = False,
-    islands: Annotated[int, typer.Option(min=2, help="Each with one thread: no more than there are cores.")] = 2,
+    islands: Annotated[
+        int, typer.Option(min=2, help="Islands, each with one thread: no more than there are cores.")
+    ] = 2,
     every: Annotated[int, typer.Option(min=2, help="Inner steps between two rounds.")] = 30,
-    rounds: Annotated[int, typer.Option(min=5, help="That are measured.")] = 16,
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds to measure.")] = 16,
 ) -> None:
-    """What a slow link costs a loop that waits for its rounds, and one that goes on (seven minutes)."""
+    """Measure what overlap saves on a slow link (seven minutes).
+
+    One loop waits for its rounds, the other one goes on meanwhile.
+    """
     from diloco.bench.overlap import measure
-    from diloco.bench.report import show
 
     show(measure(islands=islands, every=every, rounds=rounds), as_json=json)
 
@@ -147,11 +165,13 @@ def overlap(
 @bench.command(name="plan", epilog="Example: diloco bench plan --json")
 def bench_plan(
     json: Json = False,
-    real: Annotated[bool, typer.Option("--real/--no-real", help="Also against islands that train here.")] = True,
+    real: Annotated[bool, typer.Option("--real/--no-real", help="Also compare with islands that train here.")] = True,
 ) -> None:
-    """The planner against the published table, and against real islands over slow links (three minutes)."""
+    """Compare the planner with real islands (three minutes).
+
+    And with the published table.
+    """
     from diloco.bench.plan import measure
-    from diloco.bench.report import show
 
     show(measure(real=real), as_json=json)
 
@@ -160,26 +180,30 @@ def bench_plan(
 def quality(
     json: Json = False,
     preset: Annotated[str, typer.Option(help="The model: tiny, 35m, 90m, …")] = "tiny",
-    islands: Annotated[int, typer.Option(min=2)] = 4,
+    islands: Annotated[int, typer.Option(min=2, help="Number of islands.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step of all islands together.")] = 16,
-    sequence: Annotated[int, typer.Option(min=1)] = 32,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens a sample.")] = 32,
     every: Annotated[int, typer.Option(min=1, help="Inner steps between two rounds.")] = 30,
-    steps: Annotated[int, typer.Option(min=1)] = 600,
-    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each island.")] = 600,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
     variant: Annotated[str, typer.Option(help="With commas; int8, int4, streaming fp4, eager int8, sparse, …")] = "",
-    plot: Annotated[Path | None, typer.Option(help="A PNG of the losses.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of the losses.")] = None,
     bytes_too: Annotated[bool, typer.Option("--bytes/--no-bytes", help="Count what is sent, too.")] = True,
-    baselines: Annotated[bool, typer.Option(help="Data parallel, and one island alone.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Also train data parallel, and one island alone.")] = True,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak inner learning rate, the same for all.")] = 4e-4,
     outer_lr: Annotated[str, typer.Option(help="A number, or auto.")] = "0.7",
     momentum: Annotated[str, typer.Option(help="Outer momentum: a number, or auto.")] = "0.7",
-    text: Annotated[Path | None, typer.Option(help="To train on, as bytes; none: Python's standard library.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to train on, as bytes (default Python's standard library).")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; islands share one GPU.")] = "cpu",
-    compile: Annotated[bool, typer.Option("--compile")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
 ) -> None:
-    """DiLoCo's variants against data parallel on the same tokens (25 minutes on two cores)."""
+    """Compare DiLoCo's variants with data parallel (25 minutes).
+
+    All train on the same tokens; the time is that of two cores.
+    """
     from diloco.bench.quality import DEFAULT, Setting, measure
-    from diloco.bench.report import show
 
     names = tuple(name.strip() for name in variant.split(",")) if variant else DEFAULT
     data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
@@ -195,13 +219,13 @@ def quality(
 def link(
     json: Json = False,
     rate: Annotated[
-        list[str] | None, typer.Option(help="To be held; repeat it or use commas. None: from 1mbit to 2gbit.")
+        list[str] | None,
+        typer.Option(help="A rate to hold; can be repeated, or use commas (default from 1mbit to 2gbit)."),
     ] = None,
-    delay: Annotated[str, typer.Option(help="One way, between the two processes.")] = "20ms",
+    delay: Annotated[str, typer.Option(help="One-way delay between the two processes.")] = "20ms",
     streams: Annotated[int, typer.Option(min=1, max=64, help="Streams that share the link.")] = 4,
 ) -> None:
-    """How well an emulated link holds its rate and delay."""
+    """Measure how well an emulated link holds its rate and delay."""
     from diloco.bench.link import LADDER, measure
-    from diloco.bench.report import show
 
     show(measure(rates=rate or LADDER, delay=delay, streams=streams), as_json=json)

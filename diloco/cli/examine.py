@@ -1,6 +1,6 @@
-"""What this machine can do, what is missing, and how to mend it.
+"""The checks of `diloco doctor`: what this machine can do, what is missing, and how to mend it.
 
-Every check really does the thing (opens the port, starts the daemon) and returns findings; showing them is the CLI's.
+Every check really does the thing (opens the port, starts the daemon) and returns findings.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def examine(folder: Path = Path("runs"), *, p2pd: Path | None = None) -> list[Finding]:
+def examine(folder: Path, *, p2pd: Path | None = None) -> list[Finding]:
     """All checks. `folder` is where runs are kept; `p2pd` the libp2p daemon, hivemind's own unless given."""
     checks: dict[str, Check] = {
         "python": check_python,
@@ -110,7 +110,9 @@ def check_devices() -> Iterator[Finding]:
     elif torch.backends.mps.is_available():
         yield Finding("mps", "ok", f"Apple GPU, shares {format_size(_total_memory())} with the CPU")
     else:
-        yield Finding("cpu", "ok", f"no accelerator; {_cores()} cores, torch uses {torch.get_num_threads()} threads")
+        # macOS cannot tell the cores that this process may use from all cores
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        yield Finding("cpu", "ok", f"no accelerator; {cores} cores, torch uses {torch.get_num_threads()} threads")
         yield from _unused_nvidia(torch.version.cuda)
 
 
@@ -124,16 +126,11 @@ def _cuda_devices() -> Iterator[Finding]:
         detail = f"{device.name}, {format_size(device.total_memory)}, {'bf16' if bf16 else 'no bf16'}"
         mend = None if bf16 else "set island.dtype to fp32"
         yield Finding(f"cuda:{index}", "ok" if bf16 else "warn", detail, mend)
-    yield _nccl()
-
-
-def _nccl() -> Finding:
-    import torch
-
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        return Finding("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
-    mend = "install a torch build with NCCL, or keep island.fsdp and island.tp at 1"
-    return Finding("nccl", "warn", "this torch cannot use several GPUs in one island", mend)
+        yield Finding("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        mend = "install a torch build with NCCL, or keep island.fsdp and island.tp at 1"
+        yield Finding("nccl", "warn", "this torch cannot use several GPUs in one island", mend)
 
 
 def _unused_nvidia(built_for_cuda: str | None) -> Iterator[Finding]:
@@ -182,11 +179,6 @@ def _container_bytes(name: str) -> int | None:
     return None if text == "max" else int(text)
 
 
-def _cores() -> int:
-    """The cores this process may use; macOS cannot tell them from all cores."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def check_hivemind() -> Iterator[Finding]:
     version = importlib.metadata.version("hivemind")
     importlib.import_module("hivemind")  # a clash with protobuf or torch shows only here
@@ -221,7 +213,7 @@ def _start_p2pd(p2pd: Path, timeout_s: float, mend: str) -> Finding:
 
 def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
     """Seconds until, and lines up to, its peer id or its end. The daemon is gone afterwards in every case."""
-    start = time.monotonic()
+    start, output = time.monotonic(), list[str]()
     # hivemind keeps its sockets in /tmp, whatever TMPDIR says. The idle timeout ends the daemon should we be killed.
     with tempfile.TemporaryDirectory(prefix="diloco-", dir="/tmp") as folder:
         command = [str(p2pd), f"-listen=/unix{folder}/p2pd.sock", "-hostAddrs=/ip4/127.0.0.1/tcp/0", "-idleTimeout=30s"]
@@ -229,21 +221,15 @@ def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
             alarm = threading.Timer(timeout_s, process.kill)
             alarm.start()
             try:
-                output = _lines_until(process, "Peer ID:")
+                assert process.stdout is not None
+                for line in process.stdout:
+                    output.append(line.strip())
+                    if line.startswith("Peer ID:"):
+                        break
             finally:
                 alarm.cancel()
                 process.kill()
     return time.monotonic() - start, output
-
-
-def _lines_until(process: subprocess.Popen[str], opening: str) -> list[str]:
-    assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if line.startswith(opening):
-            break
-    return lines
 
 
 def check_ports() -> Iterator[Finding]:

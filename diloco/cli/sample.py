@@ -1,21 +1,41 @@
+"""`diloco sample`."""
+
 import io
 import os
 import sys
 from itertools import islice
 from math import isfinite
+from typing import Annotated
 
+import typer
+
+from diloco.cli.shared import Device, RunName, RunTokenizer
 from diloco.errors import ConfigError
-from diloco.history.load import begins_with, find_run, load_trained, tokenizer_of
-from diloco.history.sample import Choice, continued, encode_prompt, spoken
-from diloco.island.mesh import pick_device
 
 # A young model says anything, and a terminal would obey.
 HARMLESS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n")), "\ufffd")
 
 
-def sample_command(run: str, prompt: str, *, tokens: int, choice: Choice, tokenizer: str | None, device: str) -> None:
-    if not isfinite(choice.temperature):
-        raise ConfigError(f"--temperature {choice.temperature}: give a number from 0 (always the likeliest) up")
+def sample(
+    run: RunName,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="How the text begins.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="Add at most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Lower is safer; 0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many of the likeliest; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed gives another text.")] = 0,
+    tokenizer: RunTokenizer = None,
+    device: Device = "auto",
+) -> None:
+    """Continue a text with a run's outer parameters.
+
+    Takes those of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
+    """
+    from diloco.history.load import begins_with, find_run, load_trained, tokenizer_of
+    from diloco.history.sample import Choice, continued, encode_prompt, spoken
+    from diloco.island.mesh import pick_device
+
+    if not isfinite(temperature):
+        raise ConfigError(f"--temperature {temperature}: give a number from 0 (always the likeliest) up")
     where = pick_device(device)
     trained = load_trained(find_run(run))
     for why in trained.passed:
@@ -28,17 +48,17 @@ def sample_command(run: str, prompt: str, *, tokens: int, choice: Choice, tokeni
             f"note: of the prompt's {len(row)} tokens the model sees the last {trained.context}, its whole context",
             file=sys.stderr,
         )
-    row = row[-trained.context :]
+    row, choice = row[-trained.context :], Choice(temperature, top_k, seed)
     following = continued(
         trained.module.to(where), row, context=trained.context, vocab=speech.vocab, choice=choice, end=speech.end
     )
-    say(prompt)
+    write(prompt)
     for text in spoken(islice(following, tokens), row, speech.decode):
-        say(text)
-    say("\n")
+        write(text)
+    write("\n")
 
 
-def say(text: str) -> None:
+def write(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -1,193 +1,182 @@
+"""`diloco simulate`: three commands in one. Real islands (`real.py`), the protocol alone, or virtual time
+(`virtual.py`)."""
+
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
+from diloco.cli.shared import Overrides, parse_option, parse_positive
 from diloco.errors import ConfigError
+from diloco.units import parse_count, parse_duration, parse_link, parse_share
 
 if TYPE_CHECKING:
-    from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World
-    from diloco.simulate.real.story import Story
+    from diloco.simulate.virtual.setting import Setting
 
-MAX_ISLANDS = 64
-DEFAULT_ISLANDS = 4
-LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leave time for it"
+PROTOCOL = frozenset({"islands", "protocol", "seeds", "first", "without", "jobs"})
+VIRTUAL = frozenset(
+    {"islands", "link", "virtual", "first", "minutes", "mtbf", "back", "silence", "diurnal", "params", "codec", "phase"}
+    | {"two_level", "json"}
+)
+NOT_REAL = (PROTOCOL | VIRTUAL) - {"islands", "link"}
+MAX_VIRTUAL_ISLANDS = 10_000
 
 
-def protocol_command(*, seeds: int, first: int, islands: int | None, without: str | None, jobs: int) -> None:
-    from diloco.simulate.virtual.campaign import Campaign, Outcome, describe, rule_names, run
+def simulate(
+    context: typer.Context,
+    config: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CONFIG]…", help="The run's YAML file; several are compared.", show_default=False),
+    ] = None,
+    set_: Overrides = None,
+    islands: Annotated[
+        int | None, typer.Option(min=1, help="Number of islands to start (default 4; with --virtual 1000).")
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="Rate and one-way delay of each island: 20mbit,80ms")] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --link: a file with regions, islands and paths; see examples/topology.yaml"),
+    ] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Send SIGKILL to island 1 at 60 s: 1@60s")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop island 2 for a while: 2@30s..45s")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="Cut regions or islands off from each other: eu|us@90s..120s")
+    ] = None,
+    join: Annotated[list[str] | None, typer.Option(help="Start one more island at 100 s: 1@100s")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="Make steps of island 3 take 2.5 times as long: 3x2.5")] = None,
+    restart: Annotated[bool, typer.Option("--restart/--no-restart", help="Restart islands that are killed.")] = True,
+    backend: Annotated[
+        str, typer.Option(help="Who shapes the links. shaped: the islands themselves; netns: Linux's kernel, as root.")
+    ] = "shaped",
+    report: Annotated[
+        Path | None, typer.Option(help="The page to write, with a .json beside it; report.html in the run's folder.")
+    ] = None,
+    protocol: Annotated[
+        bool, typer.Option("--protocol", help="Simulate the round protocol alone, with random faults.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --protocol: number of disasters.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="With --protocol or --virtual: the first seed.")] = 0,
+    without: Annotated[
+        str | None, typer.Option(metavar="RULE", help="With --protocol: a rule to switch off, to see what it is for.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --protocol: number of processes.")] = 1,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Simulate up to 10000 modelled islands in virtual time.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(min=1, help="With --virtual: minutes of virtual time.")] = 30,
+    mtbf: Annotated[str | None, typer.Option(help="With --virtual: mean time between two failures: 1min")] = None,
+    back: Annotated[str, typer.Option(help="With --virtual: time until a failed island is back.")] = "5min",
+    silence: Annotated[
+        str, typer.Option(help="With --virtual: elastic.silence_s; longer than it takes to tell all islands.")
+    ] = "5s",
+    diurnal: Annotated[
+        str | None, typer.Option(help="With --virtual: share of a link that is lost at the worst time of its day: 50%")
+    ] = None,
+    params: Annotated[str, typer.Option(help="With --virtual: values in a round.")] = "150M",
+    codec: Annotated[str, typer.Option(help="With --virtual: codec of the values.")] = "int8",
+    phase: Annotated[str, typer.Option(help="With --virtual: computing time between two rounds.")] = "5min",
+    two_level: Annotated[
+        bool | None,
+        typer.Option(
+            "--two-level/--one-level", help="With --virtual: reduce in groups first (default with more than 64)."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="With --virtual: print one JSON object.")] = False,
+) -> None:
+    """Train islands here over simulated links, with scripted faults.
+
+    The islands are real processes; a report with plots tells what came of it. Times count from the moment when all
+    islands train. Islands are numbered from 1; those that join later have the last numbers. Options for faults can be
+    repeated. An earlier run of that name is kept as NAME.1, NAME.2, …
+
+    With --protocol: the round protocol alone on a virtual network, with random faults; every invariant is checked. A
+    violation is printed with its seed, its shortest transcript and how to see it again; the exit code is then 1.
+    Example: diloco simulate --protocol --seeds 1000 --jobs 8
+
+    With --virtual: the same protocol with modelled computers and links, for many islands that come and go: times of
+    rounds, utilisation, bytes, messages; every invariant is checked. Then what is computed for other numbers of them.
+    """
+    refuse_misplaced(context, virtual=virtual, protocol=protocol)
+    if virtual:
+        from diloco.cli.virtual import simulate_virtual
+        from diloco.plan.predict import Line
+        from diloco.simulate.virtual.setting import Setting
+
+        rate, delay_s = parse_option("--link", link or "100mbit,40ms", parse_link)
+        setting = Setting(
+            1000 if islands is None else islands,
+            Line(rate, rate, delay_s),
+            values=parse_positive("--params", params, parse_count),
+            codec=codec,
+            phase_s=parse_positive("--phase", phase, parse_duration),
+            mtbf_s=None if mtbf is None else parse_positive("--mtbf", mtbf, parse_duration),
+            back_s=parse_positive("--back", back, parse_duration),
+            silence_s=parse_positive("--silence", silence, parse_duration),
+            diurnal=0.0 if diurnal is None else parse_option("--diurnal", diurnal, parse_share),
+            seconds=60 * minutes,
+            seed=first,
+            two_level=two_level,
+        )
+        refuse_impossible(setting)
+        simulate_virtual(setting, as_json=json)
+    elif protocol:
+        simulate_protocol(range(first, first + seeds), islands, without, jobs=jobs)
+    elif not config:
+        raise ConfigError("simulate needs a CONFIG, such as examples/islands.yaml; or --protocol")
+    else:
+        from diloco.cli.real import refuse_backend, refuse_report, simulate_real, world_of
+
+        refuse_backend(backend)
+        if report is not None:
+            refuse_report(report)
+        faults = {"kill": kill or (), "stop": stop or (), "cut": cut or (), "join": join or (), "slow": slow or ()}
+        world = world_of(islands, link, topology, faults)
+        simulate_real(config, set_ or [], world, report=report, restart=restart, netns=backend == "netns")
+
+
+def refuse_misplaced(context: typer.Context, *, virtual: bool, protocol: bool) -> None:
+    """An option of another mode is refused, not ignored. Only what was given on the command line counts."""
+    sources = {parameter: context.get_parameter_source(parameter.name or "") for parameter in context.command.params}
+    given = [parameter for parameter, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if virtual:
+        wrong, why = [p for p in given if p.name not in VIRTUAL], "has nothing to do with --virtual"
+    elif protocol:
+        wrong, why = [p for p in given if p.name not in PROTOCOL], "has nothing to do with --protocol"
+    else:
+        wrong = [p for p in given if p.name in NOT_REAL]
+        why = "is for --virtual or --protocol: real islands do not take it"
+    if wrong:
+        raise ConfigError(f"{wrong[0].opts[0] if wrong[0].param_type_name == 'option' else 'a CONFIG'} {why}")
+
+
+def refuse_impossible(setting: "Setting") -> None:
+    from diloco.comm.codec.registry import CODECS
+    from diloco.comm.reduce.spans import MAX_MEMBERS
+
+    if not 2 <= setting.islands <= MAX_VIRTUAL_ISLANDS:
+        raise ConfigError(f"--islands {setting.islands}: in virtual time 2 to {MAX_VIRTUAL_ISLANDS}")
+    if setting.two_level is False and setting.islands > MAX_MEMBERS:
+        raise ConfigError(f"--one-level --islands {setting.islands}: one butterfly has at most {MAX_MEMBERS} members")
+    if setting.codec not in CODECS:
+        raise ConfigError(f"--codec {setting.codec}: choose one of {', '.join(CODECS)}")
+
+
+def simulate_protocol(seeds: range, islands: int | None, without: str | None, *, jobs: int) -> None:
+    from diloco.simulate.virtual.campaign import Campaign, describe, rule_names, run
 
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")
     if islands is not None and not 2 <= islands <= 26:
         raise ConfigError(f"--islands {islands}: with --protocol 2 to 26, or none for 2 to 9 by chance")
     campaign = Campaign(without or "", islands)
-    start, outcomes = time.perf_counter(), list[Outcome]()
-    for outcome in run(campaign, range(first, first + seeds), jobs=jobs):
-        outcomes.append(outcome)
+    start, commits, violations = time.perf_counter(), 0, 0
+    for outcome in run(campaign, seeds, jobs=jobs):
+        commits += outcome.commits
         if outcome.violation:
+            violations += 1
             print(describe(campaign, outcome.seed), flush=True)
-    violations = sum(bool(outcome.violation) for outcome in outcomes)
-    commits = sum(outcome.commits for outcome in outcomes)
     seconds = time.perf_counter() - start
-    print(f"{seeds} seeds from {first}: {commits} commits, {violations} violations, {seconds:.1f} s")
+    print(f"{len(seeds)} seeds from {seeds[0]}: {commits} commits, {violations} violations, {seconds:.1f} s")
     sys.exit(1 if violations else 0)
-
-
-@dataclass(frozen=True)
-class Given:
-    """How the islands are connected and what befalls them, as a person writes it."""
-
-    islands: int | None = None
-    link: str | None = None
-    topology: Path | None = None
-    kill: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
-    join: tuple[str, ...] = ()
-    slow: tuple[str, ...] = ()
-
-
-def simulate_command(
-    configs: list[Path], overrides: list[str], given: Given, *, report: Path | None, restart: bool, backend: str
-) -> None:
-    """Exit code 0 if all runs finished and their islands agree."""
-    if not configs:
-        raise ConfigError("simulate needs a CONFIG, such as examples/islands.yaml; or --protocol")
-    refuse_backend(backend)
-    if report is not None:
-        refuse_report(report)
-    world = world_of(given)
-    from diloco.config.file import load_config
-    from diloco.simulate.real.drawing import need_matplotlib
-    from diloco.simulate.real.fleet import SimulatedPlan
-    from diloco.simulate.real.story import Story, story_of
-
-    need_matplotlib()
-    loaded = [(path, load_config(path, overrides)) for path in configs]
-    refuse_one_folder([(path, config.dir) for path, config in loaded])
-    page = report or Path(loaded[0][1].dir) / "report.html"
-    stories = list[Story]()
-    for path, config in loaded:
-        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
-        fleet = run_one(plan, world, netns=backend == "netns")
-        stories.append(story_of(config, world, fleet))
-        show(stories, page)
-        if fleet.asked:
-            break
-    left = [str(path) for path, _ in loaded[len(stories) :]]
-    if left:
-        _print([f"not started: {', '.join(left)}"])
-    sys.exit(0 if not left and all(story.finished and story.agree for story in stories) else 1)
-
-
-def world_of(given: Given) -> "World":
-    from diloco.simulate.real.faults import joining, parse_faults
-    from diloco.simulate.real.fleet import World
-    from diloco.simulate.real.topology import Topology
-    from diloco.simulate.real.topologyfile import read_topology
-    from diloco.units import parse_link
-
-    if given.topology is not None:
-        for option, value in (("--link", given.link), ("--islands", given.islands)):
-            if value is not None:
-                raise ConfigError(f"{option} {value}: --topology {given.topology} says that already: leave one out")
-        topology = read_topology(given.topology)
-    else:
-        if given.link is None:
-            raise ConfigError("how are the islands connected? Add --link 20mbit,80ms, or --topology FILE")
-        if given.link.lstrip().startswith("-"):
-            raise ConfigError(f"--link {given.link}: a rate cannot be negative; write --link 20mbit,80ms")
-        count = (DEFAULT_ISLANDS if given.islands is None else given.islands) + joining(given.join)
-        if count > MAX_ISLANDS:
-            raise ConfigError(f"{count} islands: up to {MAX_ISLANDS} can run on one machine")
-        try:
-            topology = Topology.uniform(count, *parse_link(given.link))
-        except ValueError as error:
-            raise ConfigError(f"--link {given.link}: {error}; write --link 20mbit,80ms") from None
-    kinds = ("kill", "stop", "cut", "join", "slow")
-    return World(topology, parse_faults({kind: getattr(given, kind) for kind in kinds}, topology))
-
-
-def refuse_backend(backend: str) -> None:
-    from diloco.simulate.real.netns import refuse_if_not_permitted
-
-    if backend not in ("shaped", "netns"):
-        raise ConfigError(f"--backend {backend}: there are shaped and netns")
-    if backend == "netns":
-        refuse_if_not_permitted()
-
-
-def refuse_report(page: Path) -> None:
-    """Makes no folder yet: a run may want to make the same one."""
-    if page.suffix == ".json":
-        raise ConfigError(f"--report {page} is the page, with the JSON beside it; write {page.with_suffix('.html')}")
-    for file in (page, page.with_suffix(".json")):
-        if file.is_dir():
-            raise ConfigError(f"--report {page}: {file} is a folder; write --report {file / 'report.html'}")
-    try:
-        with TemporaryFile(dir=next(folder for folder in page.parents if folder.exists())):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--report {page} cannot be written: {error}; name another place") from None
-
-
-def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
-    seen: dict[str, Path] = {}
-    for path, folder in folders:
-        if folder in seen:
-            raise ConfigError(f"{path} and {seen[folder]} would both train in {folder}: give one another `run` name")
-        seen[folder] = path
-
-
-def run_one(plan: "SimulatedPlan", world: "World", *, netns: bool) -> "SimulatedFleet":
-    from diloco.report.board import account
-    from diloco.report.watching import open_islands_view
-    from diloco.simulate.real.fleet import simulate
-
-    view = open_islands_view()
-    try:
-        fleet = simulate(plan, view, world, netns=netns)
-    finally:
-        view.close()
-    _print(account(fleet.board))
-    return fleet
-
-
-def show(stories: "list[Story]", page: Path) -> None:
-    """The last one in words, all of them on the page."""
-    from diloco.simulate.real.page import write_page
-    from diloco.simulate.real.story import write_json
-
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_page(stories, page)
-    write_json(stories, page.with_suffix(".json"))
-    _print(summary(stories[-1]))
-    _print([f"report: {page} (open it in a browser), {page.with_suffix('.json')}"])
-
-
-def summary(story: "Story") -> Iterator[str]:
-    from diloco.plan.plan import percent
-    from diloco.units import format_duration, format_size
-
-    yield f"{story.name}: {story.setting}; {story.rounds} rounds in {format_duration(story.seconds)}"
-    for island in story.islands:
-        lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}
-        parts = [f"{format_duration(seconds)} {state}" for state, seconds in lost.items()]
-        parts.append(f"sent {format_size(island.sent)}")
-        yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
-    for fault in story.faults:
-        if not fault.happened:
-            yield f"  {fault.said} did not happen: the run, or the island, had ended; {LONGER}"
-    if (computed := story.computed) is not None:
-        share, time_s = percent(computed.data_parallel_utilisation), format_duration(computed.data_parallel_seconds)
-        yield f"  data parallel over the same links (computed): trains {share} of the time, {time_s} for as many steps"
-
-
-def _print(lines: "list[str] | Iterator[str]") -> None:
-    Console(highlight=False).print("\n".join(lines), soft_wrap=True, markup=False)

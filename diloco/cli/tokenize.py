@@ -1,18 +1,33 @@
+"""`diloco tokenize`."""
+
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from diloco.data import import_raw, tokenize
-from diloco.data.batches import TokenisingProgress
+import typer
+
 from diloco.errors import DataError
-from diloco.units import format_count
 
 
-def tokenize_command(inputs: list[Path], out: Path, tokenizer: str, raw: str | None, vocab: int | None) -> None:
+def tokenize(
+    inputs: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Text files or folders.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The token file to write.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or the folder of a Hugging Face tokenizer.")] = "bytes",
+    raw: Annotated[str | None, typer.Option(help="The input is one headerless token file: uint16 or uint32.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="With --raw: size of its vocabulary.")] = None,
+) -> None:
+    """Turn text into a token file.
+
+    With --raw, turn a headerless token file into one. Train on it with data: {source: tokens, path: …}
+    """
+    from diloco import data
+    from diloco.data.batches import TokenisingProgress
+    from diloco.units import format_count
+
     if raw is None:
-        info = tokenize(inputs, out, tokenizer, TokenisingProgress())
+        info = data.tokenize(inputs, out, tokenizer, TokenisingProgress())
     else:
         if raw not in ("uint16", "uint32") or vocab is None or len(inputs) != 1:
             raise DataError("--raw takes uint16 or uint32, one input file, and --vocab with the size of its vocabulary")
-        info = import_raw(inputs[0], out, cast(Literal["uint16", "uint32"], raw), vocab)
+        info = data.import_raw(inputs[0], out, cast(Literal["uint16", "uint32"], raw), vocab)
     print(f"{out}: {format_count(info.count)} tokens, vocabulary {info.vocab}")
     print(f"use it with: data: {{source: tokens, path: {out}}}")

@@ -2,49 +2,23 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from diloco.comm.codec.registry import CODECS
-from diloco.comm.reduce.spans import MAX_MEMBERS
-from diloco.errors import ConfigError
+from diloco.cli.shared import say
 from diloco.plan.plan import percent
-from diloco.plan.predict import Line
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.outcome import Outcome, simulate
 from diloco.simulate.virtual.scale import Row, rows
 from diloco.simulate.virtual.setting import Setting
-from diloco.units import format_duration, format_rate, format_size, parse_count, parse_duration, parse_link, parse_share
-
-MAX_ISLANDS = 10_000
-
-T = TypeVar("T")
+from diloco.units import format_duration, format_rate, format_size
 
 
-@dataclass(frozen=True)
-class Virtual:
-    """As a person writes it."""
-
-    islands: int | None
-    link: str | None
-    params: str
-    codec: str
-    phase: str
-    minutes: float
-    mtbf: str | None
-    back: str
-    silence: str
-    diurnal: str | None
-    two_level: bool | None
-    seed: int
-
-
-def virtual_command(given: Virtual, *, as_json: bool) -> None:
-    setting = setting_of(given)
+def simulate_virtual(setting: Setting, *, as_json: bool) -> None:
+    """Exit code 0 if every invariant held and rounds went on."""
     try:
         outcome = simulate(setting)
     except Violation as violation:
@@ -54,45 +28,10 @@ def virtual_command(given: Virtual, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(outcome), "computed": [_plain(row) for row in table]}))
     else:
-        console = Console(highlight=False)
-        console.print("\n".join(told(setting, outcome)), soft_wrap=True, markup=False)
-        console.print(_table(table))
+        say(*told(setting, outcome))
+        Console(highlight=False).print(_table(table))
     if outcome.standstill:
         sys.exit(1)
-
-
-def setting_of(given: Virtual) -> Setting:
-    islands = 1000 if given.islands is None else given.islands
-    if not 2 <= islands <= MAX_ISLANDS:
-        raise ConfigError(f"--islands {islands}: in virtual time 2 to {MAX_ISLANDS}")
-    if given.two_level is False and islands > MAX_MEMBERS:
-        raise ConfigError(f"--one-level --islands {islands}: one butterfly has at most {MAX_MEMBERS} members")
-    if given.codec not in CODECS:
-        raise ConfigError(f"--codec {given.codec}: choose one of {', '.join(CODECS)}")
-    rate, delay_s = _parsed("--link", given.link or "100mbit,40ms", parse_link)
-    return Setting(
-        islands, Line(rate, rate, delay_s), values=_positive("--params", given.params, parse_count),
-        codec=given.codec, phase_s=_positive("--phase", given.phase, parse_duration),
-        mtbf_s=None if given.mtbf is None else _positive("--mtbf", given.mtbf, parse_duration),
-        back_s=_positive("--back", given.back, parse_duration),
-        silence_s=_positive("--silence", given.silence, parse_duration),
-        diurnal=0.0 if given.diurnal is None else _parsed("--diurnal", given.diurnal, parse_share),
-        seconds=60 * given.minutes, seed=given.seed, two_level=given.two_level,
-    )  # fmt: skip
-
-
-def _parsed(option: str, text: str, parse: Callable[[str], T]) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}") from None
-
-
-def _positive(option: str, text: str, parse: Callable[[str], T]) -> T:
-    value = _parsed(option, text, parse)
-    if not value:
-        raise ConfigError(f"{option} {text}: must be more than nothing")
-    return value
 
 
 def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
@@ -117,9 +56,10 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
         f"  {holding} hold, {outcome.branches} forks; {percent(outcome.at_newest_head)} are at the newest head now, "
         f"the last is {outcome.furthest_behind} behind; {outcome.wrongly_lost} were thought lost and were not"
     )
-    if 2 * _row_of(setting).begin_s > setting.silence_s:
+    (here,) = rows(setting, [setting.islands])
+    if 2 * here.begin_s > setting.silence_s:
         yield (
-            f"  telling all islands of a round takes the coordinator {format_duration(_row_of(setting).begin_s)}: "
+            f"  telling all islands of a round takes the coordinator {format_duration(here.begin_s)}: "
             f"--silence {setting.silence_s:g}s is too short, or --link too slow"
         )
     yield (
@@ -127,10 +67,6 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
         f"sent {format_rate(8 * outcome.control_bytes_s)} of messages, and took in {outcome.messages_s:.0f} a second "
         f"({percent(outcome.coordinator_busy)} of a core)"
     )
-
-
-def _row_of(setting: Setting) -> Row:
-    return rows(setting, [setting.islands])[0]
 
 
 def _plain(row: Row) -> dict[str, object]:

@@ -25,11 +25,8 @@ ABOUT = "diloco.json"  # by it an earlier export is known
 SHARD = "5GB"
 OUTSIDE_BLOCKS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn": "self_attn",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp": "mlp",
-}
+    "attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm", "mlp": "mlp"
+}  # fmt: skip
 
 
 def refuse_target(out: Path, run: Path, *, force: bool) -> None:
@@ -64,7 +61,9 @@ def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
             model = _as_it_came(trained)
         model.save_pretrained(part, max_shard_size=SHARD)
         if trained.config.model.hf is not None:
-            _keep_generation_settings(Path(trained.config.model.hf), part)
+            settings = Path(trained.config.model.hf) / "generation_config.json"
+            if settings.is_file():
+                shutil.copyfile(settings, part / settings.name)
         if tokenizer is not None:
             tokenizer.save(part)
         _write_about(trained, part)
@@ -107,11 +106,6 @@ def _as_it_came(trained: Trained) -> Any:
     own = transformers.AutoConfig.from_pretrained(trained.config.model.hf, local_files_only=True)
     model.config.use_cache = getattr(own, "use_cache", True)
     return model
-
-
-def _keep_generation_settings(source: Path, part: Path) -> None:
-    if (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", part / "generation_config.json")
 
 
 def _write_about(trained: Trained, part: Path) -> None:

@@ -4,10 +4,8 @@ Nothing is changed here, and the run may go on meanwhile.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -186,6 +184,14 @@ def fragments_in(log: Path) -> tuple[Ranges, ...]:
     return next(kept_in(manifest, path).fragments for manifest, path in manifests(log))
 
 
+def genesis_of(log: Path) -> Genesis:
+    """What a run began with."""
+    genesis = read_genesis(log)
+    if genesis is None:
+        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    return genesis
+
+
 def origin(log: Path) -> Parent | None:
     """Of a run that was rewound from another one."""
     genesis = read_genesis(log)
@@ -196,28 +202,14 @@ def checkout(log: Path, number: int, out: Path) -> Path:
     """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
     if out.exists() and any(out.iterdir()):
         raise SaveError(f"{out} is there already: name a new folder")
-    genesis = read_genesis(log)
-    if genesis is None:
-        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    genesis = genesis_of(log)
     state, vectors = state_of(log, number)
-    return write_outer_save(out, state.step, vectors, _facts(genesis, state))
-
-
-def _facts(genesis: Genesis, state: RunState) -> dict[str, Any]:
     config = genesis.configure({}).model_dump(mode="json")
     known = {"round": state.head.round, "outer_step": state.step, "data": genesis.data, "config": config}
-    return {**dict.fromkeys(FACTS), **known, "step": state.step}
+    return write_outer_save(out, state.step, vectors, {**dict.fromkeys(FACTS), **known, "step": state.step})
 
 
 def furthest(logs: list[Path]) -> Path:
     """Of the islands of a run, the one whose log leads furthest."""
     heads = {log: [point.end.head for point in points_of(log, Journal.read(log))] for log in logs}
     return max(logs, key=lambda log: max(heads[log], default=Head(-1, -1, "")))
-
-
-def lines(found: list[Row], names: dict[str, str]) -> Iterator[tuple[str, ...]]:
-    for row in found:
-        who = ", ".join(names.get(peer, peer[-8:]) for peer in row.contributors) or "-"
-        fragment = "-" if row.fragment < 0 else str(row.fragment)
-        who = f"{who}; set {row.amendment}" if row.amendment else who
-        yield str(row.round), fragment, str(row.step), str(row.tokens), str(row.bytes), row.digest[:12], who

@@ -5,7 +5,6 @@ was part of, and `diloco rewind` makes a new run of it, with a key of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.atomic import appearing
@@ -15,27 +14,14 @@ from diloco.checkpoint.log.snapshot import Manifest
 from diloco.checkpoint.transfer.mirror import restore
 from diloco.checkpoint.transfer.remote import Remote
 from diloco.config.file import render_config
-from diloco.data.samples import OWN_LOOP
 from diloco.errors import RemoteError, SaveError
 from diloco.history.log import Findings, verify
 from diloco.run.folder import OUTER
-from diloco.run.genesis import FILE, Genesis, read_genesis
+from diloco.run.genesis import FILE, read_genesis
 
 
-@dataclass(frozen=True)
-class Restored:
-    folder: Path
-    source: str
-    findings: Findings
-    own_loop: bool
-
-    @property
-    def round(self) -> int:
-        return self.findings.last
-
-
-def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Restored:
-    """All of it or nothing; the folder must be new."""
+def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Findings:
+    """Restore all of it or nothing, and verify it; the folder must be new."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already: name a new folder")
     if folder.resolve() == Path.cwd():
@@ -47,10 +33,10 @@ def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Res
             manifest = restore(draft / OUTER, remote, tell)
             if manifest is None:
                 raise RemoteError(f"{remote.url} holds no snapshot that is whole: nothing was restored")
-            genesis = _finish(draft, folder, remote, manifest)
+            _finish(draft, folder, remote, manifest)
     except OSError as error:
         raise SaveError(f"{folder} cannot be written ({error.strerror}): nothing was restored") from None
-    return Restored(folder, remote.url, verify(folder / OUTER), genesis.data == OWN_LOOP)
+    return verify(folder / OUTER)
 
 
 def _run_at(url: str) -> Remote:
@@ -67,7 +53,7 @@ def _run_at(url: str) -> Remote:
     raise RemoteError(f"{url} holds no run: give what checkpoint.remote was, or the run's folder there")
 
 
-def _finish(draft: Path, folder: Path, remote: Remote, manifest: Manifest) -> Genesis:
+def _finish(draft: Path, folder: Path, remote: Remote, manifest: Manifest) -> None:
     """What else an island's folder has: a log, if an empty one, and a configuration."""
     genesis = read_genesis(draft / OUTER)
     if genesis is None:
@@ -78,4 +64,3 @@ def _finish(draft: Path, folder: Path, remote: Remote, manifest: Manifest) -> Ge
         segment.close()
     config = genesis.configure({"checkpoint": {"dir": str(folder)}})
     (draft / "config.yaml").write_text(render_config(config), encoding="utf-8")
-    return genesis

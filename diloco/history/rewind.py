@@ -21,10 +21,10 @@ from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError, SaveError
-from diloco.history.log import find_logs, fragments_in, furthest, state_of
+from diloco.history.log import find_logs, fragments_in, furthest, genesis_of, state_of
 from diloco.run.branch import refuse_other_state, updates_at, write_branch
 from diloco.run.folder import OUTER, has_log
-from diloco.run.genesis import FILE, Genesis, Parent, own_sections, read_genesis, shared_of
+from diloco.run.genesis import Genesis, Parent, own_sections, shared_of
 from diloco.train.amend import amended, changed
 
 
@@ -48,9 +48,7 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
     out = out or source.with_name(f"{source.name}-round-{number}")
     if out.exists():
         raise SaveError(f"{out} is there already: name another folder, after the round")
-    genesis = read_genesis(log)
-    if genesis is None:
-        raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
+    genesis = genesis_of(log)
     state, vectors = state_of(log, number)
     config = _config(log.parent, genesis, state, list(overrides), out)
     try:

@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from diloco.run.signals import PAUSE
 
@@ -21,18 +22,10 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
-        """Runs `diloco ARGUMENTS…`; all it prints goes to output.log."""
+        """Run `diloco ARGUMENTS…`; all it prints goes to output.log."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "output.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "diloco", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                preexec_fn=end_with_parent(),
-            )
+            self._process = start_process(arguments, environment, log, new_session=True)
 
     @property
     def pid(self) -> int | None:
@@ -44,33 +37,52 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; below zero for a signal."""
+        """Return None while it runs, a number below zero for a signal."""
         return None if self._process is None else self._process.poll()
 
     def ask(self) -> None:
-        """To contribute, say goodbye and leave."""
-        if self.alive and self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ask it to contribute, say goodbye and leave."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)  # does nothing once it has ended
 
     def pause(self) -> None:
-        """To finish its step, save, and go without a word."""
-        if self.alive and self._process is not None:
+        """Ask it to finish its step, save, and go without a word."""
+        if self._process is not None:
             self._process.send_signal(PAUSE)
 
     def kill(self) -> None:
-        """At once, with whatever it has started in its session."""
+        """End it at once, with whatever it has started in its session."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def reason(self) -> str:
-        """Why it ended, as far as can be told."""
+        """Return why it ended, as far as can be told."""
         code = self.exit_code or 0
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = killed_by(code) if code < 0 else f"exit code {code}"
         silent = code in (-signal.SIGKILL, -signal.SIGTERM)  # then its last line is not about that
         last = "" if silent else last_line(self.folder / "output.log")
         return f"{how}: {last}" if last else how
+
+
+def start_process(
+    arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None, *, new_session: bool = False
+) -> "subprocess.Popen[bytes]":
+    """Start `diloco ARGUMENTS…` as a process that does not outlive this one; without a log it prints where we do."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, **environment},
+        start_new_session=new_session,
+        preexec_fn=end_with_parent(),
+    )
+
+
+def killed_by(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}"
 
 
 def last_line(path: Path) -> str:

@@ -1,4 +1,8 @@
-"""Islands as processes of this machine, kept at work: those that die come back, with a ticket that names all others."""
+"""Several islands on this machine, each a process of its own: starts them, watches them, brings back those that die.
+
+No island is special once the run is on. The first one founds it; if it dies, it comes back as a joiner like any other,
+with a ticket that names the addresses of all.
+"""
 
 import json
 import time
@@ -7,19 +11,58 @@ from itertools import zip_longest
 from pathlib import Path
 
 from diloco.atomic import write_file
+from diloco.checkpoint.save import read_facts, saves
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
+from diloco.config.file import render_config
+from diloco.errors import SaveError
 from diloco.launch.child import Child
 from diloco.launch.plan import Plan
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
-from diloco.run.signals import PAUSE
+from diloco.run.folder import islands_in, prepare_folder
+from diloco.run.signals import PAUSE, signals
+from diloco.train.resume import among_others
 
+LOOK_S = 0.2
 RESTART_S = 3.0
 RESTARTS = 5  # of one island
 LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s, unless it is still saving
 SAVING_S = 30.0  # since it last wrote to a file
 TICKET_S = 30 * 24 * 3600.0
+
+
+def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:
+    """Train until the run is finished, or everybody has left."""
+    open_run(plan, view, fresh=fresh)
+    fleet = Fleet(plan, view)
+    fleet.run()
+    return fleet.board
+
+
+def end_of(plan: Plan) -> str | None:
+    """Where a run has ended, if an island of this folder has seen it."""
+    for save in [save for name in plan.names for save in saves(plan.folder / name)]:
+        if (together := among_others(save)) is not None and together["finished"]:
+            facts = read_facts(save)
+            return f"step {facts['step']}, round {facts['round']}"
+    return None
+
+
+def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
+    """Make the folders of the run and of its islands, and lock the run's; `fresh` keeps an earlier run elsewhere."""
+    folder = plan.folder
+    if plan.resume and not islands_in(folder) and not any(map(saves, (folder, *folder.glob("island-*/")))):
+        raise SaveError(f"{folder} holds no run to go on with: start without --resume")
+    try:
+        kept = prepare_folder(folder, resume=plan.resume, fresh=fresh)
+        for place in (folder, *(folder / name for name in plan.names)):
+            place.mkdir(exist_ok=True)
+            (place / "config.yaml").write_text(render_config(plan.config), encoding="utf-8")  # by it a run is known
+    except OSError as error:
+        raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
+    if kept is not None:
+        view.say(f"the earlier run is kept as {kept}")
 
 
 class Fleet:
@@ -37,6 +80,16 @@ class Fleet:
     @property
     def at_work(self) -> bool:
         return bool(self._running or self._again_at)
+
+    def run(self) -> None:
+        with signals() as heard:
+            try:
+                self.found()
+                while self.at_work:
+                    time.sleep(LOOK_S)
+                    self.look(len(heard))
+            finally:
+                self.end()
 
     def found(self) -> None:
         self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
@@ -101,7 +154,8 @@ class Fleet:
         if not (self.plan.folder / self.plan.names[0] / "ticket").exists():
             return
         there = [self.children[name] for name in self.plan.names if name in self._running]
-        addresses = spread([read_lines(child.folder / "addresses") for child in there])
+        files = [child.folder / "addresses" for child in there]
+        addresses = spread([file.read_text().split() for file in files if file.exists()])
         if not addresses or addresses == self._addresses:
             return
         first, self._addresses = not self._addresses, addresses
@@ -184,7 +238,3 @@ def spread(addresses: list[list[str]]) -> list[str]:
     """As many as a ticket holds: everybody's first, then everybody's second, …"""
     turns = zip_longest(*addresses)
     return [address for turn in turns for address in turn if address is not None][:ADDRESSES_LIMIT]
-
-
-def read_lines(path: Path) -> list[str]:
-    return path.read_text().split() if path.exists() else []

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.config.schema import IslandConfig
-from diloco.launch.child import end_with_parent, last_line
+from diloco.launch.child import killed_by, last_line, start_process
 from diloco.run.signals import PAUSE, signals
 
 LOOK_S = 0.1
@@ -49,25 +49,15 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
 def _start(rank: int, count: int, arguments: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
     """The leader speaks for all: what others print is kept aside. In one process group, for whoever ends all of it."""
     log = None if rank == 0 else _log(folder, rank).open("wb")
-    return subprocess.Popen(
-        [sys.executable, "-m", "diloco", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env={**os.environ, **_environment(rank, count, folder)},
-        preexec_fn=end_with_parent(),
-    )
-
-
-def _environment(rank: int, count: int, folder: Path) -> dict[str, str]:
     ours = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
     loopback = "lo" if sys.platform.startswith("linux") else "lo0"
-    return {
+    environment = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "DILOCO_MEETING": f"file://{folder}/meeting",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         "OMP_NUM_THREADS": str(max(1, ours // count)),
     }  # fmt: skip
+    return start_process(arguments, environment, log)
 
 
 def _log(folder: Path, rank: int) -> Path:
@@ -98,7 +88,7 @@ def _end(processes: Processes, failed: int, folder: Path, *, quiet: bool) -> int
         with suppress(subprocess.TimeoutExpired):
             leader.wait(LAST_WORDS_S)
     if failed and not quiet and (code < 0 or leader.returncode != REFUSED):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended: {last_line(_log(folder, failed))}"
+        how = f"was {killed_by(code)}" if code < 0 else f"ended: {last_line(_log(folder, failed))}"
         print(f"error[process]: process {failed} of {len(processes)} {how}; the island ends with it", file=sys.stderr)
     code = leader.returncode or code
     return code if code > 0 else 128 - code

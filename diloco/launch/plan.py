@@ -49,12 +49,8 @@ class Plan:
         return [f"{key}={json.dumps(value)}" for key, value in leaves if key != "checkpoint.dir"]
 
     def network(self) -> list[str]:
-        return network_options(self.link, self.host)
-
-
-def network_options(link: str | None, host: str | None) -> list[str]:
-    given = {"--link": link, "--host": host}
-    return [word for option, value in given.items() if value is not None for word in (option, value)]
+        given = {"--link": self.link, "--host": self.host}
+        return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
 def _sets(changes: list[str]) -> list[str]:

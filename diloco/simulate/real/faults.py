@@ -79,7 +79,9 @@ def _parse(kind: str, text: str, topology: Topology) -> Fault:
     said = f"--{kind} {text}"
     if kind == "slow":
         who, _, factor = text.partition("x")
-        return Fault(kind, said, (_island(kind, text, who, topology),), factor=_factor(text, factor))
+        if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", factor.strip()) or not 1 <= float(factor) <= MAX_SLOW:
+            _refuse(kind, text, f"{factor.strip()!r} is no number from 1 to {MAX_SLOW:g}")
+        return Fault(kind, said, (_island(kind, text, who, topology),), factor=float(factor))
     at_s, until_s = _times(kind, text)
     who = text.partition("@")[0]
     if kind == "cut":
@@ -143,12 +145,6 @@ def _seconds(kind: str, text: str, moment: str) -> float:
         return parse_duration(moment.strip())
     except ValueError as error:
         _refuse(kind, text, f"{moment.strip()!r}: {error}")
-
-
-def _factor(text: str, given: str) -> float:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", given.strip()) or not 1 <= float(given) <= MAX_SLOW:
-        _refuse("slow", text, f"{given.strip()!r} is no number from 1 to {MAX_SLOW:g}")
-    return float(given)
 
 
 def _refuse_nonsense(faults: list[Fault]) -> None:

@@ -4,16 +4,14 @@ import json
 import os
 import signal
 import time
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity
-from diloco.launch.fleet import Fleet
-from diloco.launch.launcher import LOOK_S, open_run
+from diloco.launch.fleet import Fleet, open_run
 from diloco.launch.plan import Plan
 from diloco.report.watching import IslandsView
-from diloco.run.signals import signals
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.netns import Namespaces
 from diloco.simulate.real.network import VARIABLE, network_at
@@ -33,11 +31,6 @@ class World:
     def late(self) -> set[str]:
         return {island_name(i) for fault in self.faults if fault.kind == "join" for i in fault.islands}
 
-    @property
-    def first(self) -> int:
-        """Islands that are there from the beginning."""
-        return self.topology.islands - len(self.late)
-
 
 @dataclass(frozen=True)
 class SimulatedPlan(Plan):
@@ -50,9 +43,7 @@ class SimulatedPlan(Plan):
 class Happened:
     """What the fleet saw and did, in seconds of the clock of all machines."""
 
-    zero: float | None = (
-        None  # when all of the first islands that had not gone for good trained; faults count from there
-    )
+    zero: float | None = None  # when all first islands that had not gone for good trained; faults count from there
     ended: float = 0.0
     lives: dict[str, list[list[float]]] = field(default_factory=dict)  # of each island's processes: begin and end
     stops: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -172,16 +163,8 @@ class SimulatedFleet(Fleet):
 def simulate(plan: SimulatedPlan, view: IslandsView, world: World, *, netns: bool = False) -> SimulatedFleet:
     """Until the run is finished, or everybody has left. An earlier run in that folder is kept under another name."""
     plan = replace(plan, islands=world.topology.islands)
-    kept = open_run(plan, fresh=True)
-    if kept is not None:
-        view.say(f"the earlier run is kept as {kept}")
-    with ExitStack() as stack:
-        namespaces = stack.enter_context(Namespaces(plan.islands).opened()) if netns else None
+    open_run(plan, view, fresh=True)
+    with Namespaces(plan.islands).opened() if netns else nullcontext() as namespaces:
         fleet = SimulatedFleet(plan, view, world, namespaces)
-        heard = stack.enter_context(signals())
-        stack.callback(fleet.end)
-        fleet.found()
-        while fleet.at_work:
-            time.sleep(LOOK_S)
-            fleet.look(len(heard))
+        fleet.run()
     return fleet

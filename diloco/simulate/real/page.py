@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from statistics import mean
 
 from diloco.simulate.real import drawing
-from diloco.simulate.real.story import Story, mean_sent
+from diloco.simulate.real.story import Story
 from diloco.units import format_count, format_duration, format_size
 
 CSS = """
@@ -18,6 +19,9 @@ table { border-collapse: collapse; } td, th { padding: .25rem .9rem .25rem 0; te
 th { border-bottom: 1px solid #999; font-weight: 600; }
 .computed { color: #666; font-style: italic; } .bad { color: #b0392b; }
 """
+OVERVIEW = (
+    "run", "setting", "islands", "time", "rounds", "loss", "sent by each", "trained", "data parallel (computed)"
+)  # fmt: skip
 
 
 def write_page(stories: Sequence[Story], path: Path) -> None:
@@ -28,7 +32,7 @@ def page(stories: Sequence[Story]) -> str:
     title = "Simulated: " + ", ".join(dict.fromkeys(story.name for story in stories))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _overview(stories),
+        _table(OVERVIEW, map(_summary_row, stories)),
         _figure("losses", "Loss of the outer parameters", drawing.losses(stories), "The same runs on four scales."),
         _figure(
             "utilisation", "Utilisation", drawing.utilisation(stories),
@@ -45,21 +49,6 @@ def page(stories: Sequence[Story]) -> str:
     )
 
 
-def _overview(stories: Sequence[Story]) -> str:
-    head = (
-        "run",
-        "setting",
-        "islands",
-        "time",
-        "rounds",
-        "loss",
-        "sent by each",
-        "trained",
-        "data parallel (computed)",
-    )
-    return _table(head, (_summary_row(story) for story in stories))
-
-
 def _summary_row(story: Story) -> list[str]:
     loss = f"{story.losses[0].loss:.3f} → {story.losses[-1].loss:.3f}" if story.losses else "not measured"
     parallel = "" if story.computed is None else (
@@ -67,9 +56,10 @@ def _summary_row(story: Story) -> list[str]:
         f"{format_duration(story.computed.data_parallel_seconds)} for as many steps"
     )  # fmt: skip
     ended = "" if story.finished else ' <span class="bad">not finished</span>'
+    sent = format_size(mean(island.sent for island in story.islands))
     return [
         f"{escape(story.name)}{ended}", escape(story.setting.removeprefix("sync: ")), str(len(story.islands)),
-        format_duration(story.seconds), str(story.rounds), loss, format_size(mean_sent(story)),
+        format_duration(story.seconds), str(story.rounds), loss, sent,
         f"{100 * story.utilisation:.0f} %", f'<span class="computed">{parallel}</span>',
     ]  # fmt: skip
 

@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import median
 
 from diloco.config.schema import Config
 from diloco.model.accelerators import CPU
@@ -17,7 +16,7 @@ from diloco.report.board import Board
 from diloco.report.events import Event
 from diloco.report.watching import Tail
 from diloco.simulate.real.faults import Fault
-from diloco.simulate.real.fleet import Happened, SimulatedFleet, World
+from diloco.simulate.real.fleet import SimulatedFleet, World
 from diloco.simulate.real.network import TRAFFIC
 from diloco.simulate.real.timeline import STATES, Flow, Span, flows, sending, timeline
 from diloco.simulate.real.topology import Topology, island_name
@@ -107,7 +106,8 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
         name=config.run, setting=describe(config.sync), model=start.get("model", ""),
         parameters=start.get("parameters", 0), seconds=end - zero, step=board.step,
         rounds=sum(bool(event["contributors"]) for event in board.rounds), finished=board.finished, agree=board.agree,
-        losses=_losses(everything, board, islands, zero), islands=islands, faults=_faults(world, happened),
+        losses=_losses(everything, board, islands, zero), islands=islands,
+        faults=[_fault(fault, took_effect=fault in happened.faults) for fault in world.faults],
         utilisation=_share(islands), computed=computed(config, world.topology, told, islands, steps=board.step),
         measured_round_s=usual_round_s(told),
     )  # fmt: skip
@@ -116,7 +116,7 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
 def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero: float, end: float) -> IslandStory:
     name, site, happened = island_name(number), fleet.world.topology.site(number), fleet.happened
     lives, stops = happened.lives.get(name, []), happened.stops.get(name, [])
-    spans = [_since(zero, span) for span in timeline(lives, stops, events, end)]
+    spans = [Span(s.begin_s - zero, s.end_s - zero, s.state) for s in timeline(lives, stops, events, end)]
     samples = Tail(fleet.plan.folder / name / TRAFFIC).read()
     seen = [Flow(f.begin_s - zero, f.end_s - zero, f.sent, f.received) for f in flows(samples)]
     moments = [0.0, *(at_s for at_s, _ in site.changes if at_s < end - zero)]
@@ -130,10 +130,6 @@ def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero
         fleet.board.contributions[name], seconds, seconds["computing"] / there if there else 0.0,
         sum(f.sent for f in seen), sum(f.received for f in seen),
     )  # fmt: skip
-
-
-def _since(zero: float, span: Span) -> Span:
-    return Span(span.begin_s - zero, span.end_s - zero, span.state)
 
 
 def _share(islands: Sequence[IslandStory]) -> float:
@@ -155,14 +151,10 @@ def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandStory
     return [points[step] for step in sorted(points)]
 
 
-def _faults(world: World, happened: Happened) -> list[FaultStory]:
-    def told(fault: Fault) -> FaultStory:
-        until_s = fault.until_s if math.isfinite(fault.until_s) else None
-        names = [island_name(island) for island in (*fault.islands, *fault.others)]
-        took_effect = fault in happened.faults
-        return FaultStory(fault.said, fault.describe(), fault.kind, fault.at_s, until_s, names, took_effect)
-
-    return [told(fault) for fault in world.faults]
+def _fault(fault: Fault, *, took_effect: bool) -> FaultStory:
+    until_s = fault.until_s if math.isfinite(fault.until_s) else None
+    names = [island_name(island) for island in (*fault.islands, *fault.others)]
+    return FaultStory(fault.said, fault.describe(), fault.kind, fault.at_s, until_s, names, took_effect)
 
 
 def computed(
@@ -212,13 +204,4 @@ def _told_of(events: Sequence[Event], *kinds: str) -> list[Event]:
 
 
 def write_json(stories: Sequence[Story], path: Path) -> None:
-    path.write_text(json.dumps({"simulations": [plain(story) for story in stories]}, allow_nan=False) + "\n")
-
-
-def plain(story: Story) -> dict[str, Any]:
-    return asdict(story)
-
-
-def mean_sent(story: Story) -> float:
-    """By an island."""
-    return mean(island.sent for island in story.islands)
+    path.write_text(json.dumps({"simulations": [asdict(story) for story in stories]}, allow_nan=False) + "\n")

@@ -1,0 +1,133 @@
+"""`diloco simulate CONFIG`: real islands over links that are not."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from diloco.cli.shared import say
+from diloco.config.file import load_config
+from diloco.errors import ConfigError
+from diloco.plan.plan import percent
+from diloco.report.board import account
+from diloco.report.watching import open_islands_view
+from diloco.simulate.real.drawing import need_matplotlib
+from diloco.simulate.real.faults import joining, parse_faults
+from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World, simulate
+from diloco.simulate.real.netns import refuse_if_not_permitted
+from diloco.simulate.real.page import write_page
+from diloco.simulate.real.story import Story, story_of, write_json
+from diloco.simulate.real.topology import Topology
+from diloco.simulate.real.topologyfile import MAX_ISLANDS, read_topology
+from diloco.units import format_duration, format_size, parse_link
+
+DEFAULT_ISLANDS = 4
+LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leave time for it"
+
+
+def simulate_real(
+    configs: list[Path], overrides: list[str], world: World, *, report: Path | None, restart: bool, netns: bool
+) -> None:
+    """Exit code 0 if all runs finished and their islands agree."""
+    need_matplotlib()
+    loaded = [(path, load_config(path, overrides)) for path in configs]
+    refuse_one_folder([(path, config.dir) for path, config in loaded])
+    page = report or Path(loaded[0][1].dir) / "report.html"
+    stories = list[Story]()
+    for path, config in loaded:
+        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
+        fleet = run_one(plan, world, netns=netns)
+        stories.append(story_of(config, world, fleet))
+        show(stories, page)
+        if fleet.asked:
+            break
+    left = [str(path) for path, _ in loaded[len(stories) :]]
+    if left:
+        say(f"not started: {', '.join(left)}")
+    sys.exit(0 if not left and all(story.finished and story.agree for story in stories) else 1)
+
+
+def world_of(
+    islands: int | None, link: str | None, topology: Path | None, faults: Mapping[str, Sequence[str]]
+) -> World:
+    """How the islands are connected and what befalls them."""
+    if topology is not None:
+        for option, value in (("--link", link), ("--islands", islands)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: --topology {topology} says that already: leave one out")
+        made = read_topology(topology)
+    else:
+        if link is None:
+            raise ConfigError("how are the islands connected? Add --link 20mbit,80ms, or --topology FILE")
+        if link.lstrip().startswith("-"):
+            raise ConfigError(f"--link {link}: a rate cannot be negative; write --link 20mbit,80ms")
+        count = (DEFAULT_ISLANDS if islands is None else islands) + joining(faults.get("join", ()))
+        if count > MAX_ISLANDS:
+            raise ConfigError(f"{count} islands: up to {MAX_ISLANDS} can run on one machine")
+        try:
+            made = Topology.uniform(count, *parse_link(link))
+        except ValueError as error:
+            raise ConfigError(f"--link {link}: {error}; write --link 20mbit,80ms") from None
+    return World(made, parse_faults(faults, made))
+
+
+def refuse_backend(backend: str) -> None:
+    if backend not in ("shaped", "netns"):
+        raise ConfigError(f"--backend {backend}: there are shaped and netns")
+    if backend == "netns":
+        refuse_if_not_permitted()
+
+
+def refuse_report(page: Path) -> None:
+    """Makes no folder yet: a run may want to make the same one."""
+    if page.suffix == ".json":
+        raise ConfigError(f"--report {page} is the page, with the JSON beside it; write {page.with_suffix('.html')}")
+    for file in (page, page.with_suffix(".json")):
+        if file.is_dir():
+            raise ConfigError(f"--report {page}: {file} is a folder; write --report {file / 'report.html'}")
+    try:
+        with TemporaryFile(dir=next(folder for folder in page.parents if folder.exists())):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--report {page} cannot be written: {error}; name another place") from None
+
+
+def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
+    seen: dict[str, Path] = {}
+    for path, folder in folders:
+        if folder in seen:
+            raise ConfigError(f"{path} and {seen[folder]} would both train in {folder}: give one another `run` name")
+        seen[folder] = path
+
+
+def run_one(plan: SimulatedPlan, world: World, *, netns: bool) -> SimulatedFleet:
+    view = open_islands_view()
+    try:
+        fleet = simulate(plan, view, world, netns=netns)
+    finally:
+        view.close()
+    say(*account(fleet.board))
+    return fleet
+
+
+def show(stories: list[Story], page: Path) -> None:
+    """The last one in words, all of them on the page."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_page(stories, page)
+    write_json(stories, page.with_suffix(".json"))
+    say(*summary(stories[-1]), f"report: {page} (open it in a browser), {page.with_suffix('.json')}")
+
+
+def summary(story: Story) -> Iterator[str]:
+    yield f"{story.name}: {story.setting}; {story.rounds} rounds in {format_duration(story.seconds)}"
+    for island in story.islands:
+        lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}
+        parts = [f"{format_duration(seconds)} {state}" for state, seconds in lost.items()]
+        parts.append(f"sent {format_size(island.sent)}")
+        yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
+    for fault in story.faults:
+        if not fault.happened:
+            yield f"  {fault.said} did not happen: the run, or the island, had ended; {LONGER}"
+    if (computed := story.computed) is not None:
+        share, time_s = percent(computed.data_parallel_utilisation), format_duration(computed.data_parallel_seconds)
+        yield f"  data parallel over the same links (computed): trains {share} of the time, {time_s} for as many steps"

@@ -1,0 +1,59 @@
+"""What several commands share: options that are declared once, how they are read, and how people are told.
+
+Nothing heavy may be imported here or at the top of a command's file: `--help` imports all of them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from diloco.errors import ConfigError
+
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set sync.every=100. Can be repeated."),
+]
+Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
+Host = Annotated[
+    str | None,
+    typer.Option(help="The address at which others reach this machine. Without it: from this machine only."),
+]
+MaxUp = Annotated[str | None, typer.Option(help="Cap on the rate of sending: 20mbit")]
+MaxDown = Annotated[str | None, typer.Option(help="Cap on the rate of receiving: 100mbit")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, its name under runs/, or one of its islands' folders.")
+]
+RunTokenizer = Annotated[
+    str | None, typer.Option(help="The tokenizer, if the run's token file does not name it: `bytes` or a folder.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def parse_option(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Read an option's text; a mistake in it names the option."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None
+
+
+def parse_positive(option: str, text: str, parse: Callable[[str], Number]) -> Number:
+    """Read an option's text as a number above zero."""
+    number = parse_option(option, text, parse)
+    if not number > 0:
+        raise ConfigError(f"{option} {text}: must be above 0")
+    return number
+
+
+def say(*lines: str) -> None:
+    """Print lines as they are, however long."""
+    from rich.console import Console
+
+    Console(highlight=False).print(*lines, sep="\n", soft_wrap=True, markup=False)
