@@ -28,7 +28,8 @@ from diloco.launch.launcher import open_run
 from diloco.launch.plan import Plan
 from diloco.report.events import Event, read_events
 from diloco.report.watching import Lines
-from diloco.run.signals import REPEAT_S, release
+from diloco.run.folder import release
+from diloco.run.signals import REPEAT_S
 
 ONE, TWO = "island-1", "island-2"
 
