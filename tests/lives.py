@@ -1,7 +1,6 @@
 """Islands that live several times, in one folder each: what `diloco join` does at every start, without a directory."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +9,13 @@ from team import HERE, own_folder, side_by_side
 from diloco.bench.speed import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.comm.transport.memory import MemoryNetwork
-from diloco.comm.transport.pooled import PooledTransport
 from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Network, Run
-from diloco.elastic.runtime.restoring import restore
+from diloco.elastic.runtime.driver import Driver, Run
+from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.island.mesh import Place
 from diloco.report.events import Events
 from diloco.run.join import options_for
@@ -51,21 +49,22 @@ class Life:
         run = Run(b"", DIGEST, self.trainer.fragments, apply_record, snapshot_every=3)
         store = self.store = DiskStore(Path(self.config.dir) / "outer", lambda what, text: None)
         own = restore(store.folder, store.journal, run, store.tell)
-        state = own.state if own else RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
-        vectors = own.vectors if own else self.trainer.initial_vectors()
-        store.begin(DIGEST, state.head.digest, state.head.round, known=own is not None)
-        incarnation = 1 + state.head.round
+        origin = own or self._beginning(roster)
+        head = origin.state.head
+        store.begin(DIGEST, head.digest, head.round, known=own is not None)
+        incarnation = 1 + head.round
         if own is not None:
-            self.earlier = find_earlier(Path(self.config.dir), state.head, store.entries())
+            self.earlier = find_earlier(Path(self.config.dir), head, store.entries())
         if self.earlier is not None and self.earlier.incarnation is not None:
             incarnation = self.earlier.incarnation
             self.earlier.take()
-        memory, options = own.memory if own else None, options_for(self.config)
-        node = Node(self.name, state, options, now=time.monotonic(), incarnation=incarnation, memory=memory)
-        plain = network.transport(self.name)
-        peers = Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None)
-        self.driver = Driver(node, run, vectors, peers, lambda note: None, store)
+        options, peers = options_for(self.config), among_friends(network.transport(self.name))
+        self.driver = open_island(run, origin, options, peers, incarnation=incarnation, store=store)
         self.together = Rounds(self.driver, self.config, str)
+
+    def _beginning(self, roster: tuple[str, ...]) -> Origin:
+        state = RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
+        return Origin(state, self.trainer.initial_vectors())
 
     def train(self, asked: Callable[[int], bool], pausing: Callable[[], bool]) -> None:
         """`asked` to stop at a step?"""

@@ -12,17 +12,16 @@ import torch
 from diloco.bench.speed import Heard
 from diloco.bench.team import driver_for
 from diloco.comm.transport.memory import MemoryNetwork
-from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
-from diloco.elastic.protocol.node import Node
-from diloco.elastic.runtime.driver import Driver, Network
-from diloco.elastic.runtime.driver import Run as Chain
+from diloco.elastic.runtime.driver import Driver
+from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.restoring import Origin
 from diloco.island.mesh import Place
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.run.genesis import Genesis
-from diloco.run.join import options_for
+from diloco.run.join import options_for, run_of
 from diloco.train.outer import apply_record, outer_vectors
 from diloco.train.rounds import Rounds
 from diloco.train.sync import SyncLoop
@@ -70,12 +69,9 @@ def side_by_side(drivers: Mapping[str, Driver], work: Callable[[str], Any]) -> d
 def own_loop_driver(name: str, names: tuple[str, ...], config: Config, model: OwnModel, network: MemoryNetwork):
     """The network side of an island that brings its own loop, as `diloco.connect` makes it."""
     genesis = Genesis.of(config, model.layout, None, names[0])
-    state = replace(genesis.state(), roster=names)
-    node = Node(name, state, replace(options_for(config), want=0), now=time.monotonic(), incarnation=1)
-    chain = Chain(genesis.raw, genesis.digest, model.fragments(config.sync), apply_record)
-    plain = network.transport(name)
-    peers = Network(plain, PooledTransport(plain), b"", lambda peer, greeting: None)
-    return Driver(node, chain, outer_vectors(config.outer, model.vector()), peers, lambda note: None)
+    origin = Origin(replace(genesis.state(), roster=names), outer_vectors(config.outer, model.vector()))
+    chain, options = run_of(genesis, config, model.fragments(config.sync)), replace(options_for(config), want=0)
+    return open_island(chain, origin, options, among_friends(network.transport(name)))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

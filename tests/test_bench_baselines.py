@@ -10,7 +10,7 @@ from diloco.bench.baselines import (
     gloo_seconds,
     hivemind_seconds,
 )
-from diloco.bench.peers import PeerFailed
+from diloco.bench.processes import WorkerFailed
 
 COUNT = 20_000
 
@@ -45,7 +45,7 @@ def test_gloo_averages_and_its_warm_up_does_not_count() -> None:
 def test_hivemind_averages_in_fp16_and_leaves_no_daemon(mark: str) -> None:
     try:
         figures = hivemind_seconds(2, COUNT, repeats=1)
-    except PeerFailed:  # on a busy machine its peers give each other up: said, as it must be, and tried once more
+    except WorkerFailed:  # on a busy machine its peers give each other up: said, as it must be, and tried once more
         figures = hivemind_seconds(2, COUNT, repeats=1)
     assert 0 < figures["allreduce_seconds"] < figures["seconds"]
     assert 1e-5 < figures["max_error"] < FP16_ERROR_LIMIT

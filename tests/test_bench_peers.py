@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.bench.peers import BenchPeer, PeerFailed, run_peers
+from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.processes import WorkerFailed
 
 LONG_S = 1000.0
 SOON_S = 60.0
@@ -86,7 +87,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_worker_that_fails_is_named_and_ends_the_bench_with_all_it_started(how: str, mark: str) -> None:
-    with pytest.raises(PeerFailed, match=FAILURES[how]):
+    with pytest.raises(WorkerFailed, match=FAILURES[how]):
         run_peers(2, wait_long_with_a_child, how)
     assert eventually(lambda: processes_with(mark) == [])
 
@@ -111,7 +112,7 @@ def come_late(peer: BenchPeer) -> None:
 
 
 def test_a_barrier_does_not_wait_for_ever() -> None:
-    with pytest.raises(PeerFailed, match=r"peer 1 waited 0.1 s for the others"):
+    with pytest.raises(WorkerFailed, match=r"peer 1 waited 0.1 s for the others"):
         run_peers(2, come_late)
 
 
@@ -121,5 +122,5 @@ def leave_early(peer: BenchPeer) -> None:
 
 
 def test_whoever_waits_for_one_that_has_ended_is_told() -> None:
-    with pytest.raises(PeerFailed, match="peer 1 waits for peer 0, which has ended already"):
+    with pytest.raises(WorkerFailed, match="peer 1 waits for peer 0, which has ended already"):
         run_peers(2, leave_early)

@@ -1,6 +1,5 @@
 """A whole state from peers: it goes on where it broke, from donors that are spared."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from islands import GENESIS, TestIsland, apply, genesis_state
+from islands import SMALL, TestIsland
 from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
 
+from diloco.bench.bare import DIGEST, Setting
 from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
 from diloco.checkpoint.log.store import Store
@@ -21,14 +21,12 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.applier import Applier, Run
+from diloco.elastic.runtime.applier import Applier
 from diloco.elastic.runtime.fetching import Manifest, Snapshot, fetch_state
-from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import TransferFailed
 
 COUNT = 2_000_000  # two vectors of 8 chunks
 SIZES = {"parameters": COUNT, "momentum": COUNT}
-DIGEST = hashlib.sha256(GENESIS).hexdigest()
 VECTORS = {name: torch.randn(COUNT) for name in SIZES}
 
 
@@ -53,8 +51,8 @@ class Donors:
 
     def add(self, name: str, left: list[None] | None = None) -> Callable[[], None]:
         """One that holds the state; what ends it."""
-        run = Run(GENESIS, DIGEST, Fragments.whole(COUNT), apply)
-        applier = self.appliers[name] = Applier(run, genesis_state(("a",)), VECTORS, Store(), lambda *_: None)
+        state = SMALL.beginning(("a",)).state
+        applier = self.appliers[name] = Applier(Setting(COUNT).run, state, VECTORS, Store(), lambda *_: None)
         transport = self.network.transport(name)
         donor = Donor(transport, applier.library if left is None else Until(applier.library, left))
         self.stack.callback(transport.close)
@@ -130,7 +128,7 @@ def test_what_was_kept_of_it_is_checked(donors, tmp_path):
 @pytest.mark.parametrize("how", ["stale", "torn"])
 def test_a_download_that_nobody_can_go_on_with_begins_anew(donors, tmp_path, how):
     broken(donors, tmp_path / "download")
-    state = replace(genesis_state(("a",)), head=Head(0, 0, "0" * 64))
+    state = replace(SMALL.beginning(("a",)).state, head=Head(0, 0, "0" * 64))
     past = encode(Manifest(state, tuple(SIZES.items()), DIGEST))
     (tmp_path / "download" / "about").write_bytes(past if how == "stale" else past[:20])
     donors.add("c")
@@ -190,7 +188,7 @@ def test_chunks_make_way_for_rounds(monkeypatch):
 
 
 def test_an_island_is_in_a_hurry_while_a_round_is_under_way():
-    driver = TestIsland("A", MemoryNetwork(), genesis_state(("A",))).driver
+    driver = TestIsland(MemoryNetwork().transport("A"), SMALL.beginning(("A",))).driver
     driver.close()
     assert not driver.donor._in_a_hurry()
     driver._attempts[None] = None  # type: ignore[index, assignment]

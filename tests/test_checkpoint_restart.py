@@ -7,15 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from islands import CODEC, COUNT, TestIsland, genesis_state, introduce, run_of, wait_for
+from islands import SMALL, TestIsland, introduce, training, wait_for
 from test_elastic_driver import assert_agreed, at_round, stand_still
 from test_launcher import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
 
+from diloco.bench.bare import DIGEST
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
@@ -28,28 +31,25 @@ from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Mem
 from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier
-from diloco.elastic.runtime.restoring import Restored, restore
+from diloco.elastic.runtime.restoring import restore
 
 NAMES = ("A", "B", "C")
-DIGEST = genesis_state(NAMES).head.digest
 
 
 class Kept(TestIsland):
     """With a folder of its own, in which it may have lived before."""
 
     def __init__(
-        self, name: str, network: MemoryNetwork, folder: Path, life: int = 1, *, keep: int = 2, **options: object
-    ) -> None:
+        self, name: str, network: MemoryNetwork, folder: Path, life: int = 1, *, keep: int = 2, **options: Any
+    ):
         self.told: list[tuple[str, str]] = []
         self.store = DiskStore(folder / name, lambda what, text: self.told.append((what, text)), keep=keep)
-        own = restore(self.store.folder, self.store.journal, run_of(), self.store.tell)
-        self.restored: Restored | None = own
-        state = own.state if own else genesis_state(NAMES)
-        self.store.begin(DIGEST, state.head.digest, state.head.round, known=own is not None)
-        vectors, memory = (own.vectors, own.memory) if own else (None, None)
-        super().__init__(
-            name, network, state, vectors=vectors, memory=memory, incarnation=life, store=self.store, **options
-        )  # type: ignore[arg-type]
+        self.restored = restore(self.store.folder, self.store.journal, SMALL.run, self.store.tell)
+        origin = self.restored or SMALL.beginning(NAMES)
+        head, known = origin.state.head, self.restored is not None
+        self.store.begin(DIGEST, head.digest, head.round, known=known)
+        setting = replace(SMALL, **options)
+        super().__init__(network.transport(name), origin, setting, incarnation=life, store=self.store)
 
     def close(self) -> None:
         super().close()
@@ -58,16 +58,11 @@ class Kept(TestIsland):
 
 @contextmanager
 def living(
-    folder: Path, names: tuple[str, ...] = NAMES, life: int = 1, **options: object
+    folder: Path, names: tuple[str, ...] = NAMES, life: int = 1, **options: Any
 ) -> Iterator[tuple[MemoryNetwork, list[Kept]]]:
     network = MemoryNetwork()
-    with ExitStack() as stack:
-        team = [Kept(name, network, folder, life, **options) for name in names]
-        for island in team:
-            stack.callback(island.close)
-        introduce(team)  # type: ignore[arg-type]
-        for island in team:
-            island.start()
+    team = [Kept(name, network, folder, life, **options) for name in names]
+    with training(team):
         yield network, team
 
 
@@ -76,19 +71,13 @@ def test_all_stop_and_come_back_in_another_order_where_they_were(tmp_path):
         at_round(team, 14)
     network = MemoryNetwork()
     back = [Kept(name, network, tmp_path, 2) for name in ("C", "A", "B")]
-    try:
-        rounds = [island.restored.state.head.round for island in back]
+    rounds = [island.restored.state.head.round for island in back]
+    with training(back):
         assert min(rounds) >= 13  # all but the one that was being written
-        introduce(back)
-        for island in back:
-            island.start()
         at_round(back, max(rounds) + 5)
         stand_still(back)
         assert_agreed(back)
         assert [island.told for island in back] == [[], [], []]
-    finally:
-        for island in back:
-            island.close()
 
 
 def test_the_state_from_disk_is_that_of_the_run(tmp_path):
@@ -97,7 +86,7 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
         stand_still([island])
         digest, head = island.driver.replica.digest(), island.state.head
     store = DiskStore(tmp_path / "A", lambda what, text: None)
-    again = restore(store.folder, store.journal, run_of(), store.tell)
+    again = restore(store.folder, store.journal, SMALL.run, store.tell)
     assert again.state.head == head
     assert again.state.ledger.leases == island.state.ledger.leases and again.state == island.state
     assert vectors_digest(again.vectors) == digest
@@ -223,14 +212,16 @@ def test_snapshots_of_all_islands_are_the_same_files(tmp_path):
 def test_a_result_that_was_held_when_everything_stopped_is_the_one_that_is_committed(tmp_path):
     """It may have been committed by one whose disk is lost: nothing else can be proposed in its place."""
     store = DiskStore(tmp_path / "A", lambda what, text: None)
-    state = genesis_state(NAMES)
+    begun = SMALL.beginning(NAMES)
+    state = begun.state
     offer = Offer(0, 0, 1, 100, (), incarnation=7)
-    proposal = Proposal(state.key, 0, (Contribution("B", offer, 1),), NAMES, (), (), Settings(lr=1.0, codec=CODEC), 1)
-    payload = CODECS[CODEC].encode(torch.ones(COUNT), NoiseKey(1, 0, "result"))
+    proposal = Proposal(
+        state.key, 0, (Contribution("B", offer, 1),), NAMES, (), (), Settings(lr=1.0, codec=SMALL.codec), 1
+    )
+    payload = CODECS[SMALL.codec].encode(torch.ones(SMALL.count), NoiseKey(1, 0, "result"))
     record, ballot = Record(proposal, hashlib.sha256(payload.numpy()).hexdigest()), Ballot(3, "B", 0)
     store.begin(DIGEST, state.head.digest, 0, known=False)
-    vectors = {"parameters": torch.zeros(COUNT), "momentum": torch.zeros(COUNT)}
-    applier = Applier(run_of(), state, vectors, store, lambda state, digest: None)
+    applier = Applier(SMALL.run, state, begun.vectors, store, lambda state, digest: None)
     applier.hold(record.payload, payload)
     store.remember(encode(Memory(state.key, ballot, Held(ballot, record), 3)))
     store.close()
@@ -253,16 +244,17 @@ class Gate(Store):
             self.waiting.append(act)
 
 
+def two_islands(network: MemoryNetwork, second: Store) -> list[TestIsland]:
+    stores = {"A": Store(), "B": second}
+    return [TestIsland(network.transport(n), SMALL.beginning(("A", "B")), store=store) for n, store in stores.items()]
+
+
 def test_nothing_is_said_before_it_is_durable_but_signs_of_life():
     network, gate, said = MemoryNetwork(), Gate(), []
-    state = genesis_state(("A", "B"))
-    team = [TestIsland("A", network, state), TestIsland("B", network, state, store=gate)]
-    introduce(team)
+    team = two_islands(network, gate)
     mailbox = team[1].driver.mailbox
     send, mailbox.send = mailbox.send, lambda to, message: (said.append(type(message)), send(to, message))
-    try:
-        for island in team:
-            island.start()
+    with training(team):
         at_round(team, 3)
         assert {Promise, Ready, Done} <= set(said)
         gate.open = False
@@ -274,16 +266,11 @@ def test_nothing_is_said_before_it_is_durable_but_signs_of_life():
         while gate.waiting:
             gate.waiting.pop(0)()
         at_round(team, max(island.state.head.round for island in team) + 3)
-    finally:
-        for island in team:
-            island.close()
 
 
 def test_who_leaves_waits_until_its_goodbye_may_be_said():
     network, gate, said, at_the_end = MemoryNetwork(), Gate(), [], []
-    state = genesis_state(("A", "B"))
-    team = [TestIsland("A", network, state), TestIsland("B", network, state, store=gate)]
-    introduce(team)
+    team = two_islands(network, gate)
     driver = team[1].driver
     send, driver.mailbox.send = driver.mailbox.send, lambda to, message: (said.append(type(message)), send(to, message))
 
@@ -292,9 +279,7 @@ def test_who_leaves_waits_until_its_goodbye_may_be_said():
         at_the_end.append(Goodbye in said)
 
     leaving = threading.Thread(target=leave)
-    try:
-        for island in team:
-            island.start()
+    with training(team):
         at_round(team, 2)
         stand_still(team)
         gate.open = False
@@ -306,9 +291,6 @@ def test_who_leaves_waits_until_its_goodbye_may_be_said():
             gate.waiting.pop(0)()
         leaving.join(30)
         assert at_the_end == [True]
-    finally:
-        for island in team:
-            island.close()
 
 
 @contextmanager

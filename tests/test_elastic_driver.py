@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from islands import COUNT, TestIsland, genesis_state, introduce, wait_for
+from islands import SMALL, TestIsland, introduce, training, wait_for
 
+from diloco.bench.bare import DIGEST, VECTORS
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.shaped import ShapedTransport
-from diloco.comm.transport.transport import PeerAddress
+from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Begin, Collect, Done, Heartbeat, Message, Promise, Ready
 from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Head, Key, Offer, Proposal, Settings
 from diloco.elastic.protocol.wire import encode_message
@@ -20,25 +23,20 @@ from diloco.elastic.runtime import driver, reducing
 from diloco.elastic.runtime.fetching import fetch_state
 from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.elastic.runtime.reducing import Outcome, stall_after
+from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.work import Trained, Work
 
 NAMES = ("A", "B", "C", "D")
 
 
 @contextmanager
-def team(names: tuple[str, ...] = NAMES, **options: object) -> Iterator[tuple[MemoryNetwork, list[TestIsland]]]:
-    network = MemoryNetwork()
-    transports = options.pop("transports", lambda network, name: None)
-    state = genesis_state(names)
-    islands = [TestIsland(name, network, state, transport=transports(network, name), **options) for name in names]  # type: ignore[operator,arg-type]
-    introduce(islands)
-    try:
-        for island in islands:
-            island.start()
+def team(
+    names: tuple[str, ...] = NAMES, *, shape: Callable[[Transport], Transport] = lambda plain: plain, **options: Any
+) -> Iterator[tuple[MemoryNetwork, list[TestIsland]]]:
+    network, setting = MemoryNetwork(), replace(SMALL, **options)
+    islands = [TestIsland(shape(network.transport(name)), setting.beginning(names), setting) for name in names]
+    with training(islands):
         yield network, islands
-    finally:
-        for island in islands:
-            island.close()
 
 
 def at_round(islands: list[TestIsland], number: int) -> None:
@@ -140,10 +138,10 @@ def test_a_first_deadline_that_is_too_short_is_found_out(monkeypatch):
     monkeypatch.setattr(reducing, "FIRST_STALL_S", 0.02)
     monkeypatch.setattr(driver, "stall_after", lambda silence_s, *rest: stall_after(0.02, *rest))
 
-    def slow(network, name):
-        return ShapedTransport(network.transport(name), Link(4e6, 4e6))
+    def slow(plain: Transport) -> Transport:
+        return ShapedTransport(plain, Link(4e6, 4e6))
 
-    with team(("A", "B"), transports=slow, pace_s=0.3) as (_, islands):
+    with team(("A", "B"), shape=slow, pace_s=0.3) as (_, islands):
         records = islands[0].session.records
         wait_for(lambda: any(len(record.proposal.contributions) == 2 for record in records()), islands)
 
@@ -155,10 +153,8 @@ def test_a_newcomer_fetches_from_several_and_contributes():
         addresses = {name: PeerAddress(name) for name in NAMES}
         for address in addresses.values():
             greet(transport, address, b"")
-        sizes = {"parameters": COUNT, "momentum": COUNT}
-        digest = islands[0].driver.run.genesis_digest
-        snapshot = fetch_state(transport, "B", addresses, digest, sizes)
-        newcomer = TestIsland("E", network, snapshot.state, vectors=snapshot.vectors, transport=transport)
+        snapshot = fetch_state(transport, "B", addresses, DIGEST, dict.fromkeys(VECTORS, SMALL.count))
+        newcomer = TestIsland(transport, Origin(snapshot.state, snapshot.vectors))
         islands.append(newcomer)
         introduce(islands)
         newcomer.start()
@@ -171,8 +167,10 @@ def test_a_newcomer_fetches_from_several_and_contributes():
 
 def test_after_a_cut_all_agree_within_two_rounds():
     paths = Paths()
-    shaped = {"transports": lambda network, name: ShapedTransport(network.transport(name), Link(), paths)}
-    with team(pace_s=1.0, **shaped) as (_, islands):  # a round is longer than a catch-up, as it should be
+    with team(pace_s=1.0, shape=lambda plain: ShapedTransport(plain, Link(), paths)) as (
+        _,
+        islands,
+    ):  # a round is longer than a catch-up, as it should be
         at_round(islands, 2)
         divide(paths.cut)
         wait_for(lambda: all(island.state.head.round >= 6 for island in islands), islands)
@@ -187,8 +185,7 @@ def test_after_a_cut_all_agree_within_two_rounds():
 
 def test_a_cut_network_trains_on_and_merges_with_late_contributions():
     paths = Paths()
-    shaped = {"transports": lambda network, name: ShapedTransport(network.transport(name), Link(), paths)}
-    with team(pace_s=0.2, **shaped) as (_, islands):
+    with team(pace_s=0.2, shape=lambda plain: ShapedTransport(plain, Link(), paths)) as (_, islands):
         at_round(islands, 3)
         divide(paths.cut)
         left, right = islands[:2], islands[2:]

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from diloco.bench.bare import Setting
 from diloco.bench.crew import Crew, crew
-from diloco.bench.crew_member import PHASES, Setting
+from diloco.bench.crew_member import PHASES
 from diloco.elastic.protocol.record import Record
 from diloco.elastic.protocol.wire import decode
 
@@ -17,17 +18,6 @@ pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")
 KILLS = int(os.environ.get("DILOCO_KILLS", "6"))
 SMALL = Setting(count=300_000, silence_s=3.0, pace_s=0.5)
-
-
-def newest(team: Crew) -> int:
-    return max((event.data["round"] for event in team.events if event.kind == "commit"), default=0)
-
-
-def await_round(team: Crew, number: int, names: list[str]) -> None:
-    for name in names:
-        team.expect(
-            lambda e, name=name: (e.island, e.kind) == (name, "commit") and e.data["round"] >= number, 40, since=0.0
-        )
 
 
 def coordinator(team: Crew) -> str:
@@ -76,7 +66,7 @@ def test_kills_in_a_row():
     """Twenty by `make prove`, fewer with the other tests."""
     chance = random.Random(3)
     with crew(SMALL, NAMES) as team:
-        await_round(team, 3, list(NAMES))
+        team.await_commits(3, NAMES)
         records: dict[str, Record] = {}
         for number in range(KILLS):
             phase = PHASES[number % 3]
@@ -86,10 +76,10 @@ def test_kills_in_a_row():
             team.join(victim)
             survivors = team.alive()
             assert len(survivors) == 3
-            await_round(team, newest(team) + 1, survivors)  # the next round is committed by all of them
+            team.await_commits(team.newest() + 1, survivors)  # the next round is committed by all of them
             records |= records_of(team.reports(tuple(survivors)))
             bring_back(team, victim)
-        await_round(team, newest(team) + 2, list(NAMES))  # the last one back may have been late for a round
+        team.await_commits(team.newest() + 2, NAMES)  # the last one back may have been late for a round
         reports = team.stand_still()
         assert len({report["digest"] for report in reports.values()}) == 1
         assert_nothing_lost_or_twice(chain(records | records_of(reports), reports["B"]["head"].digest))
@@ -108,7 +98,7 @@ def test_one_epoch_with_crashes_and_joins_uses_each_sample_once():
     newcomers = iter("EFGHIJKL")
     with crew(setting, NAMES) as team:
         for fault in faults:
-            await_round(team, newest(team) + chance.randint(2, 5), team.alive())
+            team.await_commits(team.newest() + chance.randint(2, 5), team.alive())
             if fault == "crash":
                 victim = chance.choice(team.alive())
                 team.send(victim, "die", "reduce")

@@ -1,13 +1,16 @@
 from hashlib import sha256
+from itertools import pairwise
 
 import pytest
 import torch
 
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import codec_named
 from diloco.config.schema import Config, InnerConfig, OuterConfig, SyncConfig
-from diloco.elastic.protocol.record import Settings
+from diloco.elastic.protocol.record import Key, Proposal, Record, Settings
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.layout import Layout
-from diloco.train.outer import CHUNK, apply, outer_pace, outer_settings, outer_vectors, preview
+from diloco.train.outer import CHUNK, apply, apply_record, outer_pace, outer_settings, outer_vectors, preview
 
 WHOLE = Fragments.whole
 
@@ -126,3 +129,22 @@ def test_a_short_run_remembers_less():
     assert outer_pace(few, 4) == (1.0, 0.0)
     assert pace(rounds=3, lr=0.5) == (0.5, 0.0)
     assert pace(rounds=3, optimizer="adam", lr=1e-3)[1] == 0.9
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "fp4", "union:256"])
+def test_a_record_is_applied_chunk_by_chunk_with_the_bits_of_the_whole_mean(codec):
+    """Fragments begin and end anywhere: inside of chunks and of pages."""
+    edges = [0, 1000, CHUNK + 77, CHUNK + PAGE, 2 * CHUNK + 5, 3 * CHUNK + 1234]
+    parts = list(pairwise(edges))
+    fragments = Fragments((tuple(parts[::2]), tuple(parts[1::2])))
+    count = fragments.counts[0]
+    values = torch.randn(count, generator=torch.Generator().manual_seed(3))
+    payload = codec_named(codec).encode(values, NoiseKey(1, 0, "result"))
+    settings = Settings(0.7, 0.9, "int8", codec)
+    record = Record(Proposal(Key(1, ""), 0, (), (), (), (), settings, 1), "")
+    expected, got = state_of(torch.ones(edges[-1])), state_of(torch.ones(edges[-1]))
+    for _ in range(2):
+        apply(expected, fragments, 0, codec_named(codec).decode(payload, count), settings)
+        apply_record(got, record, payload, fragments)
+    assert all(torch.equal(got[name], vector) for name, vector in expected.items())
+    assert got["momentum"].any()

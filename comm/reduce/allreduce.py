@@ -73,7 +73,6 @@ class Reduction:
         self.result = contribution.new_empty(size) if result is None else result
         assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
-        self.waiting_for = ""  # whose chunk this member needs next, to go on with its own span
         self._contribution = contribution
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
         self._mine = plan.chunks(self.me)
@@ -109,12 +108,6 @@ class Reduction:
     def _works(self) -> list[Callable[[], None]]:
         """What is done besides reducing, each in a thread of its own."""
         return [*(partial(self._send_all_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
-
-    def _await_own(self, member: int, number: int) -> None:
-        """Until this member's contribution to a chunk of that member's span is there: here it was from the start."""
-
-    def _got_result(self, chunk: Span) -> None:
-        """That much of the mean is there."""
 
     def _join(self, thread: threading.Thread) -> None:
         """Of a failed attempt, a thread that still connects is left behind: it closes what it gets by itself."""
@@ -152,9 +145,7 @@ class Reduction:
     def _send_to(self, peer: str) -> None:
         stream = self._connect(peer)
         contribution, result = _bytes(self._contribution), _bytes(self.result)
-        member = self.plan.members.index(peer)
-        for number, chunk in enumerate(self.plan.chunks(member)):
-            self._await_own(member, number)
+        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
             stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
             self._sent(peer)
         for number, chunk in enumerate(self._mine):
@@ -181,7 +172,6 @@ class Reduction:
             stream.receive(_expect(RESULT, number, room))
             self._refuse_bad_result(peer, chunk, room)
             self._received(peer)
-            self._got_result(chunk)
         _expect_end(stream)
 
     def _reduce(self) -> None:
@@ -191,7 +181,6 @@ class Reduction:
             own = payloads.pop(self.plan.members[self.me])
             for peer, payload in payloads.items():
                 self._await_good(peer, number, payload, chunk)
-            self._await_own(self.me, number)  # last: what others need of this member goes first
             own.copy_(self._contribution[self.plan.bytes_of(chunk)])
             self._refuse_bad(self.plan.members[self.me], own, chunk)
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
@@ -200,12 +189,9 @@ class Reduction:
             for window in self._windows.values():
                 window.free()
             self._reduced.add_one()
-            self._got_result(chunk)
 
     def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
-        self.waiting_for = peer
         self._windows[peer].wait_for(number)
-        self.waiting_for = ""
         self._refuse_bad(peer, payload, chunk)
 
     def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:

@@ -1,15 +1,17 @@
 """The all-reduce between processes of this machine: against hivemind and gloo, and against what a link allows.
 
-A time is that of the slowest peer from a common start until it holds the mean as fp32: encoding and decoding included.
-A result that is not the mean, or not the same bytes on all peers, is an error, never a time. Whoever is done looks at
-its result when all are: the others' time goes on, on the same cores.
+What is timed is what a round does to vectors: encode, the exchange that *begin* asks for, decode. A time is that of the
+slowest peer from a common start until it holds the mean as fp32. A result that is not the mean, or not the same bytes
+on all peers, is an error, never a time. Whoever is done looks at its result when all are: the others' time goes on, on
+the same cores. Beside it stands a whole round through drivers: agreement, digests and the outer update are in it, too.
 """
 
 import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from statistics import median
 from typing import Any
@@ -17,21 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.bench.bare import DIGEST
+from diloco.bench.bare import Setting as Bare
 from diloco.bench.baselines import average, check_average, contribution, gloo_seconds, hivemind_seconds
 from diloco.bench.link import measure_goodput
-from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.peers import UNSHAPED, BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
-from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
-from diloco.comm.reduce.vector_reduce import VectorReduction
-from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.link import Link, Path, Paths
 from diloco.comm.transport.pooled import PooledTransport
-from diloco.comm.transport.shaped import ShapedTransport
-from diloco.comm.transport.transport import Transport
+from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.elastic.protocol.messages import Begin
+from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
+from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.reducing import reduction_of
+from diloco.elastic.runtime.session import Session
+from diloco.elastic.runtime.work import Trained
 from diloco.errors import ConfigError
+from diloco.train.outer import decoded
 from diloco.units import parse_link
 
 AGAINST = ("hivemind", "gloo")
@@ -43,8 +49,7 @@ class Setting:
     peers: int
     count: int
     codec: str
-    bits_per_s: float | None = None  # up and down; None: as fast as the machine goes
-    delay_s: float = 0.0
+    line: Line = UNSHAPED
     repeats: int = 11
 
     @property
@@ -57,39 +62,27 @@ class Setting:
         return 2 * (self.peers - 1) / self.peers * self.encoded_bytes
 
 
-@dataclass(frozen=True)
-class Room:
-    """The same memory in every repeat, as the others use: the vector they reduce in place, the tensors they keep."""
-
-    contribution: Tensor
-    result: Tensor
-    mean: Tensor
-
-    @classmethod
-    def make(cls, setting: Setting) -> "Room":
-        encoded = torch.zeros(setting.encoded_bytes, dtype=torch.uint8)
-        return cls(encoded, encoded.clone(), torch.zeros(setting.count))
-
-
 def measure(*, peers: int, count: int, codec: str, link: str, against: str) -> Report:
-    others, (bits_per_s, delay_s) = _parse_against(against), _parse_link(link)
+    others, line = _parse_against(against), _parse_link(link)
     if codec not in (names := [name for name, one in CODECS.items() if one.closed]):
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
     setting = Setting(peers, count, codec)
     unshaped = run(setting)
     checks = [Check("allreduce.bytes_over_minimum", unshaped["bytes_over_minimum"], 1.03, "lower")]
     figures: dict[str, Any] = {"peers": peers, "values": count, "codec": codec, "unshaped": unshaped}
+    figures["rounds"] = run_rounds(setting)
+    figures["allreduce.round_s"] = figures["rounds"]["seconds"]
     for name, compare in (("gloo", _against_gloo), ("hivemind", _against_hivemind)):
         if name in others:
             more, figures[name] = compare(setting, unshaped["seconds"])
             checks += more
-    more, figures[link] = _against_link(Setting(peers, count, codec, bits_per_s, delay_s, repeats=3))
+    more, figures[link] = _against_link(Setting(peers, count, codec, line, repeats=3))
     return Report([*checks, *more], figures)
 
 
-def _parse_link(text: str) -> tuple[float, float]:
+def _parse_link(text: str) -> Line:
     try:
-        return parse_link(text)
+        return Line(*parse_link(text))
     except ValueError as error:
         raise ConfigError(f"--link {text}: {error}") from None
 
@@ -110,7 +103,7 @@ def _against_hivemind(setting: Setting, seconds: float) -> tuple[list[Check], di
 def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[str, Any]]:
     """Unshaped, and over a link, which gloo cannot be put behind: there it gets all of the rate and no delay."""
     row = gloo_seconds(setting.peers, setting.count)
-    fast = run(Setting(setting.peers, setting.count, setting.codec, FAST_LINK))
+    fast = run(Setting(setting.peers, setting.count, setting.codec, Line(FAST_LINK)))
     gloo_limit_s = 2 * (setting.peers - 1) / setting.peers * 4 * setting.count / (FAST_LINK / 8)
     checks = [
         Check("allreduce.time_over_gloo_fp32", seconds / row["seconds"], 2, "lower"),
@@ -120,11 +113,11 @@ def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[s
 
 
 def _against_link(setting: Setting) -> tuple[list[Check], dict[str, Any]]:
-    assert setting.bits_per_s is not None
-    goodput = measure_goodput(setting.bits_per_s, setting.delay_s, streams=setting.peers - 1)
+    assert setting.line.bits_per_s is not None
+    goodput = measure_goodput(setting.line.bits_per_s, setting.line.delay_s, streams=setting.peers - 1)
     row = run(setting)
     limit_s = setting.minimum_bytes / goodput
-    ratio = (row["seconds"] - 2 * setting.delay_s) / limit_s
+    ratio = (row["seconds"] - 2 * setting.line.delay_s) / limit_s
     return [Check("allreduce.time_over_link_limit", ratio, 1.10, "lower")], row | {
         "goodput_bytes_per_s": goodput,
         "limit_s": limit_s,
@@ -157,47 +150,76 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[dict[str, Any]], int]:
     """And by how much the peak of memory rose after the first all-reduce: what later rounds pile up."""
-    plain = DirectTransport(f"peer-{peer.index}", "127.0.0.1")
-    addresses = peer.exchange(plain.address("127.0.0.1"))
-    plain.allow(addresses)
-    transport = PooledTransport(_shape(plain, setting))
+    plain, addresses = peer.connect(setting.line)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
-    room = Room.make(setting)
+    mean = torch.zeros(
+        setting.count
+    )  # the same memory in every repeat, as the others' vector that they reduce in place
     limit, rows, before = _error_limit(setting), [], 0
-    for number in range(setting.repeats + 1):
-        peer.barrier()
-        row = _reduce_once(transport, addresses, own, room, setting, number)
-        peer.barrier()
-        rows.append(row | {"digest": sha256(bytes(room.result.numpy())).hexdigest()})
-        check_average(room.mean, expected, limit)
-        before = before or _peak_memory()  # once everything is loaded, and the check has had its own share
-    peer.barrier()  # nobody closes while others still read
-    transport.close()
+    with closing(PooledTransport(plain)) as transport:
+        for number in range(setting.repeats + 1):
+            peer.barrier()
+            row, result = _reduce_once(transport, addresses, own, mean, setting, number)
+            peer.barrier()
+            rows.append(row | {"digest": sha256(bytes(result.numpy())).hexdigest()})
+            check_average(mean, expected, limit)
+            before = before or _peak_memory()  # once everything is loaded, and the check has had its own share
+        peer.barrier()  # nobody closes while others still read
     return rows, _peak_memory() - before
 
 
-def _shape(plain: DirectTransport, setting: Setting) -> Transport:
-    if setting.bits_per_s is None:
-        return plain
-    link = Link(setting.bits_per_s, setting.bits_per_s)
-    return ShapedTransport(plain, link, Paths(Path(delay_s=setting.delay_s)))
-
-
 def _reduce_once(
-    transport: Transport, addresses: list[Any], own: Tensor, room: Room, setting: Setting, number: int
-) -> dict[str, Any]:
-    members = tuple(address.identity for address in addresses)
-    spans = spans_by_bandwidth(setting.count, [1.0] * setting.peers)
-    weights, key = (1,) * setting.peers, NoiseKey(number, 0, "result")
-    plan = ReducePlan(f"reduce/{number}", members, weights, spans, setting.codec, key, chunk_pages_for(spans))
-    by_name, own_key = dict(zip(members, addresses, strict=True)), NoiseKey(number, 0, transport.identity)
+    transport: Transport, addresses: dict[str, PeerAddress], own: Tensor, mean: Tensor, setting: Setting, number: int
+) -> tuple[dict[str, Any], Tensor]:
+    codec, begin = CODECS[setting.codec], _begin(tuple(addresses), setting, number)
     started, started_cpu = time.monotonic(), time.process_time()
-    reduction = VectorReduction(
-        plan, own, own_key, room.mean, transport, by_name, contribution=room.contribution, result=room.result
-    )
-    reduction.run()
+    payload = codec.encode(own, NoiseKey(number, 0, transport.identity))
+    reduction = reduction_of(begin, payload, setting.count, transport, addresses)
+    result = reduction.run()
+    for start, part in decoded(result, setting.count, codec):
+        mean[start : start + len(part)] = part
     seconds, cpu_s = time.monotonic() - started, time.process_time() - started_cpu
-    return {"seconds": seconds, "cpu_s": cpu_s, "bytes": reduction.bytes_sent}
+    return {"seconds": seconds, "cpu_s": cpu_s, "bytes": reduction.bytes_sent}, result
+
+
+def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
+    """What a coordinator sends when each of them has an offer, and none has measured its link."""
+    key = Key(number, DIGEST)
+    contributions = tuple(Contribution(member, Offer(0, number, number + 1, 1, ()), 1) for member in members)
+    proposal = Proposal(key, 0, contributions, members, (), (), Settings(codec=setting.codec), number)
+    return Begin(key, Ballot(1, members[0], 0), proposal, members, (0,) * len(members))
+
+
+def run_rounds(setting: Setting) -> dict[str, Any]:
+    """Time whole rounds of islands without a model: the median of the slowest island's, after one to warm up."""
+    by_peer = run_peers(setting.peers, _take_part_repeatedly, setting)
+    if len({digest for _, digest in by_peer}) != 1:
+        raise ArithmeticError("the islands do not hold the same bytes")
+    seconds = [max(repeat) for repeat in zip(*(rows for rows, _ in by_peer), strict=True)][1:]
+    return {"seconds": median(seconds), "seconds_of_each": seconds}
+
+
+def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[float], str]:
+    """Return what each round took from the launch until its update was applied, and the digest of the outer state."""
+    plain, addresses = peer.connect(setting.line)
+    own, base, seconds = contribution(peer.index, setting.count), torch.empty(setting.count), []
+    bare = Bare(setting.count, codec=setting.codec, samples=0)
+    options, origin = replace(bare.options, min_islands=peer.count, straggler=100.0), bare.beginning(tuple(addresses))
+    with closing(plain), open_island(bare.run, origin, options, among_friends(plain)) as driver:
+        session = Session(driver, bare.run.fragments, setting.codec)
+        driver.know(addresses)
+        for _ in range(setting.repeats + 1):
+            peer.barrier()
+            started = time.monotonic()
+            session.start(0, own, Trained(1, ()))
+            session.finish(0)
+            seconds.append(time.monotonic() - started)
+            peer.barrier()
+            session.take(0, base)
+        peer.barrier()  # nobody closes while others still read
+        if sorted(session.records()[-1].proposal.islands) != sorted(addresses):
+            raise ArithmeticError("a round lacks islands")
+        return seconds, driver.replica.digest()
 
 
 def _error_limit(setting: Setting) -> float:

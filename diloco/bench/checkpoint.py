@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
+from diloco.bench.bare import Setting
 from diloco.bench.crew import crew
-from diloco.bench.crew_member import Setting
-from diloco.bench.recover import await_commits
 from diloco.bench.report import Check, Report
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal
@@ -115,7 +114,7 @@ def _config(folder: Path, device: str) -> Config:
 def _log_bytes(folder: Path, values: int, rounds: int) -> dict[str, Any]:
     """What an island has written in some rounds, and what as many snapshots would have been."""
     with crew(Setting(values, pace_s=0.1, codec=CODEC, folder=str(folder)), NAMES) as team:
-        await_commits(team, rounds, NAMES)
+        team.await_commits(rounds, NAMES)
         team.stand_still()
     journal = Journal.read(folder / NAMES[0])
     updates = sum(entry.payload != NOTHING for entry in journal.entries.values())

@@ -4,16 +4,16 @@ The parent hears what happens (begins, commits, notes) over a pipe, and may kill
 or replace any of them. What they do is in `crew_member.py`.
 """
 
-import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from diloco.bench.crew_member import Event, Setting, work
+from diloco.bench.bare import Setting
+from diloco.bench.crew_member import Event, serve
+from diloco.bench.processes import Processes
 from diloco.comm.transport.transport import PeerAddress
 
 HELLO_S = 120.0
@@ -23,45 +23,41 @@ STAND_STILL_S = 30.0
 class Crew:
     """The parent's side."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, processes: Processes) -> None:
         self.setting = setting
         self.events: list[Event] = []
-        self._context = mp.get_context("spawn")
-        self._processes: dict[str, Any] = {}
-        self._pipes: dict[str, Connection] = {}
+        self._processes = processes
         self._addresses: dict[str, PeerAddress] = {}
 
     def start(self, *names: str, founders: tuple[str, ...] = ()) -> None:
-        """New islands, or new lives of dead ones; all that live are introduced to each other."""
+        """Start new islands, or new lives of dead ones; all that live are introduced to each other."""
         self.prepare(*names)
         self.admit(*names, founders=founders)
 
     def prepare(self, *names: str) -> None:
-        """Their processes only."""
+        """Start their processes only."""
         since = time.monotonic()
         for name in names:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=work, args=(name, self.setting, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes[name], self._pipes[name] = process, ours
+            self._processes.start(name, serve, name, self.setting)
         for name in names:
             self._addresses[name] = self._told(name, "hello", since)["address"]
 
     def admit(self, *names: str, founders: tuple[str, ...] = ()) -> None:
         for name in self.alive():
-            self._pipes[name].send(("know", self._addresses))
+            self.send(name, "know", self._addresses)
         for name in names:
-            self._pipes[name].send(("start", founders))
+            self.send(name, "start", founders)
 
     def alive(self) -> list[str]:
-        return [name for name, process in self._processes.items() if process.is_alive()]
+        return [name for name, worker in self._processes.workers.items() if worker.is_alive()]
 
     def send(self, name: str, command: str, argument: Any = None) -> None:
-        self._pipes[name].send((command, argument))
+        self._processes.pipes[name].send((command, argument))
 
     def signal(self, name: str, number: int) -> None:
-        os.kill(self._processes[name].pid, number)
+        pid = self._processes.workers[name].pid
+        assert pid is not None
+        os.kill(pid, number)
 
     def end(self, name: str) -> None:
         self.signal(name, signal.SIGKILL)
@@ -69,14 +65,15 @@ class Crew:
         del self._addresses[name]
 
     def join(self, name: str, timeout_s: float = 30.0) -> None:
-        self._processes[name].join(timeout_s)
-        assert not self._processes[name].is_alive(), f"{name} should be dead"
-        self._pipes.pop(name, None)
+        worker = self._processes.workers[name]
+        worker.join(timeout_s)
+        assert not worker.is_alive(), f"{name} should be dead"
+        self._processes.pipes.pop(name, None)
 
     def expect(
         self, wanted: Callable[[Event], bool], timeout_s: float = HELLO_S, *, since: float | None = None
     ) -> Event:
-        """The first event of this kind after this moment, which may have come already; by default, from now on."""
+        """Return the first event of this kind after this moment, which may have come already; by default, from now."""
         since = time.monotonic() if since is None else since
         seen, deadline = 0, time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -89,13 +86,22 @@ class Crew:
         raise TimeoutError(f"it did not happen; the last events: {last}")
 
     def hear(self, timeout_s: float) -> None:
-        ready = wait(list(self._pipes.values()), timeout_s)
-        for name, pipe in list(self._pipes.items()):
-            if pipe in ready:
-                try:
-                    self.events.append(pipe.recv())
-                except (EOFError, OSError):  # it is dead
-                    del self._pipes[name]
+        """Take in what they say; who has died says nothing more."""
+        self.events += [said for _, said in self._processes.hear(timeout_s) if isinstance(said, Event)]
+
+    def await_commits(self, number: int, names: Iterable[str], timeout_s: float = HELLO_S) -> None:
+        """Wait until each of them has committed that round, or a later one."""
+        for name in names:
+
+            def committed(event: Event, name: str = name) -> bool:
+                return (event.island, event.kind) == (name, "commit") and event.data["round"] >= number
+
+            self.expect(committed, timeout_s, since=0.0)
+
+    def newest(self) -> int:
+        """Return the last round that anybody has committed."""
+        self.hear(0)
+        return max((event.data["round"] for event in self.events if event.kind == "commit"), default=0)
 
     def reports(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -106,7 +112,7 @@ class Crew:
         return found
 
     def stand_still(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-        """Their reports, once they have stopped training and are all at the same head."""
+        """Return their reports, once they have stopped training and are all at the same head."""
         names = names or tuple(self.alive())
         for name in names:
             self.send(name, "stop")
@@ -123,19 +129,10 @@ class Crew:
     def _told(self, name: str, kind: str, since: float) -> dict[str, Any]:
         return self.expect(lambda event: (event.island, event.kind) == (name, kind), since=since).data
 
-    def close(self) -> None:
-        for process in self._processes.values():
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-        for process in self._processes.values():
-            process.join(10)
-
 
 @contextmanager
 def crew(setting: Setting, names: tuple[str, ...]) -> Iterator[Crew]:
-    team = Crew(setting)
-    try:
+    with Processes() as processes:
+        team = Crew(setting, processes)
         team.start(*names, founders=names)
         yield team
-    finally:
-        team.close()

@@ -11,8 +11,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from diloco.bench.bare import Setting
 from diloco.bench.crew import Crew, crew
-from diloco.bench.crew_member import Event, Setting
+from diloco.bench.crew_member import Event
 from diloco.bench.report import Check, Report
 from diloco.checkpoint.log.snapshot import snapshots
 

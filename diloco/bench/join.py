@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from diloco.bench import download
+from diloco.bench.bare import Setting
 from diloco.bench.crew import Crew, crew
-from diloco.bench.crew_member import Setting
-from diloco.bench.recover import NAMES, await_commits
+from diloco.bench.recover import NAMES
 from diloco.bench.report import Check, Report
 from diloco.errors import ConfigError
 from diloco.units import parse_rate
@@ -33,10 +33,10 @@ def _bits(rate: str) -> float:
 def _company(values: int, joins: int) -> Report:
     """What those feel who train."""
     with crew(Setting(values, pace_s=PACE_S), NAMES) as team:
-        await_commits(team, 3, NAMES)
+        team.await_commits(3, NAMES)
         team.prepare(NEWCOMER)  # starting a process takes seconds of this machine's own time: not what is measured
-        before = _newest(team)
-        await_commits(team, before + ROUNDS, NAMES)
+        before = team.newest()
+        team.await_commits(before + ROUNDS, NAMES)
         usual = _round_times(team, before, before + ROUNDS)
         rows = {f"join {number + 1}": _join(team) for number in range(joins)}
     slower = median(time for row in rows.values() for time in row["round_s_of_each"]) / median(usual)
@@ -53,10 +53,10 @@ def _company(values: int, joins: int) -> Report:
 def _join(team: Crew) -> dict[str, Any]:
     """Fetch, contribute, and be gone again, so that the next one finds the same four."""
     since = time.monotonic()
-    first = _newest(team)
+    first = team.newest()
     team.admit(NEWCOMER)
     fetched = team.expect(lambda e: e.kind == "fetched", since=since)
-    at_end = _newest(team)
+    at_end = team.newest()
     contributed = team.expect(lambda e: e.kind == "commit" and NEWCOMER in e.data["islands"], since=since)
     row = {
         "transfer_s": fetched.at - since,
@@ -65,15 +65,10 @@ def _join(team: Crew) -> dict[str, Any]:
         "round_s_of_each": _round_times(team, first, max(at_end, first + 2)),
     }
     team.end(NEWCOMER)
-    await_commits(team, _newest(team) + 2, NAMES)
+    team.await_commits(team.newest() + 2, NAMES)
     team.prepare(NEWCOMER)
-    await_commits(team, _newest(team) + 2, NAMES)
+    team.await_commits(team.newest() + 2, NAMES)
     return row
-
-
-def _newest(team: Crew) -> int:
-    team.hear(0)
-    return max(event.data["round"] for event in team.events if event.kind == "commit")
 
 
 def _updates(team: Crew, after: int, until: int) -> int:

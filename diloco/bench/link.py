@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.peers import BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
-from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.link import Link, Path, Paths
-from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.link import Link
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ConfigError
 from diloco.units import parse_delay, parse_rate
@@ -38,13 +36,9 @@ class Transfer:
     seconds: float = SECONDS
 
     @property
-    def link(self) -> Link:
-        return Link(self.bits_per_s, self.bits_per_s)
-
-    @property
     def frame_bytes(self) -> int:
         """One piece of the link: then no stream has half a frame through when the first one is complete."""
-        return self.link.piece_bytes
+        return Link(self.bits_per_s, self.bits_per_s).piece_bytes
 
     @property
     def frames(self) -> int:
@@ -113,22 +107,12 @@ def _transfer_all(peer: BenchPeer, transfers: Sequence[Transfer]) -> list[dict[s
 
 
 def _transfer(peer: BenchPeer, transfer: Transfer) -> dict[str, float]:
-    plain = DirectTransport(f"peer-{peer.index}", "127.0.0.1")
-    addresses = peer.exchange(plain.address("127.0.0.1"))
-    plain.allow(addresses)
-    peer.barrier()
-    transport = _shape(plain, transfer)
-    streams = _open(peer, transport, addresses[1], transfer.streams)
+    transport, addresses = peer.connect(Line(transfer.bits_per_s, transfer.delay_s))
+    streams = _open(peer, transport, addresses["peer-1"], transfer.streams)
     figures = (_send_side if peer.index == 0 else _receive_side)(peer, streams, transfer)
     peer.barrier()  # nobody closes while the other still reads
     transport.close()
     return figures
-
-
-def _shape(plain: DirectTransport, transfer: Transfer) -> Transport:
-    if transfer.bits_per_s is None:
-        return plain
-    return ShapedTransport(plain, transfer.link, Paths(Path(delay_s=transfer.delay_s)))
 
 
 def _open(peer: BenchPeer, transport: Transport, receiver: PeerAddress, count: int) -> list[Stream]:

@@ -1,11 +1,12 @@
 """What our loop costs over the shortest PyTorch loop one could write, on the same model and data.
 
-The two take turns in blocks of steps within one process, so that whatever else the machine does hits both.
+The two take turns of a few steps within one process, so that whatever else the machine does hits both. A block is a
+turn of each; with rounds, as many turns as there are between two rounds, and our loop's round: the bare one has none.
 """
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from diloco.bench.report import Check, Report
 from diloco.config.file import parse_config
-from diloco.config.schema import Config
+from diloco.config.schema import Config, SyncConfig
 from diloco.data import Samples
 from diloco.island.island import compute_dtype, next_token_loss
 from diloco.island.mesh import take_place
@@ -22,26 +23,33 @@ from diloco.report.events import Events
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
-STEPS_A_BLOCK = 10  # one progress report each
+STEPS_A_TURN = 10  # one progress report each
+EVERY = SyncConfig().phase_steps  # inner steps between two rounds, where a config does not say it
 LIMIT = {"cpu": 1.03, "cuda": 1.01}
+ROUNDS_LIMIT = 1.03
 
 
-def measure(*, device: str, blocks: int) -> Report:
+def measure(*, device: str, blocks: int, rounds: bool = False) -> Report:
+    turns = EVERY // STEPS_A_TURN if rounds else 1
     with TemporaryDirectory() as folder:
-        config = _config(device, folder, steps=(blocks + 2) * STEPS_A_BLOCK)
+        steps = (blocks + 2) * turns * STEPS_A_TURN
+        config = _config(device, folder, steps, every=EVERY if rounds else steps + 1)
         with take_place(config.island) as place:
             trainer = Trainer(config, place, Events())
             bare = BareLoop(config, trainer.samples, place.device)
             with alone(trainer):
-                ours_s, bare_s = _take_turns(trainer, bare, blocks, place.device)
-            kind = place.device.type
+                ours_s, bare_s = _take_turns(trainer, bare, blocks, turns)
+                kind, updates = place.device.type, trainer.sync.updates
             trainer.batches.close()
     ratio = median(ours_s) / median(bare_s)
     figures = {"device": kind, "step_s": median(ours_s), "bare_step_s": median(bare_s), "blocks": blocks}
-    return Report([Check("overhead.step_ratio", ratio, LIMIT[kind], "lower")], figures)
+    if not rounds:
+        return Report([Check("overhead.step_ratio", ratio, LIMIT[kind], "lower")], figures)
+    figures |= {"every": EVERY, "rounds": updates}
+    return Report([Check("overhead.with_rounds_ratio", ratio, ROUNDS_LIMIT, "lower")], figures)
 
 
-def _config(device: str, folder: str, steps: int) -> Config:
+def _config(device: str, folder: str, steps: int, every: int) -> Config:
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     size = {"preset": "150m", "vocab": 32768} if cuda else {"preset": "tiny"}
     return parse_config(
@@ -50,33 +58,36 @@ def _config(device: str, folder: str, steps: int) -> Config:
             "data": {"sequence": 1024 if cuda else 128},
             "island": {"batch": 32 if cuda else 8, "device": device, "compile": cuda},
             "inner": {"steps": steps, "warmup": 2},
-            "sync": {"every": steps + 1},  # rounds are measured elsewhere
+            "sync": {"every": every},
             "evaluate": {"every": 0},
-            "log": {"every": STEPS_A_BLOCK},
-            "checkpoint": {"dir": folder},
+            "log": {"every": STEPS_A_TURN},
+            "checkpoint": {"dir": folder, "snapshot_every": 1000000},  # saves are measured elsewhere
         }
     )
 
 
-def _take_turns(
-    trainer: Trainer, bare: "BareLoop", blocks: int, device: torch.device
-) -> tuple[list[float], list[float]]:
+def _take_turns(trainer: Trainer, bare: "BareLoop", blocks: int, turns: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of a step in each block, of either loop; the first block warms up."""
     ours_s: list[float] = []
     bare_s: list[float] = []
-    for block in range(blocks + 1):
-        turns = [(trainer.advance, ours_s), (bare.advance, bare_s)]
-        for advance, seconds in turns if block % 2 else reversed(turns):
-            seconds.append(_time_block(advance, device))
-    return ours_s[1:], bare_s[1:]  # the first block warms up
+    for turn in range((blocks + 1) * turns):
+        loops = [(trainer.advance, ours_s), (bare.advance, bare_s)]
+        for advance, seconds in loops if turn % 2 else reversed(loops):
+            seconds.append(_time_turn(advance, trainer.place.device))
+    return _by_block(ours_s, turns)[1:], _by_block(bare_s, turns)[1:]
 
 
-def _time_block(advance: Callable[[], None], device: torch.device) -> float:
+def _by_block(seconds: list[float], turns: int) -> list[float]:
+    return [fmean(seconds[first : first + turns]) for first in range(0, len(seconds), turns)]
+
+
+def _time_turn(advance: Callable[[], None], device: torch.device) -> float:
     started = time.perf_counter()
-    for _ in range(STEPS_A_BLOCK):
+    for _ in range(STEPS_A_TURN):
         advance()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) / STEPS_A_BLOCK
+    return (time.perf_counter() - started) / STEPS_A_TURN
 
 
 class BareLoop:

@@ -9,9 +9,9 @@ import itertools
 import statistics
 from typing import Any
 
-from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.peers import BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
-from diloco.bench.team import Line, one_thread, train_together
+from diloco.bench.team import train_together
 from diloco.comm.codec.registry import CODECS, warm_up
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
@@ -34,7 +34,6 @@ def measure(*, islands: int, every: int, rounds: int) -> Report:
 
 
 def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
-    one_thread()
     warm_up()
     phases = FIRST_PHASES + -(-rounds // TURNS)
     free = train_together(peer, _config(every, phases), Line())

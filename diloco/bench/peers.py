@@ -1,27 +1,33 @@
-"""N processes on this machine that work on one bench together.
+"""N processes on this machine that do the same work together: they meet at barriers and tell each other values."""
 
-Each worker leads a process group of its own: whatever it starts ends with it, Ctrl-C reaches the parent only, and the
-parent ends every group as soon as one worker fails.
-"""
-
-import multiprocessing as mp
-import os
-import signal
-import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any
+
+from diloco.bench.processes import GRACE_S, Died, Done, Processes, Work, WorkerFailed
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Transport
 
 WAIT_S = 120.0  # for the slowest of the others, at a barrier
-GRACE_S = 5.0  # to leave in good order
 
 
-class PeerFailed(Exception):
-    """A worker of the bench failed or died. All of them were ended; there is no result."""
+@dataclass(frozen=True)
+class Line:
+    """What each peer is connected by; None: as fast as the machine goes."""
+
+    bits_per_s: float | None = None  # up and down
+    delay_s: float = 0.0
+
+    def shape(self, plain: Transport) -> Transport:
+        if self.bits_per_s is None and not self.delay_s:
+            return plain
+        return ShapedTransport(plain, Link(self.bits_per_s, self.bits_per_s), Paths(Path(delay_s=self.delay_s)))
+
+
+UNSHAPED = Line()
 
 
 class BenchPeer:
@@ -33,15 +39,23 @@ class BenchPeer:
         self._parent = parent
 
     def barrier(self, timeout_s: float = WAIT_S) -> None:
-        """Until all are here."""
+        """Wait until all are here."""
         self.exchange(None, timeout_s)
 
     def exchange(self, value: Any, timeout_s: float = WAIT_S) -> list[Any]:
-        """Everybody's value, in the order of their indices."""
+        """Return everybody's value, in the order of their indices."""
         self._parent.send(Asks(value))
         if not self._parent.poll(timeout_s):
             raise TimeoutError(f"peer {self.index} waited {timeout_s:g} s for the others")
         return self._parent.recv()
+
+    def connect(self, line: Line) -> tuple[Transport, dict[str, PeerAddress]]:
+        """Return a transport over which all of them reach each other, and their addresses by name, in order."""
+        plain = DirectTransport(f"peer-{self.index}", "127.0.0.1")
+        addresses = {address.identity: address for address in self.exchange(plain.address("127.0.0.1"))}
+        plain.allow(addresses.values())
+        self.barrier()
+        return line.shape(plain), addresses
 
 
 @dataclass(frozen=True)
@@ -49,134 +63,51 @@ class Asks:
     value: Any
 
 
-@dataclass(frozen=True)
-class Done:
-    result: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    report: str
-
-
-Work = Callable[..., Any]  # (peer, *arguments) -> result; a function of a module, for it must be found by its name
-
-
 def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
-    """What `work` returned in each of `count` processes, in the order of their indices."""
-    context = mp.get_context("spawn")
-    workers: list[SpawnProcess] = []
-    pipes: list[Connection] = []
-    try:
+    """Return what `work(peer, *arguments)` returned in each of `count` processes, in the order of their indices."""
+    with Processes() as processes:
         for index in range(count):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            workers.append(context.Process(target=_run_worker, args=(index, count, theirs, work, arguments)))
-            with _deaf_to_interrupts(), _one_thread_each():  # inherited: Ctrl-C is the parent's to deal with
-                workers[-1].start()
-            theirs.close()  # or its end would not show here
-        results = _Coordinator(workers, pipes).results()
-        for worker in workers:
+            processes.start(f"peer {index}", _work_as_peer, index, count, work, arguments)
+        results = _Coordinator(processes).results()
+        for worker in processes.workers.values():
             worker.join(GRACE_S)
         return results
-    finally:
-        for worker in workers:
-            _end(worker)
 
 
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Some libraries below torch have threads of their own, and heed only this."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+def _work_as_peer(parent: Connection, index: int, count: int, work: Work, arguments: tuple[Any, ...]) -> Any:
+    return work(BenchPeer(index, count, parent), *arguments)
 
 
 class _Coordinator:
     """The parent's side: passes values around, notices who fails."""
 
-    def __init__(self, workers: list[SpawnProcess], pipes: list[Connection]) -> None:
-        self.workers = workers
-        self.pipes = pipes
-        self.asked: dict[int, Any] = {}
-        self.done: dict[int, Any] = {}
+    def __init__(self, processes: Processes) -> None:
+        self.processes, self.names = processes, list(processes.pipes)
+        self.asked: dict[str, Any] = {}
+        self.done: dict[str, Any] = {}
 
     def results(self) -> list[Any]:
-        while len(self.done) < len(self.pipes):
-            for ready in wait([pipe for index, pipe in enumerate(self.pipes) if index not in self.done]):
-                self._hear(self.pipes.index(ready))  # type: ignore[arg-type]
-        return [self.done[index] for index in range(len(self.pipes))]
+        while len(self.done) < len(self.names):
+            for name, message in self.processes.hear():
+                self._handle(name, message)
+        return [self.done[name] for name in self.names]
 
-    def _hear(self, index: int) -> None:
-        match self._receive(index):
+    def _handle(self, name: str, message: Any) -> None:
+        match message:
             case Asks(value):
-                self.asked[index] = value
+                self.asked[name] = value
             case Done(result):
-                self.done[index] = result
-            case Failed(report):
-                raise PeerFailed(f"peer {index} of the bench failed:\n{report}")
+                self.done[name] = result
+            case Died(exit_code) if name not in self.done:
+                raise WorkerFailed(f"{name} of the bench died: exit code {exit_code}")
         if self.asked and self.done:
-            raise PeerFailed(f"peer {min(self.asked)} waits for peer {min(self.done)}, which has ended already")
-        self._answer()
-
-    def _receive(self, index: int) -> Any:
-        try:
-            return self.pipes[index].recv()
-        except (EOFError, ConnectionResetError):
-            self.workers[index].join(GRACE_S)
-            raise PeerFailed(f"peer {index} of the bench died: exit code {self.workers[index].exitcode}") from None
+            raise WorkerFailed(f"{min(self.asked)} waits for {min(self.done)}, which has ended already")
+        if len(self.asked) == len(self.names):
+            self._answer()
 
     def _answer(self) -> None:
-        if len(self.asked) < len(self.pipes):
-            return
-        values = [self.asked[index] for index in range(len(self.pipes))]
+        values = [self.asked[name] for name in self.names]
         self.asked.clear()
-        for pipe in self.pipes:
+        for pipe in self.processes.pipes.values():
             with suppress(BrokenPipeError):  # it died meanwhile: the next receive names it
                 pipe.send(values)
-
-
-def _run_worker(index: int, count: int, parent: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
-    os.setsid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        import torch
-
-        torch.set_num_threads(1)
-        parent.send(Done(work(BenchPeer(index, count, parent), *arguments)))
-    except BaseException:  # noqa: BLE001 -- the process's outermost frame; the parent raises it
-        parent.send(Failed(traceback.format_exc()))
-
-
-def _end_with_parent() -> NoReturn:
-    parent = mp.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(os.getpid(), signal.SIGKILL)
-    raise AssertionError("this process is in the group it has ended")
-
-
-def _end(worker: SpawnProcess) -> None:
-    """And whatever it started: its group outlives it as long as one of those does."""
-    assert worker.pid is not None
-    with suppress(ProcessLookupError):  # not begun, or all gone
-        os.killpg(worker.pid, signal.SIGKILL)
-    worker.kill()
-    worker.join()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.peers import BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
-from diloco.bench.team import Line, one_thread, train_alone, train_together
+from diloco.bench.team import train_alone, train_together
 from diloco.comm.codec.registry import CODECS, codec_named, warm_up
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
@@ -108,7 +108,6 @@ def _by_name(rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str, Any]]:
-    one_thread()
     found = _runs_alone(peer, setting)
     among_others = [variant for variant in setting.variants if variant != SINGLE]
     for seed, variant in itertools.product(range(setting.seeds), among_others):

@@ -9,8 +9,8 @@ import time
 from statistics import median
 from typing import Any
 
+from diloco.bench.bare import Setting
 from diloco.bench.crew import Crew, crew
-from diloco.bench.crew_member import Setting
 from diloco.bench.report import Check, Report
 
 NAMES = ("A", "B", "C", "D")  # A leads
@@ -48,7 +48,7 @@ def measure(*, values: int, silence_s: float) -> Report:
 
 def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str, Any]:
     with crew(setting, NAMES) as team:
-        await_commits(team, ROUNDS + 2, NAMES)
+        team.await_commits(ROUNDS + 2, NAMES)
         usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
         begin = team.expect(lambda event: event.kind == "begin" and len(event.data["members"]) == len(NAMES))
         time.sleep(INTO * median(usual))
@@ -56,7 +56,7 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
             team.signal(victim, number)
         survivors = tuple(name for name in NAMES if name not in victims)
         struck = begin.data["round"]
-        await_commits(team, struck, survivors)
+        team.await_commits(struck, survivors)
         took = _duration(team, struck, survivors)
         digests = {report["digest"] for report in team.stand_still(survivors).values()}
         notes = [event.data["note"] for event in team.events if event.kind == "note"]
@@ -67,17 +67,6 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
         "digests_equal": len(digests) == 1,
         "notes": "; ".join(sorted({f"{kind} {peer}" for kind, peer, _ in notes})),
     }
-
-
-def await_commits(team: Crew, round_number: int, names: tuple[str, ...]) -> None:
-    for name in names:
-        team.expect(
-            lambda event, name=name: (
-                (event.island, event.kind) == (name, "commit")  # type: ignore[misc]
-                and event.data["round"] >= round_number
-            ),
-            since=0.0,
-        )
 
 
 def _duration(team: Crew, round_number: int, names: tuple[str, ...]) -> float:

@@ -28,11 +28,12 @@ def overhead(
     json: Json = False,
     device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Alternating blocks of each loop.")] = 12,
+    rounds: Annotated[bool, typer.Option("--rounds", help="With an outer update after each block of steps.")] = False,
 ) -> None:
     """Compare our step time with that of a bare PyTorch loop."""
     from diloco.bench.overhead import measure
 
-    show(measure(device=device, blocks=blocks), as_json=json)
+    show(measure(device=device, blocks=blocks, rounds=rounds), as_json=json)
 
 
 @bench.command(epilog="Example: diloco bench speed --preset 150m --batch 32 --sequence 1024 --compile")

@@ -25,11 +25,12 @@ from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.messages import Memory, Note
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.driver import Run
 from diloco.elastic.runtime.fetching import Snapshot, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.mailbox import greet
-from diloco.elastic.runtime.restoring import restore
+from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.report.events import Events
 from diloco.run.closed import ClosedPeer
@@ -181,13 +182,6 @@ def meeting(
     incarnation: int | None = None,
 ) -> Iterator[Rounds]:
     """Among the others, for as long as it is open; as a new incarnation, unless one goes on."""
-    incarnation, now = incarnation or new_incarnation(peer.id, start.state), time.monotonic()
-    node = Node(peer.id, start.state, options, now=now, incarnation=incarnation, memory=start.memory)
-    if start.returns:
-        node.peers.expect(start.state.roster, now + RETURN_S)
-    node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
-    run = run_of(start.genesis, config, fragments)
-
     inbox = Inbox(Path(config.dir))
 
     def tell(note: Note) -> None:
@@ -201,22 +195,30 @@ def meeting(
             else:
                 bring(found)
 
+    def prepare(node: Node) -> None:
+        if start.returns:
+            node.peers.expect(start.state.roster, time.monotonic() + RETURN_S)
+        node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
+        hand_in(node.bring)  # before it leads anything
+
     def look(addresses: Mapping[str, PeerAddress]) -> None:
         driver.know(addresses)
         hand_in(driver.amend)
 
-    hand_in(node.bring)  # before it leads anything
-    with mirrored(peer, start.store, config, events):
-        driver = Driver(node, run, start.vectors, peer.network(), tell, start.store)
-        try:
-            peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
-            peer.is_member = lambda other: other in driver.applied.roster
-            peer.publish()
-            driver.know(peer.look())
-            peer.watch(look)
-            yield Rounds(driver, config, peer.name_of)
-        finally:
-            driver.close()
+    run, origin = run_of(start.genesis, config, fragments), Origin(start.state, start.vectors, start.memory)
+    incarnation = incarnation or new_incarnation(peer.id, start.state)
+    with (
+        mirrored(peer, start.store, config, events),
+        open_island(
+            run, origin, options, peer.network(), incarnation=incarnation, store=start.store, tell=tell, prepare=prepare
+        ) as driver,
+    ):
+        peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
+        peer.is_member = lambda other: other in driver.applied.roster
+        peer.publish()
+        driver.know(peer.look())
+        peer.watch(look)
+        yield Rounds(driver, config, peer.name_of)
 
 
 @contextmanager
@@ -229,16 +231,10 @@ def alone(part: Participant) -> Iterator[None]:
         return
     transport = MemoryNetwork().transport("alone")
     genesis = Genesis.of(config, part.layout, part.samples, transport.identity)
-    options = options_for(config)
-    node = Node(transport.identity, genesis.state(), options, now=time.monotonic(), incarnation=1)
-    network = Network(transport, transport, b"", lambda peer, greeting: None)
-    driver = Driver(node, run_of(genesis, config, part.fragments), vectors, network, lambda note: None)
-    try:
+    run, origin = run_of(genesis, config, part.fragments), Origin(genesis.state(), vectors)
+    with closing(transport), open_island(run, origin, options_for(config), among_friends(transport)) as driver:
         part.join(Rounds(driver, config, lambda peer: config.run))
         yield
-    finally:
-        driver.close()
-        transport.close()
 
 
 def new_incarnation(me: str, state: RunState) -> int:

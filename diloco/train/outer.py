@@ -4,12 +4,14 @@ Parameters and the optimizer's moments are flat fp32 vectors in canonical order 
 parameters, whole, unsharded). The arithmetic of an update is in `optimizers.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from diloco.comm.codec.base import Codec
+from diloco.comm.codec.noise import PAGE
 from diloco.comm.codec.registry import codec_named
 from diloco.config.schema import Config, OuterConfig
 from diloco.elastic.protocol.record import Record, Settings
@@ -17,7 +19,7 @@ from diloco.elastic.runtime.fragments import Fragments
 from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
-CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
+CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
@@ -60,18 +62,29 @@ def outer_settings(config: Config, islands: int, number: int) -> Settings:
 
 
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
-    """A committed update, with the encoded mean of the contributions."""
+    """Apply a committed update, with the encoded mean of the contributions."""
     proposal = record.proposal
     codec = codec_named(proposal.settings.result_codec)
     payload = payload.to(vectors["parameters"].device)
-    mean = codec.decode(payload, fragments.counts[proposal.fragment])
-    apply(vectors, fragments, proposal.fragment, mean, proposal.settings)
+    for start, mean in decoded(payload, fragments.counts[proposal.fragment], codec):
+        apply(vectors, fragments, proposal.fragment, mean, proposal.settings, start)
 
 
-def apply(vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings) -> None:
-    """Advance one fragment of the outer state by the mean of its contributions, in place."""
+def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Tensor]]:
+    """Yield the values chunk by chunk, with where each begins: a whole vector would cost more in fresh memory than in
+    decoding."""
+    for start in range(0, count, CHUNK):
+        size, first = min(CHUNK, count - start), start // PAGE * codec.size(PAGE)
+        yield start, codec.decode(payload[first : first + codec.size(size)], size)
+
+
+def apply(
+    vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings, at: int = 0
+) -> None:
+    """Advance one fragment of the outer state, or what of it begins with value `at`, by the mean of its contributions,
+    in place."""
     optimizer = optimizer_named(settings.optimizer)
-    for lo, hi, gradient in fragments.pieces(mean, fragment):
+    for lo, hi, gradient in fragments.pieces(mean, fragment, at):
         for start in range(lo, hi, CHUNK):
             part = slice(start, min(start + CHUNK, hi))
             stretch = {name: vector[part] for name, vector in vectors.items()}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -373,6 +373,12 @@ class Driver:
             if all((head := views[peer].head) is not None and head >= self.node.state.head for peer in alive):
                 return
             time.sleep(TICK_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._ended:

@@ -35,12 +35,14 @@ class Fragments:
         for lo, hi, part in self.pieces(values, fragment):
             vector[lo:hi].copy_(part)
 
-    def pieces(self, values: Tensor, fragment: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Where the values of a fragment's own vector belong."""
-        start = 0
+    def pieces(self, values: Tensor, fragment: int, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield where the values of a fragment's own vector belong; `values` may be those from `start` on only."""
+        at = -start
         for lo, hi in self.ranges[fragment]:
-            yield lo, hi, values[start : start + hi - lo]
-            start += hi - lo
+            first, last = max(0, at), min(len(values), at + hi - lo)
+            if first < last:
+                yield lo + first - at, lo + last - at, values[first:last]
+            at += hi - lo
 
     def copy(self, source: Mapping[str, Tensor], name: str, out: Tensor, fragment: int) -> None:
         for lo, hi in self.ranges[fragment]:

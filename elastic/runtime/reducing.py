@@ -55,16 +55,8 @@ class Attempt:
         self.begin = begin
         self.started = time.monotonic()
         self._done = done
-        plan = plan_of(begin, count)  # PlanRefused: what peers propose is checked there
-        if len(contribution) != plan.codec.size(count):
-            raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
-        self.reduction: Reduction | TwoLevelReduction
-        if isinstance(plan, TwoLevelPlan):
-            self.reduction = TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
-            first = self.reduction.levels.scatter
-        else:
-            self.reduction = Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
-            first = plan
+        self.reduction = reduction_of(begin, contribution, count, transport, addresses)
+        first = self.reduction.levels.scatter if isinstance(self.reduction, TwoLevelReduction) else self.reduction.plan
         self.chunks = max(len(first.chunks(member)) for member in range(len(first.members)))
         self._stalled = ""
         threading.Thread(target=self._run, name="reduce", daemon=True).start()
@@ -103,6 +95,18 @@ class Attempt:
         if slowest and not self._stalled and now - last[slowest] > stall_s:
             self._stalled = slowest
             self.reduction.cancel(f"no chunk of {slowest} for {stall_s:.1f} s")
+
+
+def reduction_of(
+    begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Mapping[str, PeerAddress]
+) -> Reduction | TwoLevelReduction:
+    """Build the all-reduce that *begin* asks for. PlanRefused: what peers propose is checked here."""
+    plan = plan_of(begin, count)
+    if len(contribution) != plan.codec.size(count):
+        raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
+    if isinstance(plan, TwoLevelPlan):
+        return TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+    return Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
 
 
 def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:

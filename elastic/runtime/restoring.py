@@ -28,10 +28,12 @@ Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
-class Restored:
+class Origin:
+    """Where an island begins: what all agree on at that point, the vectors, and the promises of an earlier life."""
+
     state: RunState
     vectors: dict[str, Tensor]
-    memory: Memory | None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Point:
     end: RunState
 
 
-def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Restored | None:
+def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Origin | None:
     """None where there is nothing, or nothing that is whole. Damaged snapshots are told of and set aside."""
     for path in snapshots(folder):
         with _setting_aside(path, tell):
@@ -58,7 +60,7 @@ def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Restored | 
             vectors = read_vectors(point.path, point.manifest)
             state = replay(point, vectors, journal, run, tell)
             if state is not None:
-                return Restored(state, vectors, memory_of(journal, tell))
+                return Origin(state, vectors, memory_of(journal, tell))
     return None
 
 

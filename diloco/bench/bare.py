@@ -1,0 +1,113 @@
+"""An island without a model: a driver, a vector, and a trainer that offers the same displacement again and again."""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.store import Store
+from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.messages import Note
+from diloco.elastic.protocol.node import Options
+from diloco.elastic.protocol.ranges import first
+from diloco.elastic.protocol.record import Contribution, Head, Settings
+from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.island import ignore, open_island
+from diloco.elastic.runtime.restoring import Origin
+from diloco.elastic.runtime.session import Session
+from diloco.elastic.runtime.work import Trained
+from diloco.train.outer import apply_record
+
+GENESIS = b"a run without a model"
+DIGEST = hashlib.sha256(GENESIS).hexdigest()
+VECTORS = ("parameters", "momentum")
+TOKENS = 1000  # of a phase
+
+
+@dataclass(frozen=True)
+class Setting:
+    count: int = 25_000_000
+    silence_s: float = 5.0
+    pace_s: float = 0.3  # of a phase
+    partition: str = "merge"
+    samples: int = 4  # of a phase
+    limit: int | None = None  # of the whole run
+    codec: str = "int8"
+    bits_per_s: float | None = None  # of each island's link, both ways; None: as fast as the machine goes
+    folder: str = ""  # where islands keep their logs; none: in memory
+    snapshot_every: int = 0
+
+    @property
+    def run(self) -> Run:
+        return Run(GENESIS, DIGEST, Fragments.whole(self.count), apply_record, self.snapshot_every)
+
+    @property
+    def options(self) -> Options:
+        def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
+            return Settings(0.7, 0.9, self.codec), state.step + bool(contributions)
+
+        return Options(decide, silence_s=self.silence_s, partition=self.partition, want=2 * self.samples)
+
+    def beginning(self, roster: tuple[str, ...]) -> Origin:
+        state = RunState(Head(0, 0, DIGEST), roster, Ledger(self.limit or 1 << 40, self.limit))
+        return Origin(state, {name: torch.zeros(self.count) for name in VECTORS})
+
+
+class BareIsland:
+    def __init__(
+        self,
+        setting: Setting,
+        origin: Origin,
+        network: Network,
+        *,
+        incarnation: int = 1,
+        store: Store | None = None,
+        tell: Callable[[Note], None] = ignore,
+        driver: Callable[..., Driver] = Driver,
+    ) -> None:
+        self.setting = setting
+        self.driver = open_island(
+            setting.run, origin, setting.options, network, incarnation=incarnation, store=store, tell=tell,
+            driver=driver,
+        )  # fmt: skip
+        self.session = Session(self.driver, setting.run.fragments, setting.codec)
+        self.name = self.driver.node.me
+        self.phases = self.contained = 0
+        self.stopping = threading.Event()
+
+    @property
+    def state(self) -> RunState:
+        return self.driver.applied
+
+    def train(self) -> None:
+        """Train until `stopping` is set."""
+        base, displacement, session = torch.empty(self.setting.count), self._displacement(), self.session
+        session.take(0, base)
+        while not self.stopping.is_set():
+            batch = first(session.available(()), self.setting.samples)
+            if batch or session.owes():
+                self.stopping.wait(self.setting.pace_s)
+                self.phases += bool(batch)
+                session.start(0, displacement, Trained(TOKENS if batch else 0, batch))
+                session.finish(0, self.stopping.is_set)
+            else:
+                session.wait(0.05)
+            if session.poll():
+                self.contained += session.take(0, base).owed is None
+
+    def _displacement(self) -> Tensor:
+        seed = int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16)
+        return torch.randn(self.setting.count, generator=torch.Generator().manual_seed(seed))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "head": self.state.head, "digest": self.driver.replica.digest(), "phases": self.phases,
+            "state": self.state, "incarnation": self.driver.node.incarnation,
+            "records": [entry.header for entry in self.driver.log.entries()],
+        }  # fmt: skip
