@@ -13,6 +13,7 @@ from diloco.plan.predict import Host, Line
 from diloco.simulate.virtual import network
 from diloco.simulate.virtual.allreduce import flat, two_level
 from diloco.simulate.virtual.churn import Churn
+from diloco.simulate.virtual.faults import both_ways
 from diloco.simulate.virtual.outcome import simulate
 from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.scale import COUNTS, rows
@@ -64,6 +65,18 @@ def test_a_lost_coordinator_is_followed_by_the_next():
     churn.run()
     assert churn.leader == name_of(2)
     assert len(churn.commits) > 3 and set(churn.contributors[1:]) == {68}
+
+
+def test_links_can_be_cut_and_islands_stopped_in_virtual_time_too():
+    churn = Churn(replace(FEW, seconds=900.0))
+    first, second, *others = FEW.names
+    churn.timeline.at(100.0, lambda: churn.world.sever(both_ways([first], [second, *others])))
+    churn.timeline.at(300.0, churn.world.heal)
+    churn.timeline.at(400.0, lambda: churn.world.stop(second))
+    churn.timeline.at(500.0, lambda: churn.world.resume(second))
+    churn.run()
+    assert {3, 4} <= set(churn.contributors) and churn.contributors[-1] == 4
+    assert len({life.node.state.head for life in churn.world.lives.values()}) == 1
 
 
 @pytest.mark.parametrize("setting", [FEW, replace(CHURN, mtbf_s=60.0, seconds=800.0)])

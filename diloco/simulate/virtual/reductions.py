@@ -60,7 +60,7 @@ class Reductions:
     def _go(self, reduction: Reduction) -> None:
         begin, reduction.began = reduction.begin, self._timeline.now
         if broken := [pair for pair in self._world.cut if reduction.joined.issuperset(pair)]:
-            one, other = min(broken)
+            one, other = min(broken, key=lambda pair: [begin.members.index(name) for name in pair])
             failing = partial(self._fail, reduction, other, "cannot be reached", one)
             self._timeline.after(self._costs.unreachable_s, failing)
             return
