@@ -86,9 +86,9 @@ def test_what_happened_is_told_and_saved(tmp_path):
     alone(tmp_path)
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 13))
-    rounds = [event for event in events if event["event"] == "round"]
-    assert [(told["round"], told["step"], told["tokens"]) for told in rounds] == [(1, 4, 16), (2, 8, 16), (3, 12, 16)]
-    assert events[-1]["event"] == "end" and events[-1]["finished"]
+    rounds = [event for event in events if event["event"] == "round" and event["contributors"]]
+    assert [(told["step"], told["tokens"]) for told in rounds] == [(4, 16), (8, 16), (12, 16)]
+    assert [event["event"] for event in events[-2:]] == ["end", "agreed"] and events[-2]["finished"]
     assert (tmp_path / "run" / "save-00000012" / "facts.json").exists()
 
 

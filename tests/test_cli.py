@@ -62,7 +62,8 @@ def test_run_trains_tells_and_says_what_next(config_file, tmp_path):
     assert "step    12/12  loss" in done.stdout
     assert "next:" in done.stdout
     events = read_events(tmp_path / "run" / "events.jsonl")
-    assert events[0]["event"] == "start" and events[-1] == {**events[-1], "event": "end", "finished": True}
+    assert [event["event"] for event in (events[0], *events[-2:])] == ["start", "end", "agreed"]
+    assert events[-2]["finished"]
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["inner"]["steps"] == 12
 
@@ -120,7 +121,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert process.returncode == 0
     assert "finishing this step, then saving" in err
     assert f"-m diloco run {config_file} --resume --set inner.steps=100000" in out
-    stopped = read_events(tmp_path / "run" / "events.jsonl")[-1]["step"]
+    stopped = next(e["step"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "end")
     resumed = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed at step {stopped}" in resumed.stdout
@@ -150,8 +151,9 @@ def test_a_run_that_goes_on_or_starts_again_is_locked_too(tmp_path, fresh):
 
 SIGNALLED = """
 import signal, sys, time
-from diloco.run.signals import REPEAT_S, stop_on_signal
-with stop_on_signal(loud=True) as stop:
+from diloco.run.signals import REPEAT_S, Stop, stop_on_signal
+stop = Stop()
+with stop_on_signal(stop, loud=True):
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)   # a launcher passing it on
     print("still here", stop.asked, flush=True)

@@ -65,7 +65,7 @@ def test_a_run_goes_out_and_comes_back(command, small, tmp_path):
     losses = train(small())
     said = command("export", tmp_path / "run", "out")
     assert said.code == 0 and said.err == ""
-    assert "parameters of step 12, round 3, as qwen3" in said.out
+    assert "parameters of step 12, round 4, as qwen3" in said.out
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(load_trained(tmp_path / "run").module))
     model = dict.fromkeys(small().model.model_fields_set) | {"hf": "out"}
     again = train(small(model=model, checkpoint={"dir": str(tmp_path / "again")}, inner={"steps": 3}))

@@ -18,7 +18,7 @@ ON_BOTH = ("built-in frozen", "built-in muon", "built-in overlapped", "qwen3 wit
 RUN = {
     "data": {"sequence": 32},
     "inner": {"lr": 1e-3, "warmup": 2, "steps": 20, "clip": 0.5},  # every gradient of these models is above 0.5
-    "sync": {"every": 10},
+    "sync": {"every": 10, "codec": "fp32"},
     "evaluate": {"samples": 16},
     "log": {"every": 1},
 }
@@ -64,7 +64,7 @@ def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
             inner = {**RUN["inner"], "optimizer": "muon" if name == "built-in muon" else "adamw"}
             config = {**RUN, "model": model_of(name, hf_folders), "island": island, "inner": inner}
             if name == "built-in overlapped":  # it validates other parameters than it trains
-                config["sync"] = {"every": 5, "delay": 3}
+                config["sync"] = {"every": 5, "delay": 3, "codec": "fp32"}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
         if both:
             resumed = json.loads(json.dumps(cases["built-in tied"]))
