@@ -50,11 +50,11 @@ def find_logs(name: str) -> list[Path]:
             return [island / OUTER for island in found]
     if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
         raise SaveError(
-            f"{name}: an island alone trained there, and that keeps saves but no log of its rounds; runs with others "
-            "(--islands) have one"
+            f"{name}: an earlier diloco trained an island alone there, without a log of its rounds: "
+            "`diloco run CONFIG --resume` takes it over, and keeps one from then on"
         )
     raise SaveError(
-        f"{name}: no log there, neither as a folder nor under {RUNS}/: runs with others (--islands) have one"
+        f"{name}: no log there, neither as a folder nor under {RUNS}/: give the folder that checkpoint.dir named"
     )
 
 
