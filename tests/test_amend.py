@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+from alone import HERE
 from team import PATIENT, Team, side_by_side
 from test_elastic_node import OFFER, begin, options, said
-from trained_run import ALONE
 
 from diloco.bench.speed import Heard
 from diloco.bench.team import driver_for
@@ -250,7 +250,7 @@ def test_what_may_be_decided_already_is_confirmed(small):
 
 def test_an_island_whose_driver_cannot_follow_says_only_that(small, caplog):
     config = small()
-    trainer = Trainer(config, ALONE, Events([Heard()]))
+    trainer = Trainer(config, HERE, Events([Heard()]))
     driver = driver_for(trainer, ("A",), Amended(config, {}).network.transport("A"), owner=OWNER)
     try:
         state = driver.node.state.after(record(driver.node.state, signed('["newer"]')))
@@ -414,7 +414,7 @@ def test_every_island_heeds_a_change_from_its_record_on(small):
 def test_who_comes_later_finds_the_changed_settings(small):
     """A state says by itself what was changed."""
     config = small(inner={"steps": 60})
-    trainer = Trainer(config, ALONE, Events([Heard()]))
+    trainer = Trainer(config, HERE, Events([Heard()]))
     driver = driver_for(trainer, ("A",), Amended(config, {}).network.transport("A"), owner=OWNER)
     try:
         amendment = Amendment.sign(owner(), 1, '{"inner.lr":0.125,"inner.clip":0.25,"inner.steps":50}')

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import HERE
 from checkpoint_writer import following
 from safetensors.torch import load_file
 from test_checkpoint_snapshot import written
-from trained_run import ALONE, Command
+from trained_run import Command
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.replica import vectors_digest
@@ -42,7 +43,7 @@ def log(small) -> tuple[Path, list[str]]:
 
 def write_log(config: Config) -> tuple[Path, list[str]]:
     """Of an island that has committed eight rounds, three of them with snapshots; and the digest of each state."""
-    trainer = Trainer(config, ALONE, Events())
+    trainer = Trainer(config, HERE, Events())
     genesis = Genesis.of(config, trainer.island.layout, trainer.samples, "A").signed(owner())
     folder = Path(config.dir) / OUTER
     store = DiskStore(folder, lambda what, text: None, keep=0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import HERE
 from safetensors.torch import load_file
 from test_checkpoint_segments import BASE, chain, entry, opened, write
-from trained_run import ALONE
 
 from diloco.bench.speed import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
@@ -334,7 +334,7 @@ def test_a_full_disk_does_not_end_training_and_loses_events_by_number(tmp_path, 
         config = small(inner={"steps": 20}, checkpoint={"dir": str(disk / "run"), "snapshot_every": 1})
         events, heard = Events([JsonLines(disk / "events.jsonl")]), Heard()
         events.attach(heard)
-        trainer = Trainer(config, ALONE, events)
+        trainer = Trainer(config, HERE, events)
         with alone(trainer):
             ballast = fill(disk)
             while trainer.step_count < 15:

@@ -130,7 +130,7 @@ def test_other_settings_go_into_the_new_run(log):
 @pytest.mark.parametrize(
     ("number", "override", "reason"),
     [
-        (5, "model.width=64", "model.width cannot change: the state of round 5 was made with it"),
+        (5, "model.width=64", "model.width cannot change: the state of round 5 was made with 32"),
         (5, "seed=3", "seed cannot change"),
         (5, "data.sequence=64", "data.sequence cannot change"),
         (5, "sync.fragments=2", "sync.fragments cannot change"),
@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_leaves_nothing(log, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco.history.rewind.write_snapshot", full)
+    monkeypatch.setattr("diloco.run.branch.write_snapshot", full)
     with pytest.raises(SaveError, match=r"No space left on device.*nothing was changed"):
         rewind(str(folder.parent), ROUND)
     assert [path.name for path in folder.parent.parent.iterdir()] == ["run"]
@@ -184,10 +184,15 @@ def test_a_run_of_several_islands_is_rewound_as_a_whole(log):
     assert load_config(branch.folder / "config.yaml").dir == str(branch.folder)
 
 
-def test_an_island_alone_has_no_log(run, command):
-    said = command.refused("rewind", run, 1)
-    assert "an island alone trained there, and that keeps saves but no log" in said
+def test_an_island_alone_goes_back_like_any_other(run, command):
+    said = command("rewind", run, 3, "--set", "inner.steps=90")
+    assert said.code == 0 and "round 3" in said.out
     assert "no log there" in command.refused("rewind", "nowhere", 1)
+
+
+def test_what_an_earlier_diloco_left_without_a_log_is_told_how_to_be_taken_over(run, command):
+    shutil.rmtree(run / OUTER)
+    assert "takes it over" in command.refused("rewind", run, 1)
 
 
 def test_samples_that_somebody_had_leased_are_to_be_had_again(log, monkeypatch):
