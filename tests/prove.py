@@ -143,6 +143,7 @@ CLAIMS = [
     Claim("the demo trains in under 3 minutes, with falling loss", demo(300, limit_s=180), demo(75, limit_s=None)),
     Claim("losses do not depend on the mesh", tests("tests/test_mesh.py")),
     Claim("our loop costs at most 3 % over a bare one", bench("overhead")),
+    Claim("and with its outer updates, too", bench("overhead", "--rounds")),
     Claim("diloco --help answers at once", help_is_quick),
     Claim("every command has help with an example; help loads no torch", tests("tests", "-k", "help")),
     Claim("bad input is one clear line", tests("tests/test_cli.py", "-k", "bad_input")),

@@ -21,6 +21,7 @@ def test_every_check_is_there_and_bytes_are_few():
     assert 1.0 < values["allreduce.bytes_over_minimum"] < 1.03
     assert values["allreduce.time_over_link_limit"] > 0.9  # nothing goes faster than its link
     assert len(report.figures["unshaped"]["seconds_of_each"]) == Setting(3, 1, "int4").repeats
+    assert report.figures["allreduce.round_s"] == report.figures["rounds"]["seconds"] > 0
 
 
 def test_what_is_not_the_mean_is_an_error():

@@ -24,7 +24,8 @@ from diloco.bench.bare import Setting as Bare
 from diloco.bench.baselines import average, check_average, contribution, gloo_seconds, hivemind_seconds
 from diloco.bench.link import measure_goodput
 from diloco.bench.peers import UNSHAPED, BenchPeer, Line, run_peers
-from diloco.bench.report import Check, Report
+from diloco.bench.processes import Work
+from diloco.bench.report import Check, Report, parse_option
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
@@ -63,14 +64,14 @@ class Setting:
 
 
 def measure(*, peers: int, count: int, codec: str, link: str, against: str) -> Report:
-    others, line = _parse_against(against), _parse_link(link)
+    others, line = _parse_against(against), Line(*parse_option("--link", link, parse_link))
     if codec not in (names := [name for name, one in CODECS.items() if one.closed]):
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
     setting = Setting(peers, count, codec)
     unshaped = run(setting)
     checks = [Check("allreduce.bytes_over_minimum", unshaped["bytes_over_minimum"], 1.03, "lower")]
     figures: dict[str, Any] = {"peers": peers, "values": count, "codec": codec, "unshaped": unshaped}
-    figures["rounds"] = run_rounds(setting)
+    figures["rounds"] = run(setting, _take_part_repeatedly)
     figures["allreduce.round_s"] = figures["rounds"]["seconds"]
     for name, compare in (("gloo", _against_gloo), ("hivemind", _against_hivemind)):
         if name in others:
@@ -78,13 +79,6 @@ def measure(*, peers: int, count: int, codec: str, link: str, against: str) -> R
             checks += more
     more, figures[link] = _against_link(Setting(peers, count, codec, line, repeats=3))
     return Report([*checks, *more], figures)
-
-
-def _parse_link(text: str) -> Line:
-    try:
-        return Line(*parse_link(text))
-    except ValueError as error:
-        raise ConfigError(f"--link {text}: {error}") from None
 
 
 def _parse_against(text: str) -> list[str]:
@@ -124,9 +118,9 @@ def _against_link(setting: Setting) -> tuple[list[Check], dict[str, Any]]:
     }
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """Medians over repeats, after one to warm up."""
-    by_peer = run_peers(setting.peers, _reduce_repeatedly, setting)
+def run(setting: Setting, work: Work | None = None) -> dict[str, Any]:
+    """Return medians over repeats, after one to warm up; of an all-reduce by itself, unless other work is given."""
+    by_peer = run_peers(setting.peers, work or _reduce_repeatedly, setting)
     repeats = [_one_repeat(repeat) for repeat in zip(*(rows for rows, _ in by_peer), strict=True)][1:]
     seconds = [repeat["seconds"] for repeat in repeats]
     return {
@@ -190,36 +184,32 @@ def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
     return Begin(key, Ballot(1, members[0], 0), proposal, members, (0,) * len(members))
 
 
-def run_rounds(setting: Setting) -> dict[str, Any]:
-    """Time whole rounds of islands without a model: the median of the slowest island's, after one to warm up."""
-    by_peer = run_peers(setting.peers, _take_part_repeatedly, setting)
-    if len({digest for _, digest in by_peer}) != 1:
-        raise ArithmeticError("the islands do not hold the same bytes")
-    seconds = [max(repeat) for repeat in zip(*(rows for rows, _ in by_peer), strict=True)][1:]
-    return {"seconds": median(seconds), "seconds_of_each": seconds}
-
-
-def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[float], str]:
-    """Return what each round took from the launch until its update was applied, and the digest of the outer state."""
+def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[dict[str, Any]], int]:
+    """Take part in whole rounds as an island without a model: each from its launch until its update is applied."""
     plain, addresses = peer.connect(setting.line)
-    own, base, seconds = contribution(peer.index, setting.count), torch.empty(setting.count), []
+    own, base = contribution(peer.index, setting.count), torch.empty(setting.count)
     bare = Bare(setting.count, codec=setting.codec, samples=0)
     options, origin = replace(bare.options, min_islands=peer.count, straggler=100.0), bare.beginning(tuple(addresses))
+    rows: list[dict[str, Any]] = []
+    before = 0
     with closing(plain), open_island(bare.run, origin, options, among_friends(plain)) as driver:
         session = Session(driver, bare.run.fragments, setting.codec)
         driver.know(addresses)
         for _ in range(setting.repeats + 1):
             peer.barrier()
-            started = time.monotonic()
+            started, started_cpu, sent = time.monotonic(), time.process_time(), driver.bytes_sent
             session.start(0, own, Trained(1, ()))
             session.finish(0)
-            seconds.append(time.monotonic() - started)
+            seconds, cpu_s = time.monotonic() - started, time.process_time() - started_cpu
             peer.barrier()
             session.take(0, base)
+            if len(session.last_round()) != peer.count:
+                raise ArithmeticError("a round lacks islands")
+            digest = driver.replica.digest()
+            rows.append({"seconds": seconds, "cpu_s": cpu_s, "bytes": driver.bytes_sent - sent, "digest": digest})
+            before = before or _peak_memory()
         peer.barrier()  # nobody closes while others still read
-        if sorted(session.records()[-1].proposal.islands) != sorted(addresses):
-            raise ArithmeticError("a round lacks islands")
-        return seconds, driver.replica.digest()
+    return rows, _peak_memory() - before
 
 
 def _error_limit(setting: Setting) -> float:

@@ -35,7 +35,6 @@ class Setting:
     count: int = 25_000_000
     silence_s: float = 5.0
     pace_s: float = 0.3  # of a phase
-    partition: str = "merge"
     samples: int = 4  # of a phase
     limit: int | None = None  # of the whole run
     codec: str = "int8"
@@ -52,7 +51,7 @@ class Setting:
         def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
             return Settings(0.7, 0.9, self.codec), state.step + bool(contributions)
 
-        return Options(decide, silence_s=self.silence_s, partition=self.partition, want=2 * self.samples)
+        return Options(decide, silence_s=self.silence_s, want=2 * self.samples)
 
     def beginning(self, roster: tuple[str, ...]) -> Origin:
         state = RunState(Head(0, 0, DIGEST), roster, Ledger(self.limit or 1 << 40, self.limit))

@@ -9,8 +9,7 @@ from diloco.bench import download
 from diloco.bench.bare import Setting
 from diloco.bench.crew import Crew, crew
 from diloco.bench.recover import NAMES
-from diloco.bench.report import Check, Report
-from diloco.errors import ConfigError
+from diloco.bench.report import Check, Report, parse_option
 from diloco.units import parse_rate
 
 NEWCOMER = "E"
@@ -19,15 +18,9 @@ PACE_S = 8.0  # of a phase: short beside real ones, long beside a round
 
 
 def measure(*, values: int, joins: int, rate: str) -> Report:
-    company, alone = _company(values, joins), download.measure(values=values, bits_per_s=_bits(rate), joins=joins)
+    bits_per_s = parse_option("--rate", rate, parse_rate)
+    company, alone = _company(values, joins), download.measure(values=values, bits_per_s=bits_per_s, joins=joins)
     return Report([*company.checks, *alone.checks], {**company.figures, **alone.figures})
-
-
-def _bits(rate: str) -> float:
-    try:
-        return parse_rate(rate)
-    except ValueError as error:
-        raise ConfigError(f"--rate {rate}: {error}") from None
 
 
 def _company(values: int, joins: int) -> Report:

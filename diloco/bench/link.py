@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from diloco.bench.peers import BenchPeer, Line, run_peers
-from diloco.bench.report import Check, Report
+from diloco.bench.report import Check, Report, parse_option
 from diloco.comm.transport.link import Link
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ConfigError
@@ -57,7 +57,7 @@ class Received:
 
 
 def measure(*, rates: Sequence[str], delay: str, streams: int) -> Report:
-    named, delay_s = parse_rates(rates), _parse_delay(delay)
+    named, delay_s = parse_rates(rates), parse_option("--delay", delay, parse_delay)
     transfers = [Transfer(bits_per_s, delay_s, streams) for bits_per_s in named.values()]
     *shaped, single, many = run_transfers([*transfers, Transfer(None), Transfer(None, streams=streams)])
     rows = {name: _row(bits_per_s, row) for (name, bits_per_s), row in zip(named.items(), shaped, strict=True)}
@@ -76,20 +76,10 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
     """`["1mbit,10mbit", "1gbit"]`: bits per second of each, by what was written."""
     rates = {}
     for text in (part.strip() for whole in texts for part in whole.split(",")):
-        try:
-            rates[text] = parse_rate(text)
-        except ValueError as error:
-            raise ConfigError(f"--rate {text}: {error}") from None
+        rates[text] = parse_option("--rate", text, parse_rate)
         if not rates[text]:
             raise ConfigError(f"--rate {text}: a link without any rate carries nothing")
     return rates
-
-
-def _parse_delay(text: str) -> float:
-    try:
-        return parse_delay(text)
-    except ValueError as error:
-        raise ConfigError(f"--delay {text}: {error}") from None
 
 
 def _row(bits_per_s: float, row: dict[str, float]) -> dict[str, float]:

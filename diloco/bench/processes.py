@@ -64,7 +64,7 @@ class Processes:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         worker = context.Process(target=_run, args=(theirs, work, arguments))
-        with _deaf_to_interrupts(), _one_thread_each():  # inherited: Ctrl-C is the parent's to deal with
+        with _inherited():
             worker.start()
         theirs.close()  # or its end would not show here
         self.workers[name], self.pipes[name] = worker, ours
@@ -87,21 +87,12 @@ class Processes:
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Some libraries below torch have threads of their own, and heed only this."""
-    before = os.environ.get("OMP_NUM_THREADS")
+def _inherited() -> Iterator[None]:
+    """Workers inherit this: Ctrl-C is the parent's to deal with, and libraries below torch, which have threads of their
+    own, heed only the variable."""
+    in_main = threading.current_thread() is threading.main_thread()
+    heeds = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+    before = os.environ.pop("OMP_NUM_THREADS", None)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
@@ -109,6 +100,8 @@ def _one_thread_each() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
+        if in_main:
+            signal.signal(signal.SIGINT, heeds)
 
 
 def _run(parent: Connection, work: Work, arguments: tuple[Any, ...]) -> None:

@@ -1,11 +1,16 @@
-"""The one form of every benchmark's result."""
+"""What every benchmark has: a way to refuse options, and one form of results."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+from diloco.errors import ConfigError
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,14 @@ class Check:
 class Report:
     checks: list[Check]
     figures: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_option(name: str, text: str, parse: Callable[[str], Parsed]) -> Parsed:
+    """Return what `parse` makes of an option's text; ConfigError names the option."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {text}: {error}") from None
 
 
 def show(report: Report, *, as_json: bool) -> None:
