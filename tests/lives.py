@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from team import HERE, own_folder, side_by_side
 
 from diloco.bench.speed import Heard
@@ -41,15 +42,17 @@ class Life:
         self.trainer = Trainer(self.config, place, Events([self.heard]))
         self.together: Rounds | None = None
         self.earlier: Earlier | None = None
+        vectors = self.trainer.initial_vectors()  # all processes take part in reading them
         if place.leader:
-            self._enter(roster, network)
+            self._enter(roster, network, vectors)
         self.earlier = place.share(self.earlier)
 
-    def _enter(self, roster: tuple[str, ...], network: MemoryNetwork) -> None:
+    def _enter(self, roster: tuple[str, ...], network: MemoryNetwork, vectors: dict[str, torch.Tensor]) -> None:
         run = Run(b"", DIGEST, self.trainer.fragments, apply_record, snapshot_every=3)
         store = self.store = DiskStore(Path(self.config.dir) / "outer", lambda what, text: None)
         own = restore(store.folder, store.journal, run, store.tell)
-        origin = own or self._beginning(roster)
+        beginning = RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
+        origin = own or Origin(beginning, vectors)
         head = origin.state.head
         store.begin(DIGEST, head.digest, head.round, known=own is not None)
         incarnation = 1 + head.round
@@ -61,10 +64,6 @@ class Life:
         options, peers = options_for(self.config), among_friends(network.transport(self.name))
         self.driver = open_island(run, origin, options, peers, incarnation=incarnation, store=store)
         self.together = Rounds(self.driver, self.config, str)
-
-    def _beginning(self, roster: tuple[str, ...]) -> Origin:
-        state = RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
-        return Origin(state, self.trainer.initial_vectors())
 
     def train(self, asked: Callable[[int], bool], pausing: Callable[[], bool]) -> None:
         """`asked` to stop at a step?"""
