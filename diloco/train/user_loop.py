@@ -81,14 +81,14 @@ class Run(Participant):
         self, dataset: Any, count: int, most: int, seed: int | None, collate: Callable[[list[Any]], Any]
     ) -> Iterator[Any]:
         while not self.finished:
+            if size(self._drawn) + count > most:
+                raise LoopError(
+                    f"{size(self._drawn)} samples were drawn without a step: call run.step() after each optimizer step "
+                    "(and if several batches make up one, say so: run.batches(..., per_step=4))"
+                )
             batch = first(minus(self.sync.pool, self._drawn), count)
             if size(batch) == count:
                 self._drawn = normal((*self._drawn, *batch))
-                if size(self._drawn) > most:
-                    raise LoopError(
-                        f"{size(self._drawn)} samples were drawn without a step: call run.step() after each optimizer "
-                        "step, and if several batches make up one, say so: run.batches(..., per_step=4)"
-                    )
                 yield collate([dataset[index] for index in indices(batch, len(dataset), seed)])
             else:
                 self.sync.without_samples(size(self._drawn) + count)
