@@ -421,7 +421,7 @@ def test_who_comes_later_finds_the_changed_settings(small):
         state = replace(driver.node.state, amendments=(amendment,))
         driver.applier.applied = state
         trainer.join(Rounds(driver, config, str))
-        assert trainer.sync.config.inner.lr == 0.125 and trainer.sync.schedule.steps == 50
+        assert trainer.sync.config.inner.lr == 0.125 and trainer.sync.policy.schedule.steps == 50
         assert trainer.island._clip == 0.25
     finally:
         driver.close()

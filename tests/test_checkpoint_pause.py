@@ -60,7 +60,7 @@ def found_at_the_end(lives: dict[str, Life]) -> list[object]:
     found: list[object] = []
     for life in lives.values():
         found += [life.driver.applied.head, life.driver.replica.digest(), held_by(life).tolist()]
-        found += [life.trainer.sync.exchange.steps, life.losses[STEPS]]
+        found += [life.trainer.sync.policy.steps, life.losses[STEPS]]
     return found
 
 
@@ -99,7 +99,7 @@ def test_who_died_or_left_comes_back_with_its_optimizer_as_a_new_incarnation(pai
     for name, life in after.items():
         assert life.driver.node.incarnation > 1
         assert min(life.losses) > H  # all agree on the first phase
-        earlier_steps = before[name].trainer.sync.exchange.steps
+        earlier_steps = before[name].trainer.sync.policy.steps
         assert adam_steps(life) == earlier_steps + len(life.losses)
         first = next(event for event in life.heard.events if event["event"] == "step")
         assert first["lr"] == learning_rate(config.inner, first["step"])
@@ -123,7 +123,7 @@ def test_a_save_that_the_log_does_not_lead_to_is_left_alone(paired):
     life.store.close()
     assert life.earlier.path == older and life.earlier.incarnation is None  # it has been gone on from
     assert torch.equal(held_by(life), life.together.parameters)
-    assert life.trainer.sync.exchange.steps == read_facts(older)["exchange"]["steps"] > 0
+    assert life.trainer.sync.policy.steps == read_facts(older)["exchange"]["steps"] > 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """When islands launch, wait and go on: fragments, phases by wall time, the end of the data. Over real rounds."""
 
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -14,75 +15,78 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.runtime.work import Trained
 from diloco.report.events import Events
-from diloco.train.exchange import Exchange
 from diloco.train.rounds import Rounds
+from diloco.train.sync import SyncLoop
 from diloco.train.trainer import Trainer
 
 
 @contextmanager
-def two_exchanges(config):
+def two_islands(config):
     """Of islands that hold the same model: by name, with their drivers."""
     network, names = MemoryNetwork(), ("A", "B")
     trainers = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])) for name in names}
     drivers = {name: driver_for(trainers[name], names, network.transport(name)) for name in names}
-    islands = {name: Rounds(driver, config, str) for name, driver in drivers.items()}
-    exchanges = {name: Exchange(trainers[name].shards, HERE, config.sync, islands[name]) for name in names}
-    yield exchanges, drivers
-    for together in islands.values():
-        together.session.close()
+    rounds = {name: Rounds(driver, config, str) for name, driver in drivers.items()}
+    yield {n: SyncLoop(trainers[n].shards, HERE, config, rounds[n], lambda: None) for n in names}, drivers
+    for each in rounds.values():
+        each.session.close()
+
+
+def contribute(island: SyncLoop, fragment: int, late: Callable[[], bool]) -> bool:
+    """Whether it was launched, and its round is over."""
+    return island.policy.launch(fragment) and island.wait_out(island.policy.finish(fragment), late)
 
 
 def test_an_island_that_waits_for_one_fragment_takes_part_in_the_rounds_of_others(small):
     """A has launched fragment 1 only, and 0 is due: without its offer for that, both would wait for ever."""
     config = small(sync={"every": 6, "fragments": 2}, elastic=PATIENT)
-    late, orders = deadline(20), {"A": [1], "B": [0, 1]}
+    late, orders = deadline(60), {"A": [1], "B": [0, 1]}
 
-    def take_part(name: str, exchange: Exchange) -> list[bool]:
-        exchange.trained((), 100)
-        return [exchange.launch(f) and exchange.finish(f, late) for f in orders[name]]
+    def take_part(name: str, island: SyncLoop) -> list[bool]:
+        island.trained((), 100)
+        return [contribute(island, fragment, late) for fragment in orders[name]]
 
-    with two_exchanges(config) as (exchanges, drivers):
-        over = side_by_side(drivers, lambda name: take_part(name, exchanges[name]))
+    with two_islands(config) as (islands, drivers):
+        over = side_by_side(drivers, lambda name: take_part(name, islands[name]))
         assert over == {"A": [True], "B": [True, True]}
 
 
 def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
     """What it has trained counts on top of the others' clock: it is not made to launch at once, and wait."""
     config = small(sync={"every": 6}, inner={"steps": 60}, elastic={"silence_s": 2.0})
-    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
-        slow, fast = exchanges["A"], exchanges["B"]
+    with two_islands(config) as (islands, drivers), introduced(drivers):
+        slow, fast = islands["A"], islands["B"]
         for _ in range(2):
             slow.trained((), 10)
         for _ in range(6):
             fast.trained((), 10)
-        fast.launch(0)
-        assert fast.finish(0, lambda: False) and fast.step == 6
-        wait_until(lambda: slow.apply_remote_updates() and slow.step != 2)
+        assert contribute(fast, 0, lambda: False) and fast.step == 6
+        wait_until(lambda: slow.policy.follow() and slow.step != 2)
         assert slow.step == 6 + 2
 
 
 def test_progress_that_a_later_round_contains_counts_once(small):
     """Its own round went by without it, so nothing is in flight when it is contained after all."""
     config = small(sync={"every": 6}, inner={"steps": 60}, elastic={"silence_s": 2.0})
-    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
-        island = exchanges["A"]
+    with two_islands(config) as (islands, drivers), introduced(drivers):
+        island = islands["A"]
         for _ in range(6):
             island.trained((), 10)
-        island.launch(0)
-        island.in_flight.clear()
+        island.policy.launch(0)
+        island.policy.in_flight.clear()
         for _ in range(2):
             island.trained((), 10)
-        wait_until(lambda: island.apply_remote_updates() and drivers["A"].applied.updates == 1)
+        wait_until(lambda: island.policy.follow() and drivers["A"].applied.updates == 1)
         assert island.step == 6 + 2
 
 
 def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
     config = small(sync={"every": 6}, elastic=PATIENT)
-    with two_exchanges(config) as (exchanges, drivers), introduced(drivers):
-        island, node = exchanges["A"].rounds, drivers["A"].node
+    with two_islands(config) as (islands, drivers), introduced(drivers):
+        island, node = islands["A"].rounds, drivers["A"].node
         for samples in (((0, 8),), ((8, 16),)):  # two phases that no round contains
             island.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
-        island.refresh()
+        island.look()
         island.request_samples(40)
         wait_until(lambda: node.want == 40 + 16)
         island.request_samples(50)
@@ -103,8 +107,7 @@ def test_an_island_without_samples_waits_no_longer_than_it_has_none(small):
                 pass
             membership.without_samples(8, late)
         else:
-            membership.exchange.launch(0)
-            membership.exchange.finish(0, late)
+            contribute(membership, 0, late)
         return size(membership.pool)
 
     assert side_by_side(drivers, live)["A"] == 2 * 6 * 8
@@ -125,13 +128,13 @@ def test_at_the_end_of_the_data_nobody_waits_for_rounds_that_cannot_come(small, 
         while membership.draw(8, 8):
             pass
         for fragment in (0,) if name == "A" else (0, 1, 2):
-            assert membership.exchange.launch(fragment) and membership.exchange.finish(fragment, late)
+            assert contribute(membership, fragment, late)
         if name == "B":
             done.set()
         else:
             assert done.wait(60)
             membership.without_samples(8, late)
-            assert membership.exchange.owes(1) and membership.exchange.owes(2)
+            assert membership.policy.owes(1) and membership.policy.owes(2)
         return membership.finished
 
     assert side_by_side(drivers, live)["A"]
@@ -147,7 +150,7 @@ def test_at_the_end_of_the_data_every_fragment_has_all_of_it(small, tmp_path):
     for trainer in team.trainers.values():
         assert trainer.finished and trainer.step_count < 1000
         assert not any(trainer.rounds.owes(fragment) for fragment in range(3))
-        assert not any(trainer.sync.exchange.owes(fragment) for fragment in range(3))
+        assert not any(trainer.sync.policy.owes(fragment) for fragment in range(3))
 
 
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
@@ -163,7 +166,7 @@ def test_by_time_islands_of_any_speed_come_to_each_round_and_end_together(small,
         assert proposal.step == min(60, before + steps)
     fast, slow = (team.trainers[name].sync for name in team.names)
     assert fast.finished and slow.finished
-    assert fast.exchange.steps >= slow.exchange.steps >= len(clock)
+    assert fast.policy.steps >= slow.policy.steps >= len(clock)
 
 
 def test_by_time_whoever_comes_last_does_not_wait_for_those_who_are_gone(small):
@@ -176,7 +179,7 @@ def test_by_time_whoever_comes_last_does_not_wait_for_those_who_are_gone(small):
     def live(name: str) -> bool:
         membership = one_step_done(team, drivers, name, late)
         if name == "B":
-            membership.exchange.launch(0)
+            membership.policy.launch(0)
         for _ in range(4):
             assert membership.draw(8, 8)
         membership.sync_if_due(late)
@@ -200,6 +203,6 @@ def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch
 def test_alone_by_time_a_run_ends_where_it_should(small):
     life = train(small(sync={"every": "50ms"}, inner={"steps": 25}))
     trainer = life.trainer
-    assert trainer.finished and trainer.step_count == trainer.sync.exchange.steps == 25
+    assert trainer.finished and trainer.step_count == trainer.sync.policy.steps == 25
     rounds = [event["step"] for event in life.events("round") if event["contributors"]]
     assert rounds == sorted(set(rounds)) and rounds[-1] == 25

@@ -97,7 +97,7 @@ class BareIsland:
                 session.finish(0, self.stopping.is_set)
             else:
                 session.wait(0.05)
-            if session.poll():
+            if self.state.head != session.state.head:
                 self.contained += session.take(0, base).owed is None
 
     def _displacement(self) -> Tensor:

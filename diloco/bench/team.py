@@ -90,5 +90,5 @@ def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:
     return {
         "losses": {e["step"]: e["validation_loss"] for e in heard.events if e["event"] == "validation"},
         "wall_s": end - start, "parameters": trainer.island.layout.size, "moments": moments,
-        "waited_s": trainer.sync.waited_s, "steps": trainer.sync.exchange.steps,
+        "waited_s": trainer.sync.waited_s, "steps": trainer.sync.policy.steps,
     }  # fmt: skip

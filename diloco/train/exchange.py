@@ -11,22 +11,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.config.schema import SyncConfig
-from diloco.elastic.protocol.ranges import Ranges, normal
-from diloco.elastic.protocol.record import Head
-from diloco.elastic.runtime.session import Taken, at_once
+from diloco.elastic.runtime.session import at_once
 from diloco.elastic.runtime.work import Trained
 from diloco.island.flat import Shards
 from diloco.island.fragments import names_of
 from diloco.island.mesh import Place
+from diloco.train.policy import Taken
 from diloco.train.rounds import Rounds
-
-NOWHERE = Head(0, 0, "")  # the head of no chain: any other is news
 
 
 class Cut:
@@ -51,12 +47,6 @@ class Exchange:
         fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
         self.fragments = fragments
-        self.steps = 0  # inner steps done here
-        self.step = 0  # the run's clock
-        self.in_flight: set[int] = set()
-        self._cut_at = [0] * len(fragments)  # inner steps done at the last cut
-        self._tokens = [0] * len(fragments)  # since the last cut
-        self.used: Ranges = ()  # samples since the last cut of any fragment
         self._cuts: dict[int, Cut] = {}
         self.anchor, self._local = self._vector(), self._vector()
         if rounds is not None and self.anchor is not None:
@@ -72,38 +62,17 @@ class Exchange:
         pinned = self._place.device.type == "cuda" and self.rounds.base.device.type == "cpu"
         return torch.empty_like(self.rounds.base, pin_memory=pinned)
 
-    def since_cut(self, fragment: int) -> int:
-        """Inner steps done here."""
-        return self.steps - self._cut_at[fragment]
-
-    def owes(self, fragment: int) -> bool:
-        """Whether there is progress that the outer state does not contain."""
-        return self._place.any(self.rounds is not None and (self._tokens[fragment] > 0 or self.rounds.owes(fragment)))
-
-    def trained(self, samples: Ranges, tokens: int) -> None:
-        """One inner step."""
-        self.steps += 1
-        self.step += 1
-        self._tokens = [count + tokens for count in self._tokens]
-        self.used = normal((*self.used, *samples))
-
-    def launch(self, fragment: int, *, step_ms: int = 0) -> bool:
-        """Contribute what was trained since this fragment's last cut. False: nothing is left, or it is in flight."""
-        if fragment in self.in_flight or not self.owes(fragment):
-            return False
+    def launch(self, fragment: int, done: Trained, *, step_ms: int = 0) -> None:
+        """Contribute what was trained since this fragment's last cut."""
         eager = self._sync.apply == "eager"
         cut = self._cut(fragment)
         if self.rounds is not None and self.anchor is not None and cut is not None:
-            done = Trained(self._tokens[fragment], self.used, self.since_cut(fragment))
             if eager:
                 cut.finish()
                 self.fragments.scatter(self.rounds.preview(fragment, cut.progress), self.anchor, fragment)
             self.rounds.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
         if eager:
             self._update(fragment, _replaced, self.anchor)
-        self._cut_at[fragment], self._tokens[fragment], self.used = self.steps, 0, ()
-        self.in_flight.add(fragment)
-        return True
 
     def _cut(self, fragment: int) -> Cut | None:
         """From here on progress is measured from what the island holds now."""
@@ -122,51 +91,24 @@ class Exchange:
         cut = self._cuts[fragment] = Cut(torch.empty(self.fragments.counts[fragment], device=anchor.device), work)
         return cut
 
-    def finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
-        """Wait for the result of a launched fragment, and take it in. False: asked to stop before it came."""
-        if fragment not in self.in_flight:
-            return False
-        head = NOWHERE if len(self.fragments) > 1 else None
-        while True:
-            over = self.rounds.finish(fragment, should_stop, head) if self.rounds is not None else None
-            if (over := self._place.share(over)) is not None:
-                break
-            head = self._keep_up(fragment)
-        if over:
-            self.apply_result(fragment)
-        return bool(over)
-
-    def _keep_up(self, awaited: int) -> Head:
-        """While an island waits for one fragment, rounds of others may be due: it takes part, or everybody would wait
-        for everybody."""
-        seen = self.rounds.due(awaited) if self.rounds is not None else None
-        head, due, over = self._place.share(seen)
-        if due is None:
-            return NOWHERE
-        if due in self.in_flight and over:
-            self.apply_result(due)
-        self.apply_remote_updates()
-        self.launch(due)
-        return head
-
-    def apply_result(self, fragment: int) -> None:
-        """The fragment's outer parameters are others by now: the island goes there with what they do not contain."""
+    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+        """The fragment's outer parameters are others by now: the island goes there with what they do not contain, and
+        with what it has trained in `steps` since the last cut."""
         self._finish_cut(fragment)
-        taken = self.rounds.take(fragment) if self.rounds is not None else None
-        contained = self._place.any(taken is not None and taken.owed is None)
-        launched = fragment in self.in_flight
-        self.in_flight.discard(fragment)
-        self._set_clock(taken, fragment, launched=launched)
+        update = self.rounds.take(fragment) if self.rounds is not None else None
+        seen = (Taken(update.step, update.owed_steps), update.owed is None) if update is not None else None
+        taken, contained = self._place.share(seen)
         if launched and contained and self._sync.apply == "eager":
-            return  # the phase that goes on started from a preview of it
-        if taken is not None:
-            self._move_anchor(fragment, taken.owed)
+            return taken  # the phase that goes on started from a preview of it
+        if update is not None:
+            self._move_anchor(fragment, update.owed)
         if launched and self._sync.apply == "mix":
             self._update(fragment, partial(_mixed, alpha=self._sync.alpha), self.anchor)
-        elif not self.since_cut(fragment):  # nothing was trained since: it is where the anchor was
+        elif not steps:  # it is where the anchor was
             self._update(fragment, _replaced, self.anchor)
         else:
             self._update(fragment, _rebased, self.anchor, self._local)
+        return taken
 
     def _finish_cut(self, fragment: int) -> None:
         if (cut := self._cuts.pop(fragment, None)) is not None:
@@ -185,30 +127,6 @@ class Exchange:
 
     def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
-
-    def _set_clock(self, taken: Taken | None, fragment: int, *, launched: bool) -> None:
-        """On time, nothing changes. Left behind with one fragment, an island finishes its phase: all that it has
-        trained since counts on top. With several, that would carry it past launches of rounds that wait for it."""
-        step, owed_steps = self._place.share((taken.step, taken.owed_steps) if taken is not None else None)
-        if len(self.fragments) == 1:
-            self.step = step + owed_steps + self.since_cut(fragment)
-        else:
-            self.step = step + self.since_cut(fragment) if launched else max(self.step, step)
-
-    def apply_remote_updates(self) -> bool:
-        """Others went on without this island, or it moved to another branch. What is in flight has its own time.
-
-        Whether there was anything new.
-        """
-        moved = self.rounds.changed_fragments() if self.rounds is not None else []
-        moved = [fragment for fragment in moved if fragment not in self.in_flight]
-        if not self._place.any(self.rounds is not None and (bool(moved) or self.rounds.has_news())):
-            return False
-        for fragment in self._place.share(moved):
-            self.apply_result(fragment)
-        if self.rounds is not None:
-            self.rounds.refresh()
-        return True
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -230,24 +148,12 @@ class Exchange:
             self._finish_cut(fragment)
         return {} if torch.equal(self.anchor, parameters) else {"anchor": self.anchor}
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": list(self._cut_at),
-            "tokens": list(self._tokens), "used": self.used,
-        }  # fmt: skip
-
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
         assert self.anchor is not None
         self.anchor.copy_(vectors.get("anchor", vectors["parameters"]))
 
-    def set_facts(self, facts: Mapping[str, Any]) -> None:
-        self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
-        self._cut_at = list(facts["cut_at"])
-        self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
-
-    def start_again(self, steps: int) -> None:
-        """From the outer parameters, after so many inner steps of earlier lives."""
-        self.steps, self._cut_at = steps, [steps] * len(self.fragments)
+    def start_again(self) -> None:
+        """From the outer parameters."""
         self._shards.write(self.anchor)
 
 

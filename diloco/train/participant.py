@@ -110,7 +110,8 @@ class Participant(ABC):
         self.ramp_steps = (facts["together"] or {}).get("ramp_steps", 0)
         self._resumed_from = earlier.path
         if earlier.paused is None:
-            exchange.start_again(facts["exchange"]["steps"])
+            self.sync.policy.start_again(facts["exchange"]["steps"])
+            exchange.start_again()
             return
         counts = facts["exchange"]
         if self.rounds is not None:
@@ -121,7 +122,7 @@ class Participant(ABC):
             else:
                 self.rounds.session.restore(earlier.paused["session"], vectors)
             exchange.restore(vectors)
-        exchange.set_facts(self.place.share(counts))
+        self.sync.policy.set_facts(self.place.share(counts))
         self.sync.set_facts(earlier.paused["membership"])
         if self.place.leader:
             earlier.take()
@@ -244,7 +245,7 @@ class Participant(ABC):
     def _facts(self, rounds: Rounds) -> dict[str, Any]:
         pause = {"session": rounds.session.facts(), "membership": self.sync.facts()} if self.paused else None
         return {
-            "exchange": self.sync.exchange.facts(), "data": self.data, "config": self.config.model_dump(mode="json"),
+            "exchange": self.sync.policy.facts(), "data": self.data, "config": self.config.model_dump(mode="json"),
             "names": self.layout.names, "shapes": self.layout.shapes, **self.own_facts(),
             "together": {
                 "head": rounds.session.state.head.digest, "finished": self.finished, "ramp_steps": self.ramp_steps,

@@ -14,10 +14,11 @@ from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
-from diloco.elastic.runtime.session import Session, Taken, at_once
+from diloco.elastic.runtime.session import Session, Update, at_once
 from diloco.elastic.runtime.work import Trained
 from diloco.train.amend import InForce
 from diloco.train.outer import outer_settings, preview
+from diloco.train.policy import View
 from diloco.train.schedule import schedule_of, usual_steps
 
 
@@ -89,25 +90,15 @@ class Rounds:
         """What an inner step took on each island of the last round, in milliseconds."""
         return [contribution.offer.step_ms for contribution in self.session.last_round()]
 
-    def finish(self, fragment: int, should_stop: Callable[[], bool], since: Head | None) -> bool | None:
-        return self.session.finish(fragment, should_stop, since=since)
-
-    def due(self, awaited: int) -> tuple[Head, int | None, bool]:
-        """The head, the fragment of the next round, and whether this island's last one of that is over. None: what is
-        awaited is over, and the next round comes at its own time."""
+    def look(self) -> View:
         with self.driver.changed:
-            state = self.driver.applied
-            fragment = None if self.session.over(awaited) else state.updates % len(self.fragments)
-            return state.head, fragment, fragment is not None and self.session.over(fragment)
+            self.session.look()
+            state, session, each = self.session.state, self.session, range(len(self.fragments))
+            over, moved, owes = (tuple(map(of, each)) for of in (session.over, session.moved, session.owes))
+            return View(state.head, state.step, state.updates, over, moved, owes)
 
-    def has_news(self) -> bool:
-        return self.session.poll()
-
-    def refresh(self) -> None:
-        self.session.look()
-
-    def changed_fragments(self) -> list[int]:
-        return self.session.moved()
+    def wait_for_news(self, seen: Head, should_stop: Callable[[], bool]) -> bool:
+        return self.session.wait_for_news(seen, should_stop)
 
     def wait(self, seconds: float) -> None:
         self.session.wait(seconds)
@@ -118,7 +109,7 @@ class Rounds:
         with self.driver.replica.reading() as vectors:
             return vectors["parameters"].clone()
 
-    def take(self, fragment: int) -> Taken:
+    def take(self, fragment: int) -> Update:
         return self.session.take(fragment, self.base)
 
     def preview(self, fragment: int, progress: Tensor) -> Tensor:

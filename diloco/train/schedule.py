@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Schedule:
     When training has ended, every fragment is launched once more, so that the outer state contains all of it.
     """
 
-    launches: tuple[int, ...]  # the steps after which update 1, 2, … is launched
+    launches: Sequence[int]  # the steps after which update 1, 2, … is launched
     fragments: int = 1
     delay: int = 0
     eager: bool = False

@@ -1,4 +1,5 @@
-"""An island's part in a run: what it may train on, when it contributes, and what it waits for.
+"""An island's part in a run: what it may train on, how long things take, and the waiting. `policy.py` decides when it
+contributes and what it waits for, `exchange.py` moves the parameters.
 
 All processes of an island call the same methods in the same order; only the leader has rounds.
 """
@@ -14,12 +15,14 @@ import torch
 from diloco.config.schema import Config
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
+from diloco.elastic.runtime.work import Trained
 from diloco.island.flat import Shards
 from diloco.island.mesh import Place
 from diloco.train.amend import InForce
 from diloco.train.exchange import Exchange
+from diloco.train.policy import SyncPolicy, Taken, View, Waits
 from diloco.train.rounds import Rounds
-from diloco.train.schedule import Apply, Launch, Since, TimedSchedule, Work, fair_share, schedule_of
+from diloco.train.schedule import Apply, Launch, TimedSchedule, fair_share, schedule_of
 
 PHASES_AHEAD = 2  # worth of samples that an island leases
 LOOK_S = 0.1  # how often an island without samples looks again
@@ -46,22 +49,23 @@ class SyncLoop:
         self.place, self.sync, self.elastic, self.rounds = place, config.sync, config.elastic, rounds
         self._config = InForce(config)
         self.amendments: tuple[Amendment, ...] = ()  # that are heeded
-        self.schedule = schedule_of(config.sync, config.inner)
         self.exchange = Exchange(shards, place, config.sync, rounds)
+        view = place.share(rounds.look() if rounds is not None else None)
+        self.policy = SyncPolicy(self, schedule_of(config.sync, config.inner), view)
+        self._told = view.head
         self.waited_s = 0.0  # for rounds, and for what is done after them
         self.round_s = 0.0  # from this island's last launch to the last news
         self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
-        self.updates = self._phase_steps = self._step_ms = 0
+        self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
-        self._left: list[Work] = []  # of what the schedule wanted after the last step, when it was asked to stop
+        self._heed(place.share(rounds.amendments if rounds is not None else None))
         self.refresh()
-        self.exchange.step = self.synced = self.outer_step  # the schedule was followed up to there
 
     @property
     def step(self) -> int:
         """The run's clock: the outer state's, and what was trained since."""
-        return self.exchange.step
+        return self.policy.step
 
     @property
     def config(self) -> Config:
@@ -73,30 +77,35 @@ class SyncLoop:
         """Over all fragments."""
         return self.updates // len(self.exchange.fragments)
 
+    @property
+    def updates(self) -> int:
+        return self.policy.view.updates
+
+    @property
+    def outer_step(self) -> int:
+        return self.policy.view.step
+
+    @property
+    def round(self) -> int:
+        return self.policy.view.head.round
+
+    @property
+    def finished(self) -> bool:
+        return self.policy.over or self._exhausted
+
     def refresh(self) -> None:
-        """What the leader knows, for all processes: the clock, the samples, whether the run is over."""
+        """What only the leader knows, for all processes: the samples, and this island's share of a phase."""
         seen = None
         if self.rounds is not None:
-            self._heed(self.rounds.amendments)
-            over = self.schedule.is_over(self.rounds.step, self.rounds.updates)
             paces = self.rounds.paces() if self.elastic.adaptive else []
             share = fair_share(self.sync.phase_steps, self._step_ms, paces)
-            pool = self.rounds.available(self.exchange.used)
-            clock = self.rounds.step, self.rounds.round, self.rounds.updates
-            ended = over, over or self.rounds.exhausted()
-            seen = clock, pool, ended, share, self.rounds.amendments
-        before = self.updates
-        clock, self.pool, ended, self._share, amendments = self.place.share(seen)
-        self.outer_step, self.round, self.updates = clock
-        self._over, self.finished = ended
-        self._heed(amendments)
-        if self.updates != before:
-            self._updated_at = time.perf_counter()
+            seen = self.rounds.available(self.policy.used), self.rounds.exhausted(), share
+        self.pool, self._exhausted, self._share = self.place.share(seen)
 
     def _heed(self, amendments: tuple[Amendment, ...]) -> None:
         if amendments != self.amendments:
             self.amendments, now = amendments, self._config.at(amendments)
-            self.schedule = schedule_of(now.sync, now.inner)
+            self.policy.schedule = schedule_of(now.sync, now.inner)
 
     def draw(self, count: int, tokens: int) -> Ranges:
         """Samples for one inner step of so many tokens; none, if fewer are leased to this island."""
@@ -109,25 +118,28 @@ class SyncLoop:
     def trained(self, batch: Ranges, tokens: int) -> None:
         """One inner step on these samples."""
         self.pool = minus(self.pool, batch)
-        self.exchange.trained(batch, tokens)
+        self.policy.trained(batch, tokens)
         self._phase_steps += 1
 
     def sync_if_due(self, should_stop: Callable[[], bool] = never) -> None:
         """After an inner step: whatever the schedule wants, and a look at what others have done."""
-        self._carry_out(self._due(), should_stop)
+        round_s = 0.0
+        if isinstance(self.policy.schedule, TimedSchedule):  # by the leader's clock
+            round_s = self.place.share(time.perf_counter() - max(self._launched_at, self._updated_at))
+        early = self.elastic.adaptive and self._phase_steps >= self._share
+        self.wait_out(self.policy.after_step(round_s=round_s, early=early), should_stop)
         self._follow()
 
     def finish_step(self, should_stop: Callable[[], bool] = never) -> None:
         """What an earlier life of this island was waiting for after its last step."""
-        if self._left:
-            self._carry_out(self._left, should_stop)
+        if self.policy.left:
+            self.wait_out(self.policy.finish_step(), should_stop)
             self._follow()
 
     def without_samples(self, count: int, should_stop: Callable[[], bool] = never) -> None:
         """Fewer than `count` are leased to this island: contribute what it has, or wait until more are."""
-        if self._has_something_to_give():
-            self._give_everything(lambda: should_stop() or self._may_go_on(count))
-            self._left = []  # it will look again
+        if self.policy.owes_something:
+            self.wait_out(self.policy.without_samples(lambda: self._may_go_on(count)), should_stop)
             self.refresh()
         else:
             if self.rounds is not None:
@@ -135,11 +147,37 @@ class SyncLoop:
             self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
+    def _may_go_on(self, count: int) -> bool:
+        """If there will be no more samples, nobody comes to rounds."""
+        rounds, used = self.rounds, self.policy.used
+        return self.place.any(rounds is not None and (rounds.exhausted() or size(rounds.available(used)) >= count))
+
+    def wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
+        """Carry out a decision to its end. False: asked to stop before."""
+        for head in waits:
+            with self._waiting():
+                news = self.rounds.wait_for_news(head, should_stop) if self.rounds is not None else None
+                news = self.place.share(news)
+            if not news:
+                waits.close()
+                return False
+        return True
+
+    def _follow(self) -> None:
+        """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
+        taken, head = self.policy.follow(), self.policy.view.head
+        if taken or head != self._told:
+            with self._waiting():
+                self._told = head
+                self.refresh()
+                self.round_s = time.perf_counter() - self._launched_at
+                self._after_round()
+
     def leave(self) -> None:
         """Contribute what is trained so far, if rounds come in time; then say goodbye."""
-        if self._has_something_to_give() and not self._over:
+        if self.policy.owes_something and not self.policy.over:
             deadline = time.monotonic() + self.elastic.grace_s
-            self._give_everything(lambda: time.monotonic() > deadline)
+            self.wait_out(self.policy.give_everything(), lambda: time.monotonic() > deadline)
         if self.rounds is not None:
             self.rounds.leave()
 
@@ -152,83 +190,54 @@ class SyncLoop:
         """What a save must hold for the same island to go on among the others."""
         now = time.perf_counter()
         return {
-            "synced": self.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
-            "left": [[type(work) is Launch, work.fragment] for work in self._left],
+            "synced": self.policy.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
+            "left": [[type(work) is Launch, work.fragment] for work in self.policy.left],
             "phase_s": now - self._phase_began, "since_s": now - max(self._launched_at, self._updated_at),
         }  # fmt: skip
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         now = time.perf_counter()
-        self.synced, self._phase_steps, self._step_ms = facts["synced"], facts["phase_steps"], facts["step_ms"]
-        self._left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
+        self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
+        self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
         self.refresh()
         self._phase_began = now - facts["phase_s"]
         self._launched_at = self._updated_at = now - facts["since_s"]
 
-    def _follow(self) -> None:
-        if self.exchange.apply_remote_updates():
-            self.refresh()
-            self.round_s = time.perf_counter() - self._launched_at
-            self._after_round()
+    # what the policy has done
 
-    def _due(self) -> list[Work]:
-        """An island that is slower than others may be at its share already."""
-        if isinstance(self.schedule, TimedSchedule):
-            return self.schedule.after(self.step, self._since())
-        early = self.elastic.adaptive and self._phase_steps >= self._share
-        several = len(self.exchange.fragments) > 1  # then others may have moved the clock past a launch
-        passed = range((min(self.synced, self.step - 1) if several else self.step - 1) + 1, self.step + 1)
-        self.synced = self.step
-        return [Launch(0), Apply(0)] if early else [work for step in passed for work in self.schedule.after(step)]
+    def look(self) -> View:
+        before, seen = self.policy.view, None
+        if self.rounds is not None:
+            seen = self.rounds.look(), self.rounds.amendments
+        if not self.place.any(seen is not None and seen[0] != before):
+            return before
+        view, amendments = self.place.share(seen)
+        self._heed(amendments)
+        if view.updates != before.updates:
+            self._updated_at = time.perf_counter()
+        return view
 
-    def _since(self) -> Since:
-        """By the leader's clock."""
-        round_s = self.place.share(time.perf_counter() - max(self._launched_at, self._updated_at))
-        return Since(round_s, self.exchange.since_cut(0) if self.exchange.in_flight else None)
-
-    def _carry_out(self, works: list[Work], should_stop: Callable[[], bool]) -> None:
-        """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
-        news, self._left = False, []
-        for number, work in enumerate(works):
-            match work:
-                case Launch(fragment):
-                    self._launch(fragment)
-                case Apply(fragment):
-                    news |= self._finish(fragment, should_stop)
-                    if fragment in self.exchange.in_flight:  # asked to stop
-                        self._left = works[number:]
-                    if self._over or self._left:  # over: nobody comes any more
-                        break
-        if news:
-            with self._waiting():
-                self._after_round()
-
-    def _launch(self, fragment: int) -> None:
+    def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
         if self.place.device.type == "cuda" and not self.sync.delay:
             torch.cuda.synchronize()  # steps still queued belong to training, not to the round that is waited for
         now = time.perf_counter()
         step_ms = 0  # what is committed says it only where it matters: else it is the same in every run
         if self.elastic.adaptive:
             step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
-        samples = size(self.exchange.used)
-        if self.exchange.launch(fragment, step_ms=step_ms):
-            self._ask_for_a_phase(samples, now - self._phase_began)
-            self._launched_at, self._step_ms = now, step_ms
-            self._phase_steps, self._phase_began = 0, time.perf_counter()
+        self.exchange.launch(fragment, Trained(tokens, samples, steps), step_ms=step_ms)
+        self._ask_for_a_phase(size(samples), now - self._phase_began)
+        self._launched_at, self._step_ms = now, step_ms
+        self._phase_steps, self._phase_began = 0, time.perf_counter()
 
     def _ask_for_a_phase(self, samples: int, seconds: float) -> None:
         """How many steps fit into a phase that lasts a given time is known when some are done."""
-        if isinstance(self.schedule, TimedSchedule) and self.rounds is not None and samples:
-            self.rounds.request_samples(math.ceil(PHASES_AHEAD * samples * self.schedule.every_s / seconds))
+        schedule = self.policy.schedule
+        if isinstance(schedule, TimedSchedule) and self.rounds is not None and samples:
+            self.rounds.request_samples(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
 
-    def _finish(self, fragment: int, should_stop: Callable[[], bool]) -> bool:
-        """Wait until the round is over, with or without this island's part in it. Whether it is."""
+    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
         with self._waiting():
-            over = self.exchange.finish(fragment, should_stop)
-            if over:
-                self.refresh()
-                self.round_s = time.perf_counter() - self._launched_at
-        return over
+            return self.exchange.take(fragment, steps, launched=launched)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -237,18 +246,3 @@ class SyncLoop:
         waited = time.perf_counter() - began
         self.waited_s += waited
         self._phase_began += waited
-
-    def _has_something_to_give(self) -> bool:
-        return any(self.exchange.owes(fragment) for fragment in range(len(self.exchange.fragments)))
-
-    def _may_go_on(self, count: int) -> bool:
-        """Rounds may need what is trained on new samples; and if there will be none, nobody comes. On the leader."""
-        assert self.rounds is not None
-        return self.rounds.exhausted() or size(self.rounds.available(self.exchange.used)) >= count
-
-    def _give_everything(self, should_stop: Callable[[], bool]) -> None:
-        """Fragment after fragment, in the order of their rounds; what is in flight first."""
-        count = len(self.exchange.fragments)
-        order = [(self.updates + more) % count for more in range(count)]
-        works = (work for f in order for work in (Apply(f), Launch(f), Apply(f)))
-        self._carry_out(list(works), should_stop)

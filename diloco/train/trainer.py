@@ -110,7 +110,7 @@ class Trainer(Participant):
     @property
     def _learning_rate(self) -> float:
         """A newcomer's optimizer starts empty: its first steps are smaller."""
-        ramp = min(1.0, self.sync.exchange.steps / max(1, self.ramp_steps))
+        ramp = min(1.0, self.sync.policy.steps / max(1, self.ramp_steps))
         return learning_rate(self.sync.config.inner, self.step_count) * ramp
 
     @property
@@ -143,7 +143,7 @@ class Trainer(Participant):
     def _refuse_divergence(self) -> None:
         """A whole phase without one finite gradient will not get better by itself."""
         skipped = int(self.island.skipped.item())
-        steps, (steps_before, skipped_before) = self.sync.exchange.steps, self._checked_at
+        steps, (steps_before, skipped_before) = self.sync.policy.steps, self._checked_at
         phase = steps - steps_before
         if 0 < phase <= skipped - skipped_before:
             again = ", and resume from the last save with --resume" if saves(Path(self.config.dir)) else ""

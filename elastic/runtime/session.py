@@ -28,7 +28,7 @@ def at_once() -> None:
     """Nothing has to be waited for."""
 
 
-class Taken(NamedTuple):
+class Update(NamedTuple):
     """Where a fragment is now."""
 
     step: int  # the run's clock after the update that brought it there
@@ -111,26 +111,23 @@ class Session:
         rounds = (record.proposal.contributions for record in reversed(self.records()))
         return next((contributions for contributions in rounds if contributions), ())
 
-    def finish(
-        self, fragment: int, should_stop: Callable[[], bool] = lambda: False, *, since: Head | None = None
-    ) -> bool | None:
-        """Wait until its round is over, with or without this island's part. False: asked to stop before. None: the
-        head is another one than `since`."""
+    def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until its round is over, with or without this island's part. False: asked to stop before."""
         with self.driver.changed:
             while not self.over(fragment):
+                if not self.wait_for_news(self.driver.applied.head, should_stop):
+                    return False
+        return True
+
+    def wait_for_news(self, seen: Head, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for another head than this one. False: asked to stop before."""
+        with self.driver.changed:
+            while self.driver.applied.head == seen:
                 check(self.driver)
                 if should_stop():
                     return False
-                if since is not None and self.driver.applied.head != since:
-                    return None
                 self.driver.changed.wait(WAIT_S)
-        if self._mark(self.driver.applied, fragment) < self.works[fragment].hi:
-            self.driver.post(lambda now: self._withdraw(fragment))
         return True
-
-    def _withdraw(self, fragment: int) -> list[Effect]:
-        self.driver.node.withdraw(fragment)
-        return []
 
     def over(self, fragment: int) -> bool:
         """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
@@ -141,13 +138,9 @@ class Session:
         node = self.driver.node
         return state.mark(node.me, node.incarnation, fragment)
 
-    def poll(self) -> bool:
-        """Whether anything was agreed on since the last look."""
-        check(self.driver)
-        return self.driver.applied.head != self.state.head
-
     def look(self) -> None:
         """Samples behind progress that is late are held besides those that it wants to train on."""
+        check(self.driver)
         self.state = self.driver.applied
         late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
         if late != self._late:
@@ -159,9 +152,9 @@ class Session:
         self._wanted, both = samples, samples + self._late
         self.driver.post(lambda now: self.driver.node.ask(both, now))
 
-    def moved(self) -> list[int]:
-        """Fragments whose outer parameters are not those that were last taken."""
-        return [f for f, taken in enumerate(self._taken) if self.driver.versions[f].digest != taken]
+    def moved(self, fragment: int) -> bool:
+        """Its outer parameters are not those that were last taken."""
+        return self.driver.versions[fragment].digest != self._taken[fragment]
 
     def forget_taken(self, fragments: Iterable[int]) -> None:
         """Count these as changed: the trainer does not hold what they are now."""
@@ -170,18 +163,25 @@ class Session:
 
     def wait(self, seconds: float) -> None:
         with self.driver.changed:
-            if not self.poll():
+            check(self.driver)
+            if self.driver.applied.head == self.state.head:
                 self.driver.changed.wait(seconds)
 
-    def take(self, fragment: int, base: Tensor) -> Taken:
-        """Where this fragment is now: its parameters are written to their place in `base`."""
+    def take(self, fragment: int, base: Tensor) -> Update:
+        """Where this fragment is now: its parameters are written to their place in `base`. What was on offer is no
+        longer: contained or owed."""
         with self.driver.replica.reading() as vectors, self.driver.changed:
             self.fragments.copy(vectors, "parameters", base, fragment)
             self.state, version = self.driver.applied, self.driver.versions[fragment]
         self._taken[fragment] = version.digest
         work = self.works[fragment]
         owed = work.rebase(self._mark(self.state, fragment))
-        return Taken(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
+        self.driver.post(partial(self._withdraw, fragment))
+        return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
+
+    def _withdraw(self, fragment: int, now: float) -> list[Effect]:
+        self.driver.node.withdraw(fragment)
+        return []
 
     def available(self, used: Ranges) -> Ranges:
         """Samples that this island may train on, besides those it has used since its last cut."""

@@ -8,12 +8,13 @@ from diloco.elastic.protocol.messages import Begin, Message
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.simulate.virtual.costs import Costs, Network
-from diloco.simulate.virtual.streaming import USUAL, Pace
 from diloco.simulate.virtual.timeline import Timeline
+from diloco.simulate.virtual.trainer import USUAL, Pace
 from diloco.simulate.virtual.world import Pair, World, decide
 
 SILENCE_S = 2.0
 PHASE_S = 3.0
+ENCODE_S = 0.5
 TICK_S = 0.35
 SMOOTH_TICK_S = 0.25  # scenarios are few, and can be finer
 
@@ -77,6 +78,9 @@ class Chances(Costs):
     def phase_s(self, name: str) -> float:
         duration = PHASE_S * (0.6 + 0.8 * self._chance(f"phase {name}"))
         return duration * (5 if self._chance(f"slow {name}") < 0.05 else 1)
+
+    def encode_s(self, name: str) -> float:
+        return 0.0 if self.timeline.smooth else ENCODE_S * self._chance(f"encode {name}")
 
     def fetch_s(self) -> float:
         return 0.05 + 0.3 * self._chance("fetch")

@@ -10,7 +10,7 @@ from diloco.simulate.virtual.modelled import Modelled
 from diloco.simulate.virtual.network import ModelledLinks
 from diloco.simulate.virtual.reductions import Reduction
 from diloco.simulate.virtual.setting import Setting
-from diloco.simulate.virtual.streaming import USUAL
+from diloco.simulate.virtual.trainer import USUAL
 from diloco.simulate.virtual.world import World, decide
 
 

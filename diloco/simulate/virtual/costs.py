@@ -29,7 +29,6 @@ class Network(ABC):
 class Costs(ABC):
     connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
-    encode_s = 0.0  # after the inner steps of a phase
     apply_s = 0.0  # after a round
 
     def __init__(self, timeline: Timeline) -> None:
@@ -59,6 +58,10 @@ class Costs(ABC):
     @abstractmethod
     def phase_s(self, name: str) -> float:
         """Return how long an island's next inner steps take."""
+
+    @abstractmethod
+    def encode_s(self, name: str) -> float:
+        """Return how long its contribution takes it, after that."""
 
     @abstractmethod
     def fetch_s(self) -> float: ...

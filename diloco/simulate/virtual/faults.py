@@ -20,7 +20,7 @@ from diloco.elastic.protocol.messages import (
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, Setup, disaster_world
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.streaming import USUAL, Pace
+from diloco.simulate.virtual.trainer import USUAL, Pace
 from diloco.simulate.virtual.world import Pair, World
 
 FAULTY_S = 40.0

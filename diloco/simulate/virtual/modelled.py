@@ -31,7 +31,7 @@ class Modelled(Costs):
         self.setting, host = setting, setting.host
         self.unreachable_s = setting.silence_s
         encode_ns, decode_ns = host.codec_ns[setting.codec]
-        self.encode_s = 1e-9 * setting.values * (host.cut_ns + encode_ns)
+        self._encode_s = 1e-9 * setting.values * (host.cut_ns + encode_ns)
         self.apply_s = 1e-9 * setting.values * (decode_ns + host.apply_ns)
         self.result_bytes = codec_named(result_codec_for(setting.codec, 2)).size(setting.values)
         self._directory = dict.fromkeys(setting.names)
@@ -54,6 +54,9 @@ class Modelled(Costs):
     def phase_s(self, name: str) -> float:
         usual_s, chance = self.setting.phase_s * self.setting.pace(int(name)), self.timeline.chance(f"phase {name}")
         return usual_s * (1 + self.setting.jitter * (2 * chance - 1))
+
+    def encode_s(self, name: str) -> float:
+        return self._encode_s
 
     def fetch_s(self) -> float:
         return self._transfer_s(self.result_bytes)

@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.simulate.virtual.chances import Setup, disaster_world
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.faults import MOMENTS, both_ways
-from diloco.simulate.virtual.streaming import Pace
+from diloco.simulate.virtual.trainer import Pace
 from diloco.simulate.virtual.world import World
 
 PATIENCE_S = 60.0  # of `until`

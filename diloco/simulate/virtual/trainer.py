@@ -1,9 +1,13 @@
-"""An island's trainer, reduced to numbers: phases take time, end in a cut, and are offered until they are contained."""
+"""An island's trainer, reduced to numbers: it takes time, and runs the sync policy of a real one.
+
+It stands for diloco/train/sync.py and exchange.py (doing what the policy decides) and for elastic/runtime/session.py
+and work.py (when a round is over, what is owed). An inner step is a *stretch*: a phase is one, or two where results
+are taken in the middle of a later phase.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,8 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from diloco.elastic.protocol.messages import Effect
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
-from diloco.elastic.protocol.record import Offer, Record, holder_name
-from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.record import Head, Offer, Record, holder_name
+from diloco.elastic.protocol.state import RunState, Version
+from diloco.train.policy import SyncPolicy, Taken, View
+from diloco.train.schedule import Schedule
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import World
@@ -20,59 +26,137 @@ if TYPE_CHECKING:
 PHASE_SAMPLES = 8
 TOKENS_PER_SAMPLE = 10
 MAX_PHASES = 2  # in one contribution: what comes late comes in small pieces, oldest first
+ENDLESS = 10**9  # phases
 
 Input = Callable[[Node, float], list[Effect]]
 
 
-@dataclass
-class Trainer(ABC):
-    world: World
-    node: Node
-    speed: float = 1.0
-    phases_s: float = 0.0  # of all phases begun so far
-    phase_until: float = 0.0
+@dataclass(frozen=True)
+class Pace:
+    """Which fragment is launched, or applied, after which stretch."""
 
-    @abstractmethod
-    def train(self) -> None:
-        """Begin a phase, if there are samples for it."""
-
-    @abstractmethod
-    def moved(self, *, only_leases: bool) -> None:
-        """The head is another one; `only_leases`: by a record that admits and leases."""
+    fragments: int = 1
+    overlap: int = 0  # 1: training goes on until a result is due
+    scarce: bool = False  # fewer samples are leased to an island than it could use until they are contained
 
     @property
-    @abstractmethod
+    def told(self) -> str:
+        """Where it is not the usual one, for people."""
+        if self == USUAL:
+            return ""
+        return f", {self.fragments} fragments{', overlapped' * self.overlap}{', few samples' * self.scarce}"
+
+    @property
+    def want(self) -> int:
+        """Samples to hold besides those behind late progress: two passes' worth."""
+        return PHASE_SAMPLES * (max(1, self.fragments - 1) if self.scarce else 2 * self.fragments)
+
+    @property
+    def stretches(self) -> int:
+        """Of a phase, at whose end the next fragment is launched."""
+        return 2 if self.overlap else 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """Where there are several fragments and training goes on, two are in flight at times."""
+        launches = range(self.stretches, ENDLESS, self.stretches)
+        return Schedule(launches, self.fragments, delay=self.overlap * min(3, 2 * self.fragments - 1))
+
+
+USUAL = Pace()  # all parameters at once, and everybody waits
+
+
+class Piece(NamedTuple):
+    lo: int
+    hi: int
+    tokens: int
+    samples: Ranges
+    steps: int
+
+
+@dataclass
+class Work:
+    """Of one fragment."""
+
+    fragment: int
+    incarnation: int
+    pieces: list[Piece] = field(default_factory=list)
+    offered: set[tuple[int, int]] = field(default_factory=set)
+    hi: int = 0  # the last cut
+    mark: int = 0  # of the state that was last taken
+
+    def cut(self, tokens: int, samples: Ranges, steps: int) -> Offer:
+        if tokens:
+            self.hi += 1
+            self.pieces.append(Piece(self.hi - 1, self.hi, tokens, samples, steps))
+        owed = self.owed(self.mark)
+        oldest, late = owed[:MAX_PHASES], len(owed) > 1
+        lo, hi = oldest[0].lo, oldest[-1].hi
+        self.offered.add((lo, hi))
+        tokens = sum(piece.tokens for piece in oldest)
+        return Offer(self.fragment, lo, hi, tokens, _samples(oldest), incarnation=self.incarnation, late=late)
+
+    def owed(self, mark: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.lo >= mark]
+
+    def rebase(self, mark: int) -> None:
+        self.mark = mark
+        self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
+
+
+class Trainer:
+    def __init__(self, world: World, node: Node, pace: Pace) -> None:
+        self.world, self.node, self.pace = world, node, pace
+        self.speed = 1.0
+        self.phases_s = self.phase_until = 0.0  # all that were begun so far; the end of the last one
+        count, self.state = pace.fragments, node.state  # as last seen
+        self.works = [Work(fragment, node.incarnation) for fragment in range(count)]
+        self.versions = [Version(self.state.head.digest, self.state.step)] * count  # of fragments' outer parameters
+        self._taken = [version.digest for version in self.versions]
+        self._offered_at = [("", 0)] * count
+        self._wanted = pace.want
+        self._encoded_at = 0.0
+        self.policy = SyncPolicy(self, pace.schedule, self.look())
+        self._loop = self._live()
+        self._waits = False
+
+    @property
     def made(self) -> tuple[int, ...]:
         """Progress so far, by fragment."""
-
-    def appended(self, record: Record) -> None:
-        """The outer state contains it."""
-        return
-
-    def replaced(self, state: RunState) -> None:
-        """The outer state is another one altogether."""
-        return
-
-    def has_bytes_of(self, offer: Offer) -> bool:
-        return True
+        return tuple(work.hi for work in self.works)
 
     @property
     def computed_s(self) -> float:
         """In inner steps so far."""
         return self.phases_s - max(0.0, self.phase_until - self.world.now)
 
-    def phase_s(self) -> float:
-        duration = self.world.costs.phase_s(self.node.me) / self.speed
-        self.phases_s += duration
-        self.phase_until = self.world.now + duration
-        return duration
+    def has_bytes_of(self, offer: Offer) -> bool:
+        return (offer.lo, offer.hi) in self.works[offer.fragment].offered
 
-    def contained_in(self, state: RunState, fragment: int) -> int:
-        """Return how many cuts of a fragment the state contains."""
-        return self.world.contained(self.node, state, fragment)
+    # what happens to it
 
-    def offer(self, offer: Offer) -> None:
-        self.world.enter(self.node.me, lambda node, now: node.offer(offer, now))
+    def appended(self, record: Record) -> None:
+        """The outer state contains it."""
+        if record.proposal.contributions:
+            self.versions[record.proposal.fragment] = Version(record.digest, record.proposal.step)
+
+    def replaced(self, state: RunState) -> None:
+        """The outer state is another one altogether."""
+        self.versions = [Version(state.head.digest, state.step)] * self.pace.fragments
+
+    def moved(self, *, only_leases: bool) -> None:
+        """The head is another one; `only_leases`: by a record that admits and leases."""
+        if self._waits:
+            self._waits = False
+            self.later(0.0 if only_leases else self.world.costs.apply_s, self.train)
+
+    def train(self) -> None:
+        """Go on until something takes time, or has to be waited for."""
+        pause = next(self._loop)
+        if isinstance(pause, float):
+            self.later(pause, self.train)
+        else:
+            self._waits = True
 
     def when_running(self, work: Callable[[], None]) -> None:
         """Do it now, or when the island goes on; never in another life."""
@@ -82,75 +166,75 @@ class Trainer(ABC):
     def later(self, seconds: float, work: Callable[[], None]) -> None:
         self.world.timeline.later(seconds, lambda: self.when_running(work))
 
+    # its life
 
-class Cut(NamedTuple):
-    progress: int
-    samples: Ranges  # consumed since the cut before
+    def _live(self) -> Iterator[float | Head]:
+        """Seconds of training; a head: until there is another one."""
+        while True:
+            if batch := self._batch():
+                yield self._stretch_s()
+                self.policy.trained(batch, TOKENS_PER_SAMPLE * size(batch))
+                yield from self.policy.after_step()
+            elif self.policy.owes_something:
+                yield from self.policy.without_samples(lambda: bool(self._batch()))
+            else:
+                yield self.state.head
+            self.policy.follow()
+
+    def _batch(self) -> Ranges:
+        """For one stretch: leased, and not used by progress that is not contained yet. None, if there are fewer."""
+        count = PHASE_SAMPLES // self.pace.stretches
+        lease = self.state.ledger.lease_of(holder_name(self.node.me, self.node.incarnation))
+        batch = first(minus(minus(lease, self._waiting()), self.policy.used), count)
+        return batch if size(batch) == count else ()
+
+    def _stretch_s(self) -> float:
+        duration = self.world.costs.phase_s(self.node.me) / self.speed / self.pace.stretches
+        self.phases_s += duration
+        self.phase_until = self.world.now + duration
+        return duration
+
+    # what its policy has done
+
+    def look(self) -> View:
+        """Samples behind late progress are held besides those to train on: with none left, an island could offer
+        nothing for the round that is due."""
+        self.state = state = self.node.state
+        late = size(self._waiting()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
+        if self.pace.want + late != self._wanted:
+            self._wanted = want = self.pace.want + late
+            self.world.enter(self.node.me, lambda node, now: node.ask(want, now))
+        at = [(version.digest, self._mark(fragment)) for fragment, version in enumerate(self.versions)]
+        over = tuple(now != offered for now, offered in zip(at, self._offered_at, strict=True))
+        moved = tuple(version != taken for (version, _), taken in zip(at, self._taken, strict=True))
+        owes = tuple(bool(work.owed(work.mark)) for work in self.works)
+        return View(state.head, state.step * self.pace.stretches, state.updates, over, moved, owes)
+
+    def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
+        work = self.works[fragment]
+        offer = work.cut(tokens, samples, steps)
+        self._offered_at[fragment] = self.versions[fragment].digest, work.mark
+        self._encoded_at = max(self._encoded_at, self.world.now + self.world.costs.encode_s(self.node.me))
+
+        def offers(node: Node, now: float) -> list[Effect]:
+            return node.offer(offer, now)
+
+        self.later(self._encoded_at - self.world.now, partial(self.world.enter, self.node.me, offers))
+
+    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+        self.state, version, work = self.node.state, self.versions[fragment], self.works[fragment]
+        work.rebase(self._mark(fragment))
+        self._taken[fragment] = version.digest
+        self.node.withdraw(fragment)
+        return Taken(version.step * self.pace.stretches, sum(piece.steps for piece in work.owed(work.mark)))
+
+    def _waiting(self) -> Ranges:
+        """Samples behind progress that is not contained yet."""
+        return _samples(piece for work in self.works for piece in work.owed(self._mark(work.fragment)))
+
+    def _mark(self, fragment: int) -> int:
+        return self.world.contained(self.node, self.state, fragment)
 
 
-@dataclass
-class Blocking(Trainer):
-    """One fragment: it waits at its sync point until a round is over, with or without its contribution."""
-
-    cuts: list[Cut] = field(default_factory=list)
-    at_sync: bool = False
-    training: bool = False
-
-    @property
-    def made(self) -> tuple[int, ...]:
-        return (len(self.cuts),)
-
-    @property
-    def contained(self) -> int:
-        return self.contained_in(self.node.state, 0)
-
-    def train(self) -> None:
-        if self.training or self.at_sync:
-            return
-        samples = first(self._available(), PHASE_SAMPLES)
-        if samples:
-            self.training = True
-            self.later(self.phase_s(), partial(self._encode, samples))
-
-    def _available(self) -> Ranges:
-        """Leased, and not used by progress that is not contained yet."""
-        used = normal(part for cut in self._owed() for part in cut.samples)
-        return minus(self.node.state.ledger.lease_of(holder_name(self.node.me, self.node.incarnation)), used)
-
-    def _owed(self) -> list[Cut]:
-        return self.cuts[self.contained :]
-
-    def _encode(self, samples: Ranges) -> None:
-        self.later(self.world.costs.encode_s, partial(self._reach_sync, samples))
-
-    def _reach_sync(self, samples: Ranges) -> None:
-        self.training, self.at_sync = False, True
-        self.cuts.append(Cut(len(self.cuts) + 1, samples))
-        self._offer()
-
-    def _offer(self) -> None:
-        owed = self._owed()[:MAX_PHASES]
-        if not owed:
-            self.at_sync = False
-            self.train()
-            return
-        samples = normal(part for cut in owed for part in cut.samples)
-        offer = Offer(
-            0, self.contained, owed[-1].progress, TOKENS_PER_SAMPLE * size(samples), samples,
-            incarnation=self.node.incarnation, late=len(self._owed()) > 1,
-        )  # fmt: skip
-        self.offer(offer)
-
-    def moved(self, *, only_leases: bool) -> None:
-        self.later(0.0 if only_leases else self.world.costs.apply_s, partial(self._go_on, only_leases))
-
-    def _go_on(self, only_leases: bool) -> None:
-        """A record that only admits and leases leaves an offer standing."""
-        if self.at_sync and only_leases and self.node.pending:
-            return
-        self.node.withdraw(0)
-        self.at_sync = len(self._owed()) > 1  # late progress first
-        if self.at_sync:
-            self._offer()
-        else:
-            self.train()
+def _samples(pieces: Iterable[Piece]) -> Ranges:
+    return normal(part for piece in pieces for part in piece.samples)

@@ -38,8 +38,7 @@ from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.shared import SharedState
-from diloco.simulate.virtual.streaming import USUAL, Pace, Streaming
-from diloco.simulate.virtual.trainer import Blocking, Input, Trainer
+from diloco.simulate.virtual.trainer import USUAL, Input, Pace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
 
 KEEP_RECORDS = 16  # who lacks more takes the whole state
@@ -145,7 +144,7 @@ class World:
             name, disk.states[-1], self.options, now=now, incarnation=disk.lives, memory=disk.memory,
             rules=self.rules, peers=peers,
         )  # fmt: skip
-        trainer = Blocking(self, node) if self.pace == USUAL else Streaming(self, node, pace=self.pace)
+        trainer = Trainer(self, node, self.pace)
         life = self.lives[name] = Life(node, trainer, self.now)
         self.tell(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
         if peers is None:
