@@ -85,11 +85,11 @@ def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
     with two_islands(config) as (islands, drivers), introduced(drivers):
         island, node = islands["A"].rounds, drivers["A"].node
         for samples in (((0, 8),), ((8, 16),)):  # two phases that no round contains
-            island.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
+            island.session.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
         island.look()
-        island.request_samples(40)
+        island.session.ask(40)
         wait_until(lambda: node.want == 40 + 16)
-        island.request_samples(50)
+        island.session.ask(50)
         wait_until(lambda: node.want == 50 + 16)
 
 
@@ -149,7 +149,7 @@ def test_at_the_end_of_the_data_every_fragment_has_all_of_it(small, tmp_path):
     team.run()
     for trainer in team.trainers.values():
         assert trainer.finished and trainer.step_count < 1000
-        assert not any(trainer.rounds.owes(fragment) for fragment in range(3))
+        assert not any(trainer.rounds.session.owes(fragment) for fragment in range(3))
         assert not any(trainer.sync.policy.owes(fragment) for fragment in range(3))
 
 

@@ -15,8 +15,7 @@ from diloco.bench.report import Check, Report
 from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
-from diloco.island.mesh import pick_device
-from diloco.train.trainer import describe_device
+from diloco.island.mesh import describe_device, pick_device
 
 KEY = NoiseKey(round=1, fragment=0, role="bench")
 REPEATS = {"cpu": 25, "cuda": 200}

@@ -39,7 +39,7 @@ def measure(*, device: str, blocks: int, rounds: bool = False) -> Report:
             bare = BareLoop(config, trainer.samples, place.device)
             with alone(trainer):
                 ours_s, bare_s = _take_turns(trainer, bare, blocks, turns)
-                kind, updates = place.device.type, trainer.sync.updates
+                kind, updates = place.device.type, trainer.sync.view.updates
             trainer.batches.close()
     ratio = median(ours_s) / median(bare_s)
     figures = {"device": kind, "step_s": median(ours_s), "bare_step_s": median(bare_s), "blocks": blocks}

@@ -7,10 +7,10 @@ import torch
 
 from diloco.bench.report import Report
 from diloco.config.file import parse_config
-from diloco.island.mesh import take_place
+from diloco.island.mesh import describe_device, take_place
 from diloco.report.events import Event, Events
 from diloco.run.join import alone
-from diloco.train.trainer import Trainer, describe_device
+from diloco.train.trainer import Trainer
 
 WARM_UP = 10
 

@@ -135,3 +135,10 @@ def _backend(device: torch.device) -> str:
             f"so start at most {gpus} here, or set island.device=cpu"
         )
     return "cpu:gloo,cuda:nccl"
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' * (threads > 1)})"

@@ -70,7 +70,7 @@ class Exchange:
             if eager:
                 cut.finish()
                 self.fragments.scatter(self.rounds.preview(fragment, cut.progress), self.anchor, fragment)
-            self.rounds.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
+            self.rounds.session.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
         if eager:
             self._update(fragment, _replaced, self.anchor)
 

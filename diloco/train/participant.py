@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.checkpoint.save import Saver, read_outer, write_save
 from diloco.config.schema import Config
@@ -23,7 +23,7 @@ from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.flat import Shards
 from diloco.island.layout import Layout
-from diloco.island.mesh import Place
+from diloco.island.mesh import Place, describe_device
 from diloco.model.flops import Meter
 from diloco.report.events import Events
 from diloco.train.amend import in_words
@@ -126,6 +126,18 @@ class Participant(ABC):
         self.sync.set_facts(earlier.paused["membership"])
         if self.place.leader:
             earlier.take()
+
+    def report_start(self, module: nn.Module, **figures: Any) -> None:
+        """Say what is trained, from where, and what the run's owner has changed."""
+        config = self.config
+        self.events.emit(
+            "start", run=config.run, dir=config.dir, parameters=sum(p.numel() for p in module.parameters()),
+            trained_parameters=self.layout.size, device=describe_device(self.place.device),
+            steps=self.sync.config.inner.steps, every=config.sync.every, **figures,
+        )  # fmt: skip
+        if self._resumed_from is not None:
+            self.events.emit("resume", step=self.step_count, path=str(self._resumed_from))
+        self.report_amendments()
 
     # while it trains
 

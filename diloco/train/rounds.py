@@ -10,12 +10,10 @@ from torch import Tensor
 from diloco.comm.codec.registry import result_codec_for
 from diloco.config.schema import Config, SyncConfig
 from diloco.elastic.protocol.amendment import Amendment
-from diloco.elastic.protocol.ranges import Ranges
-from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.record import Contribution, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
-from diloco.elastic.runtime.session import Session, Update, at_once
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.session import Session, Update
 from diloco.train.amend import InForce
 from diloco.train.outer import outer_settings, preview
 from diloco.train.policy import View
@@ -80,12 +78,6 @@ class Rounds:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
-    def start(
-        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
-    ) -> None:
-        """`progress` holds its values when `ready` has been called."""
-        self.session.start(fragment, progress, done, step_ms=step_ms, ready=ready)
-
     def paces(self) -> list[int]:
         """What an inner step took on each island of the last round, in milliseconds."""
         return [contribution.offer.step_ms for contribution in self.session.last_round()]
@@ -96,12 +88,6 @@ class Rounds:
             state, session, each = self.session.state, self.session, range(len(self.fragments))
             over, moved, owes = (tuple(map(of, each)) for of in (session.over, session.moved, session.owes))
             return View(state.head, state.step, state.updates, over, moved, owes)
-
-    def wait_for_news(self, seen: Head, should_stop: Callable[[], bool]) -> bool:
-        return self.session.wait_for_news(seen, should_stop)
-
-    def wait(self, seconds: float) -> None:
-        self.session.wait(seconds)
 
     @property
     def parameters(self) -> Tensor:
@@ -150,16 +136,6 @@ class Rounds:
             "late": sum(contribution.offer.late for contribution in proposal.contributions),
             "samples": [contribution.offer.samples for contribution in proposal.contributions],
         }
-
-    def request_samples(self, samples: int) -> None:
-        """Say how many samples this island would like to hold."""
-        self.session.ask(samples)
-
-    def available(self, used: Ranges) -> Ranges:
-        return self.session.available(used)
-
-    def owes(self, fragment: int) -> bool:
-        return self.session.owes(fragment)
 
     def exhausted(self) -> bool:
         """All samples of the run are consumed."""

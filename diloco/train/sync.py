@@ -75,19 +75,11 @@ class SyncLoop:
     @property
     def passes(self) -> int:
         """Over all fragments."""
-        return self.updates // len(self.exchange.fragments)
+        return self.view.updates // len(self.exchange.fragments)
 
     @property
-    def updates(self) -> int:
-        return self.policy.view.updates
-
-    @property
-    def outer_step(self) -> int:
-        return self.policy.view.step
-
-    @property
-    def round(self) -> int:
-        return self.policy.view.head.round
+    def view(self) -> View:
+        return self.policy.view
 
     @property
     def finished(self) -> bool:
@@ -99,7 +91,7 @@ class SyncLoop:
         if self.rounds is not None:
             paces = self.rounds.paces() if self.elastic.adaptive else []
             share = fair_share(self.sync.phase_steps, self._step_ms, paces)
-            seen = self.rounds.available(self.policy.used), self.rounds.exhausted(), share
+            seen = self.rounds.session.available(self.policy.used), self.rounds.exhausted(), share
         self.pool, self._exhausted, self._share = self.place.share(seen)
 
     def _heed(self, amendments: tuple[Amendment, ...]) -> None:
@@ -143,20 +135,21 @@ class SyncLoop:
             self.refresh()
         else:
             if self.rounds is not None:
-                self.rounds.wait(LOOK_S)
+                self.rounds.session.wait(LOOK_S)
             self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
     def _may_go_on(self, count: int) -> bool:
         """If there will be no more samples, nobody comes to rounds."""
-        rounds, used = self.rounds, self.policy.used
-        return self.place.any(rounds is not None and (rounds.exhausted() or size(rounds.available(used)) >= count))
+        if (rounds := self.rounds) is None:
+            return self.place.any(False)
+        return self.place.any(rounds.exhausted() or size(rounds.session.available(self.policy.used)) >= count)
 
     def wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
         """Carry out a decision to its end. False: asked to stop before."""
         for head in waits:
             with self._waiting():
-                news = self.rounds.wait_for_news(head, should_stop) if self.rounds is not None else None
+                news = self.rounds.session.wait_for_news(head, should_stop) if self.rounds is not None else None
                 news = self.place.share(news)
             if not news:
                 waits.close()
@@ -233,7 +226,7 @@ class SyncLoop:
         """How many steps fit into a phase that lasts a given time is known when some are done."""
         schedule = self.policy.schedule
         if isinstance(schedule, TimedSchedule) and self.rounds is not None and samples:
-            self.rounds.request_samples(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
+            self.rounds.session.ask(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
 
     def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
         with self._waiting():

@@ -76,7 +76,7 @@ class Trainer(Participant):
             self.report_wait(self._idle_s)
             self.leave(pause=self.place.any(pausing()))
         step, losses, trained = self.step_count, self.validation_losses, self.step_count > self._first_step
-        return Outcome(step, self.sync.round, self.finished, losses, trained, self.place.leader, self.paused)
+        return Outcome(step, self.sync.view.head.round, self.finished, losses, trained, self.place.leader, self.paused)
 
     def advance(self, should_stop: Callable[[], bool] = never) -> None:
         """Do one inner step and what the schedule wants after it; without samples, look at what others have done."""
@@ -101,7 +101,6 @@ class Trainer(Participant):
     def _begin(self, should_stop: Callable[[], bool]) -> None:
         self._first_step = self.step_count
         self._report_start()
-        self.report_amendments()
         if self.step_count == 0 and self.config.evaluate.every and self.place.any(self._speaks):
             self._validate()
         self.meter.reset()
@@ -138,7 +137,8 @@ class Trainer(Participant):
         with self.sync.exchange.outer_parameters():
             loss = self.island.evaluate(validation_batches(self.samples, self.config.island, self.place, count))
         self.validation_losses.append(loss)
-        self.events.emit("validation", step=self.sync.outer_step, round=self.sync.round, validation_loss=loss)
+        view = self.sync.view
+        self.events.emit("validation", step=view.step, round=view.head.round, validation_loss=loss)
 
     def _refuse_divergence(self) -> None:
         """A whole phase without one finite gradient will not get better by itself."""
@@ -167,31 +167,11 @@ class Trainer(Participant):
 
     def _report_start(self) -> None:
         config, source = self.config, self.samples.source
-        self.events.emit(
-            "start",
-            run=config.run,
-            dir=config.dir,
-            model=self._model_name,
-            parameters=sum(p.numel() for p in self.island.module.parameters()),
-            trained_parameters=self.layout.size,
-            data=source.name,
-            data_tokens=len(source),
-            device=describe_device(self.place.device),
+        self.report_start(
+            self.island.module, model=self._model_name, data=source.name, data_tokens=len(source),
             dtype=str(self.island.compute_dtype).removeprefix("torch."),
-            mesh=f"fsdp {config.island.fsdp} x tp {config.island.tp}",
-            steps=self.sync.config.inner.steps,
-            every=config.sync.every,
-            tokens_per_step=self._tokens_per_step,
-        )
+            mesh=f"fsdp {config.island.fsdp} x tp {config.island.tp}", tokens_per_step=self._tokens_per_step,
+        )  # fmt: skip
         if self._model_name.endswith("weights loaded)") and config.data.tokenizer == "bytes" and source.vocab == 256:
             text = "the loaded weights are trained on bytes: is data.tokenizer set as they expect?"
             self.events.emit("note", text=text)
-        if self._resumed_from is not None:
-            self.events.emit("resume", step=self.step_count, path=str(self._resumed_from))
-
-
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"cpu ({threads} thread{'s' * (threads > 1)})"

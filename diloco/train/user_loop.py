@@ -23,7 +23,6 @@ from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
-from diloco.train.trainer import describe_device
 from diloco.train.user_save import inner_state, restore_inner
 
 
@@ -48,7 +47,7 @@ class Run(Participant):
 
     @property
     def round(self) -> int:
-        return self.sync.round
+        return self.sync.view.head.round
 
     @property
     def folder(self) -> Path:
@@ -73,7 +72,7 @@ class Run(Participant):
         _refuse_unfit(dataset, batch_size, per_step)
         want = samples_ahead(self.config, batch_size * per_step)
         assert self.rounds is not None
-        self.rounds.request_samples(want)
+        self.rounds.session.ask(want)
         seed = self.config.seed if shuffle else None
         return self._batches(dataset, batch_size, want, seed, collate)
 
@@ -121,16 +120,11 @@ class Run(Participant):
 
     def begin(self) -> None:
         """Report what is trained, and from where."""
-        module, config = self._model.module, self.config
-        self.events.emit(
-            "start", run=config.run, dir=config.dir, model=type(module).__name__,
-            parameters=sum(p.numel() for p in module.parameters()), trained_parameters=self.layout.size,
-            data=OWN_LOOP, data_tokens=None, device=describe_device(self.place.device), dtype="float32",
-            mesh="fsdp 1 x tp 1", steps=self.steps, every=config.sync.every, tokens_per_step=None,
+        module = self._model.module
+        self.report_start(
+            module, model=type(module).__name__, data=OWN_LOOP, data_tokens=None, dtype="float32",
+            mesh="fsdp 1 x tp 1", tokens_per_step=None,
         )  # fmt: skip
-        if self._resumed_from is not None:
-            self.events.emit("resume", step=self.step_count, path=str(self._resumed_from))
-        self.report_amendments()
         self.sync.finish_step()
 
 
