@@ -163,7 +163,7 @@ def test_a_violation_says_what_where_and_how_to_see_it_again():
     said = describe(campaign, seed).splitlines()
     assert said[0].startswith(f"seed {seed}: I")
     assert "of the faults" in said[1]
-    assert any(" begins " in line for line in said)
+    assert any(" begin " in line for line in said)
     assert said[-1] == f"again: diloco simulate --protocol --first {seed} --seeds 1 --without marks_decide"
 
 
