@@ -7,7 +7,7 @@ from rich.console import Console
 
 from diloco.report.board import ECHO_S, HOLD_S, Board, account
 from diloco.report.terminal import sentence
-from diloco.report.watching import Lines, Tail, cells, open_islands_view, table
+from diloco.report.watching import IslandsView, Tail, cells, open_islands_view, table
 
 ONE, TWO = "island-1", "island-2"
 
@@ -201,7 +201,7 @@ def test_a_tail_waits_for_whole_lines_and_skips_what_a_killed_writer_left(tmp_pa
 def test_without_a_terminal_there_is_no_table(board):
     out = io.StringIO()
     view = open_islands_view(out)
-    assert isinstance(view, Lines)
+    assert isinstance(view, IslandsView)
     view.show(board.rows.values())
     view.say("island-2 joined [red]")
     assert out.getvalue() == "island-2 joined [red]\n"

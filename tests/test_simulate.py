@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import yaml
 from conftest import SMALL
 from rich.console import Console
 from test_board import told
-from test_launcher import FakeChild
+from test_launcher import FakeChild, founded, wait_until
 
 from diloco.cli.app import app
 from diloco.cli.real import refuse_backend, refuse_one_folder, refuse_report, world_of
@@ -24,15 +23,14 @@ from diloco.comm.transport.link import Path as Way
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config
 from diloco.errors import ConfigError, PeerLost
-from diloco.launch.fleet import RESTARTS, open_run
-from diloco.report.watching import Lines
+from diloco.launch.fleet import RESTARTS
+from diloco.report.watching import IslandsView
 from diloco.run.peer import Connection
 from diloco.simulate.real.faults import parse_faults
 from diloco.simulate.real.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
 from diloco.simulate.real.netns import Namespaces, enter, refuse_if_not_permitted
 from diloco.simulate.real.network import VARIABLE, as_simulated, network_at
-from diloco.simulate.real.topology import Rates, Topology
-from diloco.simulate.real.topologyfile import read_topology
+from diloco.simulate.real.topology import Rates, Topology, read_topology
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 IDS = {f"island-{number}": f"id-{number}" for number in range(1, 9)}
@@ -275,20 +273,13 @@ def test_an_island_follows_its_network(world, tmp_path):
     assert one.paths.between("id-1", "id-4") == Way(0.045, 0.005, 0.001, 0.2)
     assert (four.link.up.bytes_per_s, four.link.down.bytes_per_s) == (20e6 / 8, 50e6 / 8)
     world(40, cut="eu|us@0s..50s")
-    wait_until(lambda: one.paths.is_cut("id-1", "id-4") and four.paths.is_cut("id-1", "id-4"))
+    assert wait_until(lambda: one.paths.is_cut("id-1", "id-4") and four.paths.is_cut("id-1", "id-4"))
     assert four.link.up.bytes_per_s == 5e6 / 8
     with pytest.raises(PeerLost, match="cut"):
         one.connect(four.transport.address(), "any", timeout_s=1)
     world(60)
-    wait_until(lambda: not one.paths.is_cut("id-1", "id-4"))
-    wait_until((tmp_path / "island-1" / "traffic.jsonl").exists)
-
-
-def wait_until(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: not one.paths.is_cut("id-1", "id-4"))
+    assert wait_until((tmp_path / "island-1" / "traffic.jsonl").exists)
 
 
 def test_outside_a_simulation_there_is_no_such_network(tmp_path, monkeypatch):
@@ -368,10 +359,8 @@ def fleet(tmp_path, monkeypatch):
         topology = Topology.uniform(2, 20e6, 0.02)
         plan = SimulatedPlan(load_config(path, []), path, (), 2, restart=restart)
         out = io.StringIO()
-        view = Lines(Console(file=out, width=200))
-        open_run(plan, view, fresh=False)
-        (plan.folder / "island-1" / "ticket").touch()
-        (plan.folder / "island-1" / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
+        view = IslandsView(Console(file=out, width=200))
+        founded(plan, view)
         made = SimulatedFleet(plan, view, World(topology, faults(topology, **given)))
         made.out = out
         made.children = {name: FakeChild(plan.folder / name, None) for name in plan.names}

@@ -7,8 +7,7 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.simulate.real.faults import parse_faults
-from diloco.simulate.real.topology import Topology
-from diloco.simulate.real.topologyfile import read_topology
+from diloco.simulate.real.topology import Topology, read_topology
 
 GOOD = """\
 regions:

@@ -17,8 +17,7 @@ from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World, sim
 from diloco.simulate.real.netns import refuse_if_not_permitted
 from diloco.simulate.real.page import write_page
 from diloco.simulate.real.story import Story, story_of, write_json
-from diloco.simulate.real.topology import Topology
-from diloco.simulate.real.topologyfile import MAX_ISLANDS, read_topology
+from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
 from diloco.units import format_duration, format_size, parse_link
 
 DEFAULT_ISLANDS = 4

@@ -32,10 +32,6 @@ class Child:
         return None if self._process is None else self._process.pid
 
     @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
         """Return None while it runs, a number below zero for a signal."""
         return None if self._process is None else self._process.poll()

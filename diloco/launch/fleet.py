@@ -106,7 +106,7 @@ class Fleet:
         self._listen()
         self._invite()
         for name in [name for name in self.plan.names if name in self._running]:
-            if not self.children[name].alive:
+            if self.children[name].exit_code is not None:
                 self._ended(name, now)
         self._wrap_up(now)
         for name in [name for name, at in self._again_at.items() if now >= at]:
@@ -183,15 +183,12 @@ class Fleet:
         if not self._addresses:
             self.view.say("the run was not founded")
         elif self.plan.restart and not self.board.finished:
-            self._bring_back(name, now)
-
-    def _bring_back(self, name: str, now: float) -> None:
-        if self.board.rows[name].restarts < RESTARTS:
-            self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
-            self._again_at[name] = now + RESTART_S
-        else:
-            log = self.children[name].folder / "output.log"
-            self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
+            if row.restarts < RESTARTS:
+                self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
+                self._again_at[name] = now + RESTART_S
+            else:
+                log = child.folder / "output.log"
+                self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
 
     def _wrap_up(self, now: float) -> None:
         """Once the run is over, or nobody is left in it, those on their way need not come."""

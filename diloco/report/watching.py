@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -44,18 +44,9 @@ def _parse(line: bytes) -> Event | None:
     return event if isinstance(event, dict) else None
 
 
-class IslandsView(Protocol):
-    def say(self, line: str) -> None: ...
-    def show(self, rows: Iterable[Row]) -> None: ...
-    def close(self) -> None: ...
+class IslandsView:
+    """Plain lines."""
 
-
-def open_islands_view(stream: TextIO | None = None) -> IslandsView:
-    console = Console(file=stream or sys.stdout, highlight=False)
-    return LiveTable(console) if console.is_terminal else Lines(console)
-
-
-class Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
 
@@ -70,7 +61,7 @@ class Lines:
         pass
 
 
-class LiveTable(Lines):
+class LiveTable(IslandsView):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live = Live(console=console, transient=True, refresh_per_second=4)
@@ -81,6 +72,11 @@ class LiveTable(Lines):
 
     def close(self) -> None:
         self._live.stop()
+
+
+def open_islands_view(stream: TextIO | None = None) -> IslandsView:
+    console = Console(file=stream or sys.stdout, highlight=False)
+    return LiveTable(console) if console.is_terminal else IslandsView(console)
 
 
 def table(rows: Iterable[Row]) -> Table:

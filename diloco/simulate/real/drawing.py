@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import MissingExtra
-from diloco.simulate.real.story import IslandStory, Story
-from diloco.simulate.real.timeline import STATES
+from diloco.simulate.real.story import STATES, IslandStory, Story
 from diloco.units import format_rate
 
 if TYPE_CHECKING:
