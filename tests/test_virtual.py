@@ -10,14 +10,12 @@ from diloco.cli.app import app
 from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
 from diloco.plan.predict import Host, Line
-from diloco.simulate.virtual import network
+from diloco.simulate.virtual import modelled
 from diloco.simulate.virtual.allreduce import flat, two_level
-from diloco.simulate.virtual.churn import Churn
 from diloco.simulate.virtual.faults import both_ways
-from diloco.simulate.virtual.outcome import simulate
+from diloco.simulate.virtual.modelled import Setting, name_of
+from diloco.simulate.virtual.outcome import COUNTS, Churn, rows, simulate
 from diloco.simulate.virtual.reductions import Reductions
-from diloco.simulate.virtual.scale import COUNTS, rows
-from diloco.simulate.virtual.setting import Setting, name_of
 
 FEW = Setting(4, Line(100e6, 100e6, 0.04), values=25_000_000, phase_s=60.0, spread=0.0, jitter=0.0, seconds=600.0)
 CHURN = Setting(70, FEW.line, values=25_000_000, phase_s=40.0, mtbf_s=25.0, back_s=60.0, seconds=220.0, seed=3)
@@ -54,7 +52,7 @@ def test_heartbeats_that_are_no_news_change_nothing(monkeypatch):
     """Taken in without asking the node, or by the node: the run is the same to the last figure."""
     setting = replace(CHURN, seconds=120.0)
     quick = simulate(setting)
-    monkeypatch.setattr(network, "hears_no_news", lambda *heard: False)
+    monkeypatch.setattr(modelled, "hears_no_news", lambda *heard: False)
     assert replace(simulate(setting), wall_s=0.0) == replace(quick, wall_s=0.0)
 
 
