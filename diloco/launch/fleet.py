@@ -16,8 +16,8 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.errors import SaveError
-from diloco.launch.child import Child
 from diloco.launch.plan import Plan
+from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder

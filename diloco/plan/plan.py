@@ -92,7 +92,8 @@ def make_plan(
 
 
 def _step_s(config: Config, work: Workload, machine: Machine) -> float:
-    seconds = work.flops_per_step / (machine.flops * config.island.fsdp * config.island.tp)
+    flops = work.flops_per_token * work.tokens_per_step
+    seconds = flops / (machine.flops * config.island.fsdp * config.island.tp)
     if machine.profile.flops is not None or machine.on_cpu:
         return seconds
     return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.accumulate)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -32,16 +33,11 @@ class Tail:
             return []
         self._at += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        return [event for line in lines if (event := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> Event | None:
-    """None for half a line: its writer was killed."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
+        events: list[Event] = []
+        for line in lines:
+            with suppress(ValueError):  # half a line: its writer was killed
+                events.append(json.loads(line))
+        return [event for event in events if isinstance(event, dict)]
 
 
 class IslandsView:
