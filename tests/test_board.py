@@ -36,15 +36,12 @@ def board() -> Board:
     return made
 
 
-def test_a_row_follows_its_island(board):
-    board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0))
+def test_a_row_follows_its_island_and_steps_make_no_lines(board):
+    assert board.hear(ONE, told("step", step=6, loss=None, tokens_per_s=1500.0)) == []
+    assert board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0)) == []
     board.hear(ONE, a_round(3, ONE, at=1, step=10))
     assert cells(board.rows[ONE]) == (ONE, "training", "7", "2.5000", "1.5k", "3")
     assert cells(board.rows[TWO]) == (TWO, "starting", "", "", "", "")
-
-
-def test_steps_make_no_lines(board):
-    assert board.hear(ONE, told("step", step=7, loss=None, tokens_per_s=1500.0)) == []
 
 
 def test_a_round_is_one_line_whoever_tells_it(board):

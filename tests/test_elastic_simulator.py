@@ -104,18 +104,13 @@ names = st.sampled_from("ABCDE")
 times = st.floats(1, faults.FAULTY_S, allow_nan=False)
 some = st.sets(names, min_size=1, max_size=4).map(lambda some: tuple(sorted(some)))
 one = names.map(lambda name: (name,))
+blows = st.sampled_from(["crash at", "stop at", "crash coordinator at", "power cut"])
 any_fault = st.one_of(
     st.builds(Fault, times, st.just("crash"), one, number=st.integers(1, 12)),
     st.builds(Fault, times, st.sampled_from(["start", "stop", "resume"]), one),
     st.builds(Fault, times, st.sampled_from(["split", "one way", "three"]), some),
     st.builds(Fault, times, st.sampled_from(["heal", "all back", "orphan"])),
-    st.builds(
-        Fault,
-        times,
-        st.sampled_from(["crash at", "stop at", "crash coordinator at", "power cut"]),
-        moment=st.sampled_from(sorted(faults.MOMENTS)),
-        number=st.integers(0, 3),
-    ),
+    st.builds(Fault, times, blows, moment=st.sampled_from(sorted(faults.MOMENTS)), number=st.integers(0, 3)),
 )
 
 
@@ -155,17 +150,9 @@ def test_the_same_seed_is_the_same_disaster_in_every_process():
         "from diloco.simulate.virtual import faults\n"
         "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
     )
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1] and len(told[0]) > 10_000
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
+    one, other = (subprocess.check_output([sys.executable, "-c", script], env=each) for each in environments)
+    assert one == other and len(one) > 10_000
 
 
 def test_a_scenario_that_goes_otherwise_says_how(tmp_path):
