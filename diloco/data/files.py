@@ -79,12 +79,12 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 @contextmanager
-def refusing(deed: str, path: Path) -> Iterator[None]:
-    """What the system refuses becomes an error that names the file."""
+def refusing(deed: str, path: Path, after: str = "") -> Iterator[None]:
+    """What the system refuses becomes an error that names the file, and says how things are after it."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot {deed} {path}: {error.strerror}") from error
+        raise DataError(f"cannot {deed} {path}: {error.strerror}{after}") from error
 
 
 class Files:

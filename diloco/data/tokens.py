@@ -184,7 +184,7 @@ class TokenWriter:
             )
         payload = array.astype(f"<u{self._width}").tobytes()
         self._digest.update(payload)
-        with refusing("write", self.path):
+        with refusing("write", self.path, "; nothing is left of it"):
             self._file.write(payload)
         self.count += array.size
 
@@ -201,7 +201,7 @@ class TokenWriter:
             raise DataError(f"there are no tokens to write: {self.path} was not written")
         digest = self._digest.hexdigest()
         self.info = TokenFileInfo(self.path, self.vocab, self.count, self._width, digest, self.tokenizer)
-        with refusing("write", self.path):
+        with refusing("write", self.path, "; nothing is left of it"):
             self._file.seek(0)
             self._file.write(pack_header(self.info))
             self._file.flush()
