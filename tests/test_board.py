@@ -7,7 +7,7 @@ from rich.console import Console
 
 from diloco.report.board import ECHO_S, HOLD_S, Board, account
 from diloco.report.terminal import sentence
-from diloco.report.watching import Lines, Tail, cells, open_islands_view, table
+from diloco.report.watching import IslandsView, Tail, cells, open_islands_view, table
 
 ONE, TWO = "island-1", "island-2"
 
@@ -36,15 +36,12 @@ def board() -> Board:
     return made
 
 
-def test_a_row_follows_its_island(board):
-    board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0))
+def test_a_row_follows_its_island_and_steps_make_no_lines(board):
+    assert board.hear(ONE, told("step", step=6, loss=None, tokens_per_s=1500.0)) == []
+    assert board.hear(ONE, told("step", step=7, loss=2.5, tokens_per_s=1500.0)) == []
     board.hear(ONE, a_round(3, ONE, at=1, step=10))
     assert cells(board.rows[ONE]) == (ONE, "training", "7", "2.5000", "1.5k", "3")
     assert cells(board.rows[TWO]) == (TWO, "starting", "", "", "", "")
-
-
-def test_steps_make_no_lines(board):
-    assert board.hear(ONE, told("step", step=7, loss=None, tokens_per_s=1500.0)) == []
 
 
 def test_a_round_is_one_line_whoever_tells_it(board):
@@ -201,7 +198,7 @@ def test_a_tail_waits_for_whole_lines_and_skips_what_a_killed_writer_left(tmp_pa
 def test_without_a_terminal_there_is_no_table(board):
     out = io.StringIO()
     view = open_islands_view(out)
-    assert isinstance(view, Lines)
+    assert isinstance(view, IslandsView)
     view.show(board.rows.values())
     view.say("island-2 joined [red]")
     assert out.getvalue() == "island-2 joined [red]\n"

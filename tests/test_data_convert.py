@@ -1,5 +1,6 @@
 """Text through tokenizers and data sets into token files, with libraries and no network."""
 
+import hashlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,10 @@ from threading import Event
 import pytest
 import tokenizers
 
-from diloco.data import TokenFile, convert, text_source, tokenize, tokenizer_digest
-from diloco.data.cache import cached
-from diloco.data.tokens import TokenWriter
+from diloco.data import text
+from diloco.data.text import text_source, tokenize
+from diloco.data.tokenizer import tokenizer_digest
+from diloco.data.tokens import TokenFile, TokenWriter, cached
 from diloco.errors import DataError, MissingExtra
 
 TEXT = "the cat sat on the mat\nthe dog sat on the cat\n"
@@ -53,10 +55,10 @@ def test_documents_are_tokenised_whole_and_separated(tmp_path: Path, tokenizer: 
 
 
 def test_a_large_file_is_cut_at_lines(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "PIECE", 100)
-    monkeypatch.setattr(convert, "BATCH", 300)
+    monkeypatch.setattr(text, "PIECE", 100)
+    monkeypatch.setattr(text, "BATCH", 300)
     (tmp_path / "a.txt").write_text(TEXT * 50)
-    pieces = list(convert.pieces_of(TEXT * 50))
+    pieces = list(text.pieces_of(TEXT * 50))
     assert all(piece.text.endswith("\n") and len(piece.text) < 150 for piece in pieces)
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     info = tokenize([tmp_path / "a.txt"], tmp_path / "out.tokens", str(tokenizer))
@@ -64,15 +66,15 @@ def test_a_large_file_is_cut_at_lines(tmp_path: Path, tokenizer: Path, monkeypat
 
 
 def test_memory_is_bounded_where_there_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "PIECE", 100)
-    pieces = list(convert.pieces_of("é" * 1050))
+    monkeypatch.setattr(text, "PIECE", 100)
+    pieces = list(text.pieces_of("é" * 1050))
     assert max(len(piece.text) for piece in pieces) == 200
     assert "".join(piece.text for piece in pieces) == "é" * 1050
 
 
 def test_progress_counts_bytes_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "PIECE", 10)
-    monkeypatch.setattr(convert, "BATCH", 10)
+    monkeypatch.setattr(text, "PIECE", 10)
+    monkeypatch.setattr(text, "BATCH", 10)
     (tmp_path / "a.txt").write_text("é\n" * 40)
     seen: list[tuple[int, int]] = []
     tokenize([tmp_path], tmp_path / "out.tokens", "bytes", lambda done, total: seen.append((done, total)))
@@ -109,8 +111,8 @@ def test_text_is_tokenised_once(tmp_path: Path, tokenizer: Path, monkeypatch: py
 def test_the_cache_tells_tokenizers_and_document_borders_apart(tmp_path: Path, tokenizer: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=1))
-    for name, text in [("ab", "ab"), ("a", "a"), ("b", "b")]:
-        (tmp_path / f"{name}.txt").write_text(text)
+    for name in ("ab", "a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
     cache = tmp_path / "cache"
     text_source([tmp_path / "ab.txt"], str(tokenizer), cache)
     text_source([tmp_path / "ab.txt"], str(other), cache)
@@ -146,7 +148,8 @@ def test_tokenizers_that_are_none_are_refused(tmp_path: Path) -> None:
 def test_islands_of_one_machine_build_the_cache_once(tmp_path: Path) -> None:
     built: list[Path] = []
     second = Event()
-    (tmp_path / ".key.tokens.dead.partial").touch()
+    name = hashlib.sha256(b"key").hexdigest()[:40]
+    (tmp_path / f".{name}.tokens.dead.partial").touch()
 
     def build(out: Path) -> None:
         built.append(out)
@@ -160,4 +163,4 @@ def test_islands_of_one_machine_build_the_cache_once(tmp_path: Path) -> None:
         files = list(threads.map(lambda _: cached(tmp_path, "key", build), range(4)))
     assert len(built) == 1
     assert {len(file) for file in files} == {3}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.lock", "key.tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.lock", f"{name}.tokens"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.data import Source, hf_source
+from diloco.data.hf import hf_source
+from diloco.data.source import Source
 from diloco.errors import DataError, MissingExtra
 
 datasets = pytest.importorskip("datasets")
@@ -32,8 +33,8 @@ def text_of(source: Source) -> str:
     return bytes(source.read(0, len(source)).astype("u1")).decode()
 
 
-def load(path: Path | str, split: str = "train", field: str = "text", **options: Any) -> Source:
-    return hf_source(str(path), split, field, "bytes", Path(options.pop("cache")), **options)
+def load(path: Path | str, split: str = "train", field: str = "text", *, cache: Path) -> Source:
+    return hf_source(str(path), split, field, "bytes", cache)
 
 
 def test_a_saved_data_set(saved: Path, tmp_path: Path) -> None:
@@ -48,11 +49,10 @@ def test_a_saved_split_is_only_itself(tmp_path: Path) -> None:
         load(tmp_path / "one", "test", cache=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_records_in_a_file(tmp_path: Path, streaming: bool) -> None:
+def test_records_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps({"body": text, "id": 1}) + "\n" for text in ["a", "b\n"]))
-    assert text_of(load(file, field="body", streaming=streaming, cache=tmp_path / "cache")) == "a\0b\n\0"
+    assert text_of(load(file, field="body", cache=tmp_path / "cache")) == "a\0b\n\0"
 
 
 def test_a_folder_of_records(tmp_path: Path) -> None:
@@ -87,21 +87,20 @@ def test_what_does_not_fit_is_named(saved: Path, tmp_path: Path, split: str, fie
     assert list((tmp_path / "cache").glob("*.tokens")) == []
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_damaged_records_are_one_line(tmp_path: Path, streaming: bool) -> None:
+def test_damaged_records_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
     with pytest.raises(DataError, match=r"cannot load the data set .*bad\.jsonl: ") as caught:
-        load(tmp_path / "bad.jsonl", streaming=streaming, cache=tmp_path / "cache")
+        load(tmp_path / "bad.jsonl", cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
 
 
 def test_a_name_goes_to_the_library_and_never_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(path: str, name: str, *, split: str, streaming: bool, trust_remote_code: bool = True) -> Any:
-        assert (path, name, split, streaming, trust_remote_code) == ("org/set", "small", "train", True, False)
+    def load_dataset(path: str, *, split: str, trust_remote_code: bool = True) -> Any:
+        assert (path, split, trust_remote_code) == ("org/set", "train", False)
         return datasets.Dataset.from_dict({"text": ["x"]}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert text_of(load("org/set", config="small", streaming=True, cache=tmp_path)) == "x\0"
+    assert text_of(load("org/set", cache=tmp_path)) == "x\0"
 
 
 def test_a_name_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

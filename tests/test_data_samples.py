@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data import Samples
+from diloco.data.samples import Samples
 from diloco.errors import DataError
 
 

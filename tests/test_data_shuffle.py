@@ -1,11 +1,9 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data import permute
+from diloco.data.shuffle import permute
 
 
 def order(n: int, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -19,9 +17,7 @@ def test_every_element_comes_exactly_once(n: int, seed: int, epoch: int) -> None
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 9, 101, 127, 128, 1009, 65536, 65537, 99991])
 def test_bijective_at_the_awkward_sizes(n: int) -> None:
-    assert len(set(order(n))) == n
-    assert min(order(n)) == 0
-    assert max(order(n)) == n - 1
+    assert sorted(order(n)) == list(range(n))
 
 
 @given(n=st.integers(1, 2**62), data=st.data())
@@ -57,13 +53,3 @@ def test_neighbours_are_torn_apart() -> None:
 def test_positions_outside_are_refused(position: int) -> None:
     with pytest.raises(IndexError):
         permute(position, 10, 0, 0)
-
-
-def test_a_batch_takes_less_than_a_millisecond() -> None:
-    positions = np.arange(64)
-    times = []
-    for epoch in range(20):
-        start = time.perf_counter()
-        permute(positions, 10**9 + 7, 0, epoch)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data import ByteFiles, Samples, stdlib_source, text_source
 from diloco.data.files import KEPT_OPEN, Files
+from diloco.data.samples import Samples
+from diloco.data.source import ByteFiles
+from diloco.data.text import stdlib_source, text_source
 from diloco.errors import DataError
 
 
@@ -159,5 +161,6 @@ def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_heavy_library() -> None:
-    code = "import sys, diloco.data; print({'torch', 'transformers', 'tokenizers', 'datasets'} & set(sys.modules))"
+    heavy = "{'torch', 'transformers', 'tokenizers', 'datasets'}"
+    code = f"import sys, diloco.data.hf, diloco.data.samples; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

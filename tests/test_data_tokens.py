@@ -4,6 +4,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data import TokenFile, TokenWriter, import_raw
-from diloco.data.header import SIZE, TokenFileInfo, pack
+from diloco.data.tokens import HEADER_SIZE, TokenFile, TokenFileInfo, TokenWriter, import_raw, pack_header
 from diloco.errors import DataError
 
 
@@ -47,8 +47,8 @@ def test_what_is_written_in_parts_is_read_by_slices(tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize("vocab, width", [(256, 2), (65536, 2), (65537, 4)])
 def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path: Path, vocab: int, width: int) -> None:
     path = written(tmp_path / "a.tokens", [vocab - 1, 0], vocab)
-    assert path.stat().st_size == SIZE + 2 * width
-    assert path.read_bytes()[SIZE:] == (vocab - 1).to_bytes(width, "little") + bytes(width)
+    assert path.stat().st_size == HEADER_SIZE + 2 * width
+    assert path.read_bytes()[HEADER_SIZE:] == (vocab - 1).to_bytes(width, "little") + bytes(width)
     assert TokenFile(path).read(0, 2).tolist() == [vocab - 1, 0]
 
 
@@ -67,6 +67,24 @@ def test_a_flipped_header_field_is_noticed(tmp_path: Path, byte: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda whole: whole[:8] + struct.pack("<I", 2) + whole[12:], "version 2, this diloco reads 1"),
+        (lambda whole: b"", "not a token"),
+        (lambda whole: whole[:7], "not a token"),
+        (lambda whole: whole[:100], "its header"),
+        (lambda whole: whole[:133], "cut short"),
+        (lambda whole: whole + b"\0\0", "136 bytes instead of 134"),
+    ],
+)
+def test_a_newer_cut_or_longer_file_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], problem: str) -> None:
+    path = written(tmp_path / "a.tokens", [1, 2, 3])
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=problem):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize(
     "width, vocab, count, problem",
     [
         (3, 9, 1, "3 bytes per token"),
@@ -78,42 +96,15 @@ def test_a_flipped_header_field_is_noticed(tmp_path: Path, byte: int) -> None:
 def test_impossible_fields_are_refused(tmp_path: Path, width: int, vocab: int, count: int, problem: str) -> None:
     path = tmp_path / "a.tokens"
     info = TokenFileInfo(path, vocab, count, width, "00" * 32, None)
-    path.write_bytes(sealed(pack(info)) + bytes(width * count))
+    path.write_bytes(sealed(pack_header(info)) + bytes(width * count))
     with pytest.raises(DataError, match=problem):
-        TokenFile(path)
-
-
-def test_a_newer_version_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.tokens", [1])
-    content = bytearray(path.read_bytes())
-    content[8:12] = struct.pack("<I", 2)
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="version 2, this diloco reads 1"):
-        TokenFile(path)
-
-
-@pytest.mark.parametrize(
-    "size, problem", [(0, "not a token"), (7, "not a token"), (100, "its header"), (133, "cut short")]
-)
-def test_a_file_cut_short_is_refused(tmp_path: Path, size: int, problem: str) -> None:
-    path = written(tmp_path / "a.tokens", [1, 2, 3])
-    os.truncate(path, size)
-    with pytest.raises(DataError, match=problem):
-        TokenFile(path)
-
-
-def test_trailing_bytes_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.tokens", [1, 2, 3])
-    with open(path, "ab") as file:
-        file.write(b"\0\0")
-    with pytest.raises(DataError, match="136 bytes instead of 134"):
         TokenFile(path)
 
 
 def test_a_token_outside_the_vocabulary_is_found_on_reading(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tokens", [1, 2, 3, 4], vocab=10)
     with open(path, "r+b") as file:
-        file.seek(SIZE + 2 * 2)
+        file.seek(HEADER_SIZE + 2 * 2)
         file.write(b"\x0a\0")
     file = TokenFile(path)
     assert file.read(0, 2).tolist() == [1, 2]
@@ -126,7 +117,7 @@ def test_a_token_outside_the_vocabulary_is_found_on_reading(tmp_path: Path) -> N
 def test_a_file_that_shrinks_while_in_use_is_an_error_not_a_crash(tmp_path: Path) -> None:
     file = TokenFile(written(tmp_path / "a.tokens", list(range(1000))))
     file.read(0, 10)
-    os.truncate(tmp_path / "a.tokens", SIZE)
+    os.truncate(tmp_path / "a.tokens", HEADER_SIZE)
     with pytest.raises(DataError, match=r"a\.tokens changed from 2128 to 128 bytes"):
         file.read(900, 910)
 
@@ -146,25 +137,20 @@ def test_the_fingerprint_follows_tokens_and_vocabulary(tmp_path: Path) -> None:
     assert len(set(prints)) == 4
 
 
-@pytest.mark.parametrize("tokens", [[1, 10], [-1], [1.5], ["a"]])
-def test_bad_tokens_are_refused_and_nothing_is_left(tmp_path: Path, tokens: list) -> None:
-    with pytest.raises(DataError), TokenWriter(tmp_path / "a.tokens", vocab=10) as writer:
-        writer.write([1])
+@pytest.mark.parametrize("first, tokens", [([1], [1, 10]), ([1], [-1]), ([1], [1.5]), ([1], ["a"]), ([], [])])
+def test_bad_tokens_or_none_are_refused_and_nothing_is_left(tmp_path: Path, first: list, tokens: list) -> None:
+    problem = "outside the vocabulary|must be whole numbers" if tokens else "no tokens"
+    with pytest.raises(DataError, match=problem), TokenWriter(tmp_path / "a.tokens", vocab=10) as writer:
+        writer.write(first)
         writer.write(tokens)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_tokens_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokens"):
-        written(tmp_path / "a.tokens", [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tokens", [5])
     code = """if True:
-        import os, sys, pathlib, diloco.data
-        with diloco.data.TokenWriter(pathlib.Path(sys.argv[1]), 10) as writer:
+        import os, sys, pathlib, diloco.data.tokens
+        with diloco.data.tokens.TokenWriter(pathlib.Path(sys.argv[1]), 10) as writer:
             writer.write([1] * 100_000)
             os._exit(3)
     """
@@ -203,8 +189,8 @@ def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_a_large_file_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "large.tokens"
     count = 2**30
-    path.write_bytes(pack(TokenFileInfo(path, 10, count, 2, "00" * 32, None)))
-    os.truncate(path, SIZE + 2 * count)
+    path.write_bytes(pack_header(TokenFileInfo(path, 10, count, 2, "00" * 32, None)))
+    os.truncate(path, HEADER_SIZE + 2 * count)
     tracemalloc.start()
     file = TokenFile(path)
     assert file.read(count - 1000, count).sum() == 0

@@ -3,13 +3,18 @@
 import pytest
 from test_elastic_state import GENESIS, contribution, record
 
+from diloco.elastic.protocol.record import Contribution, Offer
 from diloco.simulate.virtual.check import Checker, Violation
 
 CALM = {"steady": set[str](), "calm": True}
 
 
-def checker(*, strict: bool = False) -> Checker:
-    made = Checker(strict)
+LATE = ((4, 12),)
+IN_ANOTHER_FRAGMENT = Contribution("A", Offer(1, 0, 1, 10, LATE, incarnation=1), 10)
+
+
+def checker(*, strict: bool = False, fragments: int = 1) -> Checker:
+    made = Checker(strict, fragments)
     made.genesis(GENESIS.head.digest)
     return made
 
@@ -33,13 +38,18 @@ def test_a_branch_out_of_nowhere():
         checker().appended("B", stray, (), **CALM)
 
 
-def test_samples_are_used_twice_only_after_a_restart_or_a_fork():
-    judge = checker()
+def test_fragments_out_of_turn():
+    with pytest.raises(Violation, match="is of fragment 1, and 0 is due"):
+        checker(fragments=2).appended("A", record(GENESIS, IN_ANOTHER_FRAGMENT, fragment=1), (), **CALM)
+
+
+@pytest.mark.parametrize("again", [contribution("B", 0, 1, samples=LATE), IN_ANOTHER_FRAGMENT])
+def test_samples_are_used_twice_only_after_a_restart_or_a_fork_although_the_ledger_says_so(again):
+    judge, fragment = checker(fragments=1 + again.offer.fragment), again.offer.fragment
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
-    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
-    with pytest.raises(Violation, match=r"I5: .* and nothing forked"):
-        judge.appended("A", second, ((4, 8),), **CALM)
+    with pytest.raises(Violation, match=r"I5: samples \(\(4, 8\),\) are in two contributions, and nothing forked"):
+        judge.appended("A", record(GENESIS.after(first), again, fragment=fragment), ((4, 8),), **CALM)
 
 
 def test_samples_that_are_used_twice_must_be_on_the_books():
@@ -47,7 +57,7 @@ def test_samples_that_are_used_twice_must_be_on_the_books():
     judge.restarted = True  # only then, or after a fork, may it happen at all
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
-    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
+    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=LATE))
     judge.appended("A", second, ((4, 8),), **CALM)
     with pytest.raises(Violation, match="I5"):
         judge.appended("B", second, ((4, 7),), **CALM)

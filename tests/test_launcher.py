@@ -22,11 +22,11 @@ from test_board import a_round, told
 from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
-from diloco.launch.child import Child
 from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, is_saving, open_run, spread
 from diloco.launch.plan import Plan
+from diloco.launch.processes import Child
 from diloco.report.events import Event, read_events
-from diloco.report.watching import Lines
+from diloco.report.watching import IslandsView
 from diloco.run.folder import release
 from diloco.run.signals import REPEAT_S
 
@@ -72,8 +72,8 @@ def out() -> io.StringIO:
 
 
 @pytest.fixture
-def view(out) -> Lines:
-    return Lines(Console(file=out, width=200))
+def view(out) -> IslandsView:
+    return IslandsView(Console(file=out, width=200))
 
 
 def test_an_earlier_run_is_kept_or_refused(plan, view, out):
@@ -119,7 +119,7 @@ def test_a_ticket_names_everybody_before_it_names_anybody_twice():
 def test_a_child_says_why_it_ended(tmp_path):
     child = Child(ONE, tmp_path / ONE)
     child.start(["run", "there-is-no-such.yaml"], {})
-    assert wait_until(lambda: not child.alive)
+    assert wait_until(lambda: child.exit_code is not None)
     assert child.exit_code == 2
     assert child.reason().startswith("exit code 2: error[config]: there-is-no-such.yaml: no such file")
 
@@ -153,19 +153,21 @@ class FakeChild:
     def reason(self) -> str:
         return "exit code 1: it went wrong"
 
-    @property
-    def alive(self) -> bool:
-        return self.exit_code is None
+
+def founded(plan: Plan, view: IslandsView) -> Path:
+    """The folder of an island that has founded the run."""
+    open_run(plan, view, fresh=False)
+    founder = plan.folder / ONE
+    (founder / "ticket").touch()
+    (founder / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
+    return founder
 
 
 @pytest.fixture
 def fleet(plan, view, out, monkeypatch) -> Fleet:
     """A founder that trains, and a second island that dies whenever it is started."""
     monkeypatch.setattr("diloco.launch.fleet.RESTART_S", 0.0)
-    open_run(plan, view, fresh=False)
-    founder = plan.folder / ONE
-    (founder / "ticket").touch()
-    (founder / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
+    founder = founded(plan, view)
     (founder / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10)) + "\n")
     made = Fleet(plan, view)
     made.out = out
@@ -203,9 +205,9 @@ def test_the_first_signal_pauses_once_and_the_second_kills(fleet):
     fleet.look(0)
     fleet.look(1)
     fleet.look(1)
-    assert fleet.children[ONE].paused == 1 and fleet.children[ONE].alive
+    assert fleet.children[ONE].paused == 1 and fleet.children[ONE].exit_code is None
     fleet.look(2)
-    assert not fleet.children[ONE].alive and not fleet.at_work
+    assert fleet.children[ONE].exit_code == -9 and not fleet.at_work
 
 
 def test_an_island_that_was_still_starting_when_asked_to_stop_has_not_died(fleet):

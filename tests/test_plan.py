@@ -81,6 +81,13 @@ def test_the_bare_question_is_answered_as_published(capsys):
     assert [round(rate, 1) for rate in answer["gbit_per_s"]] == [0.4, 1.0, 1.7, 2.0, 2.9]
 
 
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 2}\n")
+    return path
+
+
 WRONG = {
     "nothing": ({}, "plan: give a CONFIG, or --layers, --step-time and --params"),
     "half": ({**GIVEN, "params": None}, "--params is missing: without a CONFIG give"),
@@ -115,51 +122,37 @@ WRONG_LINKS = {
     "no such link": ({"link": "1e300gbit"}, "--link 1e300gbit: must be finite"),
     "rate": ({"max_up": "0mbit"}, "--max-up 0mbit: must be above 0"),
     "accelerator": ({"accelerator": "abacus"}, "--accelerator abacus: there are h200, "),
-    "profile": (
-        {"profile": [Path("nowhere.json")]},
-        "--profile nowhere.json: no such file; make one with",
-    ),
+    "profile": ({"profile": [Path("nowhere.json")]}, "--profile nowhere.json: no such file; make one with"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_LINKS)
-def test_mistakes_about_links_name_the_option(case, tmp_path):
+def test_mistakes_about_links_name_the_option(case, tiny):
     changed, complaint = WRONG_LINKS[case]
-    path = tmp_path / "run.yaml"
-    path.write_text("run: planned\n")
     with pytest.raises(ConfigError, match="^" + re.escape(complaint)):
-        plan(path, **ISLANDS | changed)
+        plan(tiny, **ISLANDS | changed)
 
 
-def test_a_plan_for_people(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 2}\n")
-    told = run_cli("plan", str(path), "--islands", "4", "--link", "50mbit,20ms", "--max-up", "10mbit")
+def test_a_plan_for_people(tiny):
+    told = run_cli("plan", str(tiny), "--islands", "4", "--link", "50mbit,20ms", "--max-up", "10mbit")
     assert told.returncode == 0, told.stderr
     assert "4 islands, 10 mbit/s up, 50 mbit/s down, 20 ms one way" in told.stdout
     assert told.stdout.splitlines()[-1].startswith("take sync: {")
 
 
-def test_a_plan_for_programs(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 2}\n")
-    plan(path, ["sync.codec=int4"], **ISLANDS, target="90%,95%", json=True)
+def test_a_plan_for_programs(tiny, capsys):
+    plan(tiny, ["sync.codec=int4"], **ISLANDS, target="90%,95%", json=True)
     answer = json.loads(capsys.readouterr().out)
     assert answer["given"]["sync"] == {"every": 2, "codec": "int4", "fragments": 1, "delay": 0, "apply": "rebase"}
     assert len(answer["gbit_per_s"]) == 2
     assert answer["chosen"]["utilisation"] >= 0.9 > answer["given"]["utilisation"]
-    assert (
-        answer["memory_bytes"]["accelerator"]
-        > answer["memory_bytes"]["parameters"]
-        == 4 * answer["model"]["parameters"]
-    )
+    memory = answer["memory_bytes"]
+    assert memory["accelerator"] > memory["parameters"] == 4 * answer["model"]["parameters"]
     assert answer["why"].startswith("take sync: {")
 
 
-def test_without_a_link_the_answer_is_which_one_is_needed(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {preset: tiny}\nisland: {device: cpu}\nsync: {every: 50}\n")
-    plan(path, islands=4, target="80%", json=True)
+def test_without_a_link_the_answer_is_which_one_is_needed(tiny, capsys):
+    plan(tiny, ["sync.every=50"], islands=4, target="80%", json=True)
     answer = json.loads(capsys.readouterr().out)
     assert answer["link"] is None and answer["chosen"] is None
     assert f"needs {1000 * answer['gbit_per_s'][0]:.3g} mbit/s up and down for 80 %" in answer["why"]

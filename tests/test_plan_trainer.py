@@ -240,16 +240,15 @@ def test_a_phase_given_as_a_time_has_as_many_steps_as_fit():
 # what is read
 
 
+SPEED = {"device": "cpu (2 threads)", "tokens_per_s": 4096.0, "flops_per_token": WORK.flops_per_token}
+CODEC = {"device": "cpu (2 threads)", "values": 1000, "speed": {"int8": {"encode_s": 1e-3, "decode_s": 2e-3}}}
+
+
 def test_a_measured_step_is_taken_as_it_was_measured(tmp_path):
-    config = config_of()
-    speed = {"device": "cpu (2 threads)", "tokens_per_s": 4096.0, "flops_per_token": WORK.flops_per_token}
-    codec = {"device": "cpu (2 threads)", "values": 1000, "speed": {"int8": {"encode_s": 1e-3, "decode_s": 2e-3}}}
-    for name, figures in (("speed", speed), ("codec", codec)):
+    for name, figures in (("speed", SPEED), ("codec", CODEC)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"checks": [], **figures}))
-    profile = read_profiles([tmp_path / "speed.json", tmp_path / "codec.json"])
-    plan = make_plan(
-        config, WORK, Machine("cpu", "fp32", profile), islands=2, line=Line(1e9, 1e9), targets=(0.9,)
-    )  # fmt: skip
+    machine = Machine("cpu", "fp32", read_profiles([tmp_path / "speed.json", tmp_path / "codec.json"]))
+    plan = make_plan(config_of(), WORK, machine, islands=2, line=Line(1e9, 1e9), targets=(0.9,))
     assert plan.situation.step_s == pytest.approx(8 * 128 / 4096)
     assert plan.situation.host.codec_ns["int8"] == pytest.approx((1000.0, 2000.0))
 
@@ -273,20 +272,11 @@ def test_a_profile_of_something_else_is_refused(tmp_path, text, complaint):
         read_profiles([path])
 
 
-SPEED = {"device": "cpu (2 threads)", "tokens_per_s": 4096.0, "flops_per_token": 1e6}
-CODEC = {"device": "cpu (2 threads)", "values": 1000, "speed": {"int8": {"encode_s": 1e-3, "decode_s": 2e-3}}}
-
-
 @pytest.mark.parametrize("figure", [0, -1.0, math.nan, math.inf, 1e300, 1e-300])
 @pytest.mark.parametrize(
     ("figures", "key"),
-    [
-        (SPEED, "tokens_per_s"),
-        (SPEED, "flops_per_token"),
-        (CODEC, "values"),
-        (CODEC, "speed.int8.encode_s"),
-        (CODEC, "speed.int8.decode_s"),
-    ],
+    [(SPEED, "tokens_per_s"), (SPEED, "flops_per_token"), (CODEC, "values")]
+    + [(CODEC, f"speed.int8.{way}_s") for way in ("encode", "decode")],
 )
 def test_a_figure_that_nothing_can_have_is_refused_with_file_and_key(tmp_path, figures, key, figure):
     path, changed = tmp_path / "profile.json", deepcopy(figures)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,24 @@ from team import PATIENT, Team, introduced
 
 from diloco.bench.speed import Heard
 from diloco.cli.real import summary
+from diloco.config.file import parse_config
 from diloco.report.events import Events
+from diloco.simulate.real import story
 from diloco.simulate.real.page import page, write_page
-from diloco.simulate.real.story import Computed, FaultStory, IslandStory, LossPoint, Story, write_json
-from diloco.simulate.real.timeline import Flow, Span, flat, flows, sending, timeline
+from diloco.simulate.real.story import Computed, FaultStory, Flow, IslandStory, LossPoint, Span, Story, usual_round_s
+from diloco.simulate.real.topology import Topology
 from diloco.train.rounds import Rounds
 
 # what is told
 
 
-def event(kind: str, at: float, **fields: float) -> dict:
+def event(kind: str, at: float = 0.0, **fields: object) -> dict:
     return {"event": kind, "time": at, **fields}
 
 
 def test_a_timeline_joins_computes_waits_dies_and_comes_back():
     events = [event("start", 5), event("wait", 9, seconds=2), event("start", 23), event("end", 30)]
-    assert timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
+    assert story.timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
         Span(0, 5, "joining"), Span(5, 7, "computing"), Span(7, 9, "waiting"), Span(9, 12, "computing"),
         Span(12, 15, "dead"), Span(15, 23, "joining"), Span(23, 24, "computing"), Span(24, 25, "stopped"),
         Span(25, 30, "computing"),
@@ -34,19 +37,19 @@ def test_a_timeline_joins_computes_waits_dies_and_comes_back():
 
 
 def test_who_dies_before_it_trains_was_joining_and_who_stays_away_is_dead():
-    assert timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
+    assert story.timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
 
 
 def test_who_is_killed_after_a_longer_silence_than_its_steps_take_was_waiting():
     steps = [event("start", 0), event("step", 2), event("step", 4), event("wait", 8, seconds=3), event("step", 10)]
     waited = [Span(0, 5, "computing"), Span(5, 8, "waiting")]
     lost = event("elastic", 19, what="lost")  # tells nothing of training
-    assert timeline([[0, 20]], [], [*steps, lost], end=20) == [
+    assert story.timeline([[0, 20]], [], [*steps, lost], end=20) == [
         *waited, Span(8, 12, "computing"), Span(12, 20, "waiting")
     ]  # fmt: skip
-    assert timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
-    assert timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
-    assert timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
+    assert story.timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
+    assert story.timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
+    assert story.timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
 
 
 def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small):
@@ -63,7 +66,7 @@ def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small
 
 
 def test_spans_that_cover_each_other_are_told_once():
-    assert flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
+    assert story.flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
         Span(0, 2, "a"), Span(2, 5, "b"), Span(5, 10, "a"), Span(20, 21, "a"),
     ]  # fmt: skip
 
@@ -71,13 +74,15 @@ def test_spans_that_cover_each_other_are_told_once():
 def test_flows_are_what_counters_gained_and_a_restart_loses_nothing():
     counts = [(0, 0), (1, 1000), (2, 1000), (9, 10), (10, 510)]
     samples = [{"time": at, "sent": sent, "received": 2 * sent} for at, sent in counts]
-    seen = flows(samples)
+    seen = story.flows(samples)
     assert [(flow.begin_s, flow.sent, flow.received) for flow in seen] == [
         (0, 1000, 2000), (1, 0, 0), (2, 10, 20), (9, 500, 1000),
     ]  # fmt: skip
     assert seen[0].up_bits_per_s == 8000 and seen[0].down_bits_per_s == 16000
-    assert sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
-    assert sending(seen, up_bits_per_s=100_000) == [(0, 1)]
+    assert story.sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
+    assert story.sending(seen, up_bits_per_s=100_000) == [(0, 1)]
+    either = [{"time": 0, "sent": 100, "received": 5000}, {"time": 9, "sent": 300, "received": 40}]
+    assert story.flows(either) == [Flow(0, 9, 300, 40)]
 
 
 def a_story(name: str = "near", *, setting: str = "sync: {every: 8, codec: int8}") -> Story:
@@ -118,12 +123,99 @@ def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():
 
 
 def test_the_json_has_the_same_story(tmp_path):
-    write_json([a_story()], tmp_path / "report.json")
+    story.write_json([a_story()], tmp_path / "report.json")
     (told,) = json.loads((tmp_path / "report.json").read_text())["simulations"]
     assert told["name"] == "near" and told["islands"][0]["spans"][1] == {
         "begin_s": 0, "end_s": 10, "state": "computing",
     }  # fmt: skip
     assert [fault["happened"] for fault in told["faults"]] == [True, True, False]
+
+
+# compared fairly with what was only computed
+
+CONFIG = parse_config({"model": {"preset": "tiny"}, "data": {"sequence": 100}, "island": {"batch": 10}})
+FAST = (0.0, 50e6, 50e6)
+
+
+def told(*step_s: float, device: str = "cpu (2 threads)") -> list[dict]:
+    return [event("start", device=device), *(event("step", tokens_per_s=1000 / seconds) for seconds in step_s)]
+
+
+def computed_for(*islands: tuple[list[dict], list[tuple[float, float, float]]]) -> Computed:
+    names = [f"island-{number}" for number in range(1, len(islands) + 1)]
+    stories = [
+        IslandStory(name, "", [], [], [], capacity, 0, dict.fromkeys(story.STATES, 0.0), 0.0, 0, 0)
+        for name, (_, capacity) in zip(names, islands, strict=True)
+    ]
+    heard = {name: events for name, (events, _) in zip(names, islands, strict=True)}
+    found = story.computed(CONFIG, Topology.uniform(len(islands), 50e6, 0.02), heard, stories, steps=100)
+    assert found is not None
+    return found
+
+
+def test_data_parallel_goes_at_the_pace_of_the_slowest_island():
+    found = computed_for((told(9, 0.1, 0.1, 0.1), [FAST]), (told(9, 0.5, 0.4, 0.4), [FAST]))
+    assert found.step_s == pytest.approx(0.4)
+    assert found.data_parallel_seconds == pytest.approx(100 * 0.4 / found.data_parallel_utilisation)
+
+
+def test_who_told_only_of_its_start_is_not_the_slowest_unless_all_did():
+    short = {"island-1": told(9, 0.1, 0.1), "island-2": told(7)}
+    assert story.slowest_step_s(1000, short) == pytest.approx(0.1)
+    assert story.slowest_step_s(1000, {"island-1": told(2), "island-2": told(7)}) == pytest.approx(7)
+    assert story.slowest_step_s(1000, {"island-1": told()}) is None
+
+
+def test_data_parallel_has_the_slowest_link_at_its_slowest():
+    steady = computed_for((told(9, 0.1), [FAST]), (told(9, 0.1), [(0.0, 5e6, 50e6)]))
+    changing = computed_for((told(9, 0.1), [FAST]), (told(9, 0.1), [FAST, (60.0, 5e6, 50e6), (90.0, 50e6, 50e6)]))
+    always_fast = computed_for((told(9, 0.1), [FAST]), (told(9, 0.1), [FAST]))
+    assert changing == steady
+    assert changing.data_parallel_utilisation < always_fast.data_parallel_utilisation
+
+
+def test_data_parallel_has_all_who_came_to_train_and_nobody_else():
+    two, one = (told(9, 0.1), [FAST]), (told(9, 0.1), [FAST])
+    slow = [(0.0, 1e6, 1e6)]
+    pair, three = computed_for(two, one), computed_for(two, one, (told(), [FAST]))
+    assert computed_for(two, one, ([], slow)) == pair
+    assert three.data_parallel_utilisation < pair.data_parallel_utilisation
+    late = computed_for(two, one, (told(), slow))
+    assert late.data_parallel_utilisation < pair.data_parallel_utilisation / 10
+
+
+def test_what_islands_computed_on_is_what_they_told():
+    cpu, gpu = (
+        computed_for(*[(told(9, 0.1, device=device), [FAST])] * 2) for device in ("cpu (1 thread)", "NVIDIA H200")
+    )
+    untold = computed_for(*[([event("start"), event("step", tokens_per_s=1e4)], [FAST])] * 2)
+    assert gpu.predicted_round_s < cpu.predicted_round_s == untold.predicted_round_s
+
+
+BOTH = ("island-1", "island-2")
+
+
+def a_round(number: int, launched: float, applied: float | None, *contributors: str, told_at: float = 100.0) -> dict:
+    told_of = {"digest": f"of round {number}", "contributors": contributors, "applied_at": applied}
+    return event("round", told_at, round_s=told_at - launched, **told_of)
+
+
+def test_a_round_is_measured_from_the_last_launch_until_all_have_applied_it():
+    early = [a_round(1, 10.0, 19.0, *BOTH), a_round(2, 20.0, 23.0, *BOTH), a_round(3, 30.0, 36.0, *BOTH)]
+    late = [a_round(1, 12.0, 18.0, *BOTH), a_round(2, 21.0, 23.5, *BOTH), a_round(3, 29.0, 35.0, *BOTH)]
+    assert usual_round_s({"island-1": early, "island-2": late}) == 6.0
+
+
+def test_only_rounds_of_several_count_as_those_who_were_in_them_tell_it():
+    seen = [a_round(1, 10.0, 13.0, *BOTH), a_round(2, 20.0, 20.1, "island-1"), a_round(3, 30.0, None, *BOTH)]
+    newcomer = [a_round(1, 12.9, 40.0, *BOTH)]
+    assert usual_round_s({"island-1": [*seen, a_round(4, 50.0, 50.0)], "island-3": newcomer}) == 3.0
+    assert usual_round_s({"island-1": seen[1:]}) is None
+
+
+def test_the_page_shows_the_measured_round_beside_the_computed_one():
+    shown = page([replace(a_story(), measured_round_s=2.5)])
+    assert "A round took 2.5 s from its last launch" in shown and "1.2 s as computed" in shown
 
 
 # in a browser

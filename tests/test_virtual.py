@@ -10,14 +10,12 @@ from diloco.cli.app import app
 from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
 from diloco.plan.predict import Host, Line
-from diloco.simulate.virtual import network
+from diloco.simulate.virtual import modelled
 from diloco.simulate.virtual.allreduce import flat, two_level
-from diloco.simulate.virtual.churn import Churn
 from diloco.simulate.virtual.faults import both_ways
-from diloco.simulate.virtual.outcome import simulate
+from diloco.simulate.virtual.modelled import Setting, name_of
+from diloco.simulate.virtual.outcome import COUNTS, Churn, rows, simulate
 from diloco.simulate.virtual.reductions import Reductions
-from diloco.simulate.virtual.scale import COUNTS, rows
-from diloco.simulate.virtual.setting import Setting, name_of
 
 FEW = Setting(4, Line(100e6, 100e6, 0.04), values=25_000_000, phase_s=60.0, spread=0.0, jitter=0.0, seconds=600.0)
 CHURN = Setting(70, FEW.line, values=25_000_000, phase_s=40.0, mtbf_s=25.0, back_s=60.0, seconds=220.0, seed=3)
@@ -54,7 +52,7 @@ def test_heartbeats_that_are_no_news_change_nothing(monkeypatch):
     """Taken in without asking the node, or by the node: the run is the same to the last figure."""
     setting = replace(CHURN, seconds=120.0)
     quick = simulate(setting)
-    monkeypatch.setattr(network, "hears_no_news", lambda *heard: False)
+    monkeypatch.setattr(modelled, "hears_no_news", lambda *heard: False)
     assert replace(simulate(setting), wall_s=0.0) == replace(quick, wall_s=0.0)
 
 
@@ -104,9 +102,8 @@ def test_two_levels_have_few_streams_and_nearly_the_same_bytes():
     assert sum(level.frames for level in parts.levels) < whole.levels[0].frames / 10
     line = Line(100e6, 100e6, 0.04)
     assert parts.seconds(line, 1.0) < 1.1 * whole.seconds(line, 1.0)
-    assert two_level(10_000, 150_000_000, "int8").seconds(line, 1.0) < flat(10_000, 150_000_000, "int8").seconds(
-        line, 1.0
-    )
+    many_whole, many_parts = (plan(10_000, 150_000_000, "int8").seconds(line, 1.0) for plan in (flat, two_level))
+    assert many_parts < many_whole
 
 
 def test_many_reduce_in_two_levels_unless_told_otherwise():

@@ -15,7 +15,7 @@ from torch import nn
 from diloco.bench.report import Check, Report
 from diloco.config.file import parse_config
 from diloco.config.schema import Config, SyncConfig
-from diloco.data import Samples
+from diloco.data.samples import Samples
 from diloco.island.island import compute_dtype, next_token_loss
 from diloco.island.mesh import take_place
 from diloco.model.decoder import Decoder, initial_parameters, shape_of

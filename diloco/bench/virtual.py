@@ -5,8 +5,8 @@ from typing import Any
 from diloco.bench.report import Check, Report
 from diloco.bench.simulated import EVERY, FAR, NEAR, Setting, simulated
 from diloco.plan.predict import Host
+from diloco.simulate.virtual.modelled import Setting as Modelled
 from diloco.simulate.virtual.outcome import simulate
-from diloco.simulate.virtual.setting import Setting as Modelled
 
 ISLANDS = 4
 ROUNDS = 30  # in virtual time

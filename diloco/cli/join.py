@@ -31,7 +31,7 @@ def join(
     """
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
-    from diloco.launch.mesh_processes import start_if_several
+    from diloco.launch.processes import start_if_several
 
     mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
     own = overrides_tree([*(set_ or []), *mesh])

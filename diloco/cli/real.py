@@ -11,14 +11,12 @@ from diloco.errors import ConfigError
 from diloco.plan.plan import percent
 from diloco.report.board import account
 from diloco.report.watching import open_islands_view
-from diloco.simulate.real.drawing import need_matplotlib
 from diloco.simulate.real.faults import joining, parse_faults
 from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World, simulate
 from diloco.simulate.real.netns import refuse_if_not_permitted
-from diloco.simulate.real.page import write_page
+from diloco.simulate.real.page import need_matplotlib, write_page
 from diloco.simulate.real.story import Story, story_of, write_json
-from diloco.simulate.real.topology import Topology
-from diloco.simulate.real.topologyfile import MAX_ISLANDS, read_topology
+from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
 from diloco.units import format_duration, format_size, parse_link
 
 DEFAULT_ISLANDS = 4

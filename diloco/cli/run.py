@@ -59,7 +59,7 @@ def run_command(plan: "Plan", *, fresh: bool) -> None:
     for option, value in (("--link", plan.link), ("--host", plan.host)):
         if value is not None:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
-    from diloco.launch.mesh_processes import start_if_several
+    from diloco.launch.processes import start_if_several
 
     start_if_several(plan.config.island)
     from diloco.run.start import run
@@ -71,7 +71,7 @@ def run_command(plan: "Plan", *, fresh: bool) -> None:
 
 def one_island(plan: "Plan", *, fresh: bool) -> None:
     """An island that others can join, in this process."""
-    from diloco.launch.mesh_processes import start_if_several
+    from diloco.launch.processes import start_if_several
 
     up, delay_s = parse_rate_and_delay(plan.link)
     config = plan.config

@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.units import parse_count, parse_duration, parse_link, parse_share
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.setting import Setting
+    from diloco.simulate.virtual.modelled import Setting
 
 PROTOCOL = frozenset({"islands", "protocol", "seeds", "first", "without", "jobs"})
 VIRTUAL = frozenset(
@@ -102,7 +102,7 @@ def simulate(
     if virtual:
         from diloco.cli.virtual import simulate_virtual
         from diloco.plan.predict import Line
-        from diloco.simulate.virtual.setting import Setting
+        from diloco.simulate.virtual.modelled import Setting
 
         rate, delay_s = parse_option("--link", link or "100mbit,40ms", parse_link)
         setting = Setting(
@@ -164,7 +164,7 @@ def refuse_impossible(setting: "Setting") -> None:
 
 
 def simulate_protocol(seeds: range, islands: int | None, without: str | None, *, jobs: int) -> None:
-    from diloco.simulate.virtual.campaign import Campaign, describe, rule_names, run
+    from diloco.simulate.virtual.faults import Campaign, rule_names
 
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")
@@ -172,11 +172,11 @@ def simulate_protocol(seeds: range, islands: int | None, without: str | None, *,
         raise ConfigError(f"--islands {islands}: with --protocol 2 to 26, or none for 2 to 9 by chance")
     campaign = Campaign(without or "", islands)
     start, commits, violations = time.perf_counter(), 0, 0
-    for outcome in run(campaign, seeds, jobs=jobs):
+    for outcome in campaign.run(seeds, jobs=jobs):
         commits += outcome.commits
         if outcome.violation:
             violations += 1
-            print(describe(campaign, outcome.seed), flush=True)
+            print(campaign.describe(outcome.seed), flush=True)
     seconds = time.perf_counter() - start
     print(f"{len(seeds)} seeds from {seeds[0]}: {commits} commits, {violations} violations, {seconds:.1f} s")
     sys.exit(1 if violations else 0)

@@ -19,15 +19,15 @@ def tokenize(
 
     With --raw, turn a headerless token file into one. Train on it with data: {source: tokens, path: …}
     """
-    from diloco import data
+    from diloco.data import text, tokens
     from diloco.data.batches import TokenisingProgress
     from diloco.units import format_count
 
     if raw is None:
-        info = data.tokenize(inputs, out, tokenizer, TokenisingProgress())
+        info = text.tokenize(inputs, out, tokenizer, TokenisingProgress())
     else:
         if raw not in ("uint16", "uint32") or vocab is None or len(inputs) != 1:
             raise DataError("--raw takes uint16 or uint32, one input file, and --vocab with the size of its vocabulary")
-        info = data.import_raw(inputs[0], out, cast(Literal["uint16", "uint32"], raw), vocab)
+        info = tokens.import_raw(inputs[0], out, cast(Literal["uint16", "uint32"], raw), vocab)
     print(f"{out}: {format_count(info.count)} tokens, vocabulary {info.vocab}")
     print(f"use it with: data: {{source: tokens, path: {out}}}")

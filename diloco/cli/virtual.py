@@ -11,9 +11,8 @@ from rich.table import Table
 from diloco.cli.shared import say
 from diloco.plan.plan import percent
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.outcome import Outcome, simulate
-from diloco.simulate.virtual.scale import Row, rows
-from diloco.simulate.virtual.setting import Setting
+from diloco.simulate.virtual.modelled import Setting
+from diloco.simulate.virtual.outcome import Outcome, Row, rows, simulate
 from diloco.units import format_duration, format_rate, format_size
 
 

@@ -130,7 +130,7 @@ class ModelConfig(Section):
 
 # What else can be chosen by name, and where it is: `module:Class`, loaded by whoever uses it.
 SOURCES = {
-    "stdlib": "diloco.data.stdlib:Stdlib",
+    "stdlib": "diloco.data.text:Stdlib",
     "text": "diloco.data.text:Text",
     "tokens": "diloco.data.tokens:TokenFiles",
     "hf": "diloco.data.hf:HuggingFace",

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from diloco.config.schema import Config, DataConfig, IslandConfig
-from diloco.data import Samples, Source
-from diloco.data.samples import Rows
-from diloco.data.source import source_kind
+from diloco.data.samples import Rows, Samples
+from diloco.data.source import Source, source_kind
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
 from diloco.errors import ConfigError
 from diloco.island.mesh import Place
@@ -78,16 +77,13 @@ class Batches:
         per_micro_batch = size(batch) // self._island.accumulate
         rows = per_micro_batch // self._place.data_ranks
         starts = [m * per_micro_batch + self._place.data_rank * rows for m in range(self._island.accumulate)]
-        parts = [torch.from_numpy(self._rows(slice_of(batch, start, rows))) for start in starts]
+        parts = [torch.from_numpy(self._rows(batch, start, rows)) for start in starts]
         return [part.pin_memory() for part in parts] if self._place.device.type == "cuda" else parts
 
-    def _rows(self, part: Ranges) -> Rows:
+    def _rows(self, batch: Ranges, start: int, count: int) -> Rows:
+        """The samples at `count` of its positions, after the first `start`."""
+        part = minus(first(batch, start + count), first(batch, start))
         return np.concatenate([self._samples.train(lo, hi - lo) for lo, hi in part])
-
-
-def slice_of(batch: Ranges, start: int, count: int) -> Ranges:
-    """`count` of its positions, after the first `start`."""
-    return minus(first(batch, start + count), first(batch, start))
 
 
 def validation_batches(samples: Samples, island: IslandConfig, place: Place, count: int) -> Iterator[Tensor]:

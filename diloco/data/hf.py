@@ -3,22 +3,19 @@
 No code of a data set is ever run.
 """
 
-import hashlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import DataConfig
-from diloco.data.cache import cached
-from diloco.data.convert import Piece, pieces_of, write_documents
-from diloco.data.files import content_digest
-from diloco.data.folder import files_below
+from diloco.data.files import content_digest, files_below
 from diloco.data.source import Progress, Source, SourceKind
-from diloco.data.tokenizer import load_tokenizer, tokenizer_digest
-from diloco.errors import DataError, MissingExtra
+from diloco.data.text import Piece, pieces_of, write_documents
+from diloco.data.tokenizer import hf_library, load_tokenizer, tokenizer_digest
+from diloco.data.tokens import cached
+from diloco.errors import DataError
 
 # Which of the library's readers opens a single file.
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -26,36 +23,26 @@ READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 
 class HuggingFace(SourceKind):
     def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
-        where = config.path or "", config.split, config.field
-        return hf_source(*where, config.tokenizer, cache_dir, progress=progress)
+        return hf_source(config.path or "", config.split, config.field, config.tokenizer, cache_dir, progress)
 
 
 def hf_source(
-    path_or_name: str,
-    split: str,
-    text_field: str,
-    tokenizer: str,
-    cache_dir: Path,
-    *,
-    config: str | None = None,
-    streaming: bool = False,
-    progress: Progress | None = None,
+    path_or_name: str, split: str, text_field: str, tokenizer: str, cache_dir: Path, progress: Progress | None = None
 ) -> Source:
     """A folder made by `save_to_disk`, a folder or file of .jsonl, .parquet or .csv, or a name on the Hub.
 
     A local data set is tokenised again when its content changes. A name on the Hub is not asked again: delete the
-    cached file to take up a newer version. `streaming` goes without the library's own copy on disk.
+    cached file to take up a newer version.
     """
     path = Path(path_or_name).expanduser()
     content = _local_digest(path) if path.exists() else path_or_name
-    parts = ["hf 1", content, split, text_field, str(config), tokenizer_digest(tokenizer)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    # "None": no configuration of a data set; by this key the files in people's caches are found
+    key = "\0".join(["hf 1", content, split, text_field, "None", tokenizer_digest(tokenizer)])
 
     def build(out: Path) -> None:
         encoder = load_tokenizer(tokenizer)
         with _explained(path_or_name):
-            records = _load(path_or_name, split, config, streaming)
-            write_documents(_pieces(records, text_field, path_or_name), out, encoder, progress)
+            write_documents(_pieces(_load(path_or_name, split), text_field, path_or_name), out, encoder, progress)
 
     return cached(cache_dir, key, build)
 
@@ -75,36 +62,28 @@ def _is_data(name: str) -> bool:
 
 @contextmanager
 def _explained(path_or_name: str) -> Iterator[None]:
-    """The library's own errors in one line. With streaming they come as late as the last record."""
-    try:
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise MissingExtra("datasets", "hf", "data source hf") from error
+    """The library's own errors in one line; some come as late as the last record."""
+    exceptions = hf_library("datasets.exceptions", "data source hf")
     try:
         yield
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, exceptions.DatasetsError) as error:
         where = "" if Path(path_or_name).expanduser().exists() else " (and there is no such local path)"
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"cannot load the data set {path_or_name}{where}: {reason}") from error
 
 
-def _load(path_or_name: str, split: str, config: str | None, streaming: bool) -> Any:
+def _load(path_or_name: str, split: str) -> Any:
     from datasets import load_dataset, load_from_disk
 
     path = Path(path_or_name).expanduser()
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return _select(load_from_disk(str(path)), split, path)
-    return _load_dataset(load_dataset, path_or_name, split, config, streaming)
-
-
-def _load_dataset(load_dataset: Any, path_or_name: str, split: str, config: str | None, streaming: bool) -> Any:
-    options: dict[str, Any] = {"split": split, "streaming": streaming}
+    options: dict[str, Any] = {"split": split}
     # datasets 3 runs a data set's code if an environment variable says so; later versions cannot, and lack the option.
     if "trust_remote_code" in inspect.signature(load_dataset).parameters:
         options["trust_remote_code"] = False
-    path = Path(path_or_name).expanduser()
     if not path.is_file():
-        return load_dataset(str(path) if path.is_dir() else path_or_name, config, **options)
+        return load_dataset(str(path) if path.is_dir() else path_or_name, **options)
     if path.suffix not in READERS:
         raise DataError(f"{path}: a data set file ends in {', '.join(READERS)}")
     return load_dataset(READERS[path.suffix], data_files=str(path), **options)
@@ -124,14 +103,10 @@ def _select(loaded: Any, split: str, path: Path) -> Any:
 def _pieces(records: Any, text_field: str, name: str) -> Iterator[Piece]:
     if records.column_names is not None and text_field in records.column_names:
         records = records.select_columns([text_field])  # leave images and the like undecoded
-    return chain.from_iterable(pieces_of(text) for text in _texts(records, text_field, name))
-
-
-def _texts(records: Iterable[dict[str, Any]], text_field: str, name: str) -> Iterator[str]:
     for number, record in enumerate(records):
         if text_field not in record:
             raise DataError(f"{name} has no field {text_field!r}; it has {', '.join(record)}")
         text = record[text_field]
         if not isinstance(text, str):
             raise DataError(f"{name} has {type(text).__name__}, not text, in field {text_field!r} of record {number}")
-        yield text
+        yield from pieces_of(text)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,9 @@ from diloco.errors import DataError, MissingExtra
 BYTES = "bytes"
 # What decides about token numbers in a tokenizer's folder; model weights may lie next to them.
 DEFINING_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json",
+    "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
+)  # fmt: skip
 # A bare tokenizer.json does not say which token ends a document.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 
@@ -89,18 +81,22 @@ def _bytes_tokenizer(digest: str) -> Tokenizer:
 
 def _byte_level() -> Any:
     """Bytes as the libraries know them: tokens 0 to 255, each under GPT-2's visible character for it."""
-    try:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers
-    except ImportError as error:
-        raise MissingExtra("tokenizers", "hf", "a tokenizer's files") from error
+    library = hf_library("tokenizers", "a tokenizer's files")
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     names = {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    backend = Backend(models.BPE(vocab=names, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = library.Tokenizer(library.models.BPE(vocab=names, merges=[]))
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = library.decoders.ByteLevel()
     return backend
+
+
+def hf_library(name: str, purpose: str) -> Any:
+    """A library of the extra `hf`."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtra(name.partition(".")[0], "hf", purpose) from error
 
 
 def _save_json(backend: Any, end: str | None, folder: Path) -> None:
@@ -111,12 +107,9 @@ def _save_json(backend: Any, end: str | None, folder: Path) -> None:
 
 
 def _from_json(path: Path, digest: str) -> Tokenizer:
+    library = hf_library("tokenizers", f"the tokenizer {path}")
     try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError as error:
-        raise MissingExtra("tokenizers", "hf", f"the tokenizer {path}") from error
-    try:
-        backend = Backend.from_file(str(path))
+        backend = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower class for a bad file
         raise DataError(f"{path} is not a tokenizer.json: {error}") from error
     backend.no_truncation()  # files saved for inference may ask for 512 tokens a text
@@ -135,14 +128,12 @@ def _from_json(path: Path, digest: str) -> Tokenizer:
 
 
 def _from_folder(path: Path, digest: str) -> Tokenizer:
+    library = hf_library("transformers", f"the tokenizer {path}")
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingExtra("transformers", "hf", f"the tokenizer {path}") from error
-    try:
-        backend = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        backend = library.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"cannot load the tokenizer {path}: {_one_line(error)}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"cannot load the tokenizer {path}: {reason}") from error
 
     def encode(texts: Sequence[str]) -> list[npt.ArrayLike]:
         rows: list[npt.ArrayLike] = backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -161,7 +152,3 @@ def _vocab(numbers: dict[str, Any], path: Path) -> int:
     if not numbers:
         raise DataError(f"the tokenizer {path} has no tokens")
     return int(max(numbers.values())) + 1  # not their count: there may be holes
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,9 +1,17 @@
-"""Token files: tokenised once, read by position ever after. The format is in `header`."""
+"""Token files: tokenised once, on demand or by `diloco tokenize`, and read by position ever after.
 
+A file begins with 128 bytes, little-endian, sealed by their own digest:
+
+magic 8 | version 4 | bytes per token 4 | vocab 8 | count 8 | SHA-256 of the payload 32 | tokenizer digest 32 | seal 32
+"""
+
+import fcntl
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -13,14 +21,73 @@ import numpy.typing as npt
 
 from diloco.atomic import publish
 from diloco.config.schema import DataConfig
-from diloco.data import header
-from diloco.data.files import CHUNK, Files
-from diloco.data.header import TokenFileInfo
+from diloco.data.files import CHUNK, Files, refusing
 from diloco.data.source import Progress, Source, SourceKind, Tokens, check_range, seal
 from diloco.data.tokenizer import BYTES, tokenizer_digest
 from diloco.errors import DataError
 
 VERIFY_BYTES = 1 << 30  # a file up to this size is read once and checked before training
+MAGIC = b"DILOCOTK"
+VERSION = 1
+WIDTHS = (2, 4)
+HEADER_SIZE = 128
+
+_FIELDS = struct.Struct("<8sIIQQ32s32s")
+_UNKNOWN = bytes(32)
+_AGAIN = "delete it and make it again (diloco tokenize)"
+
+
+@dataclass(frozen=True)
+class TokenFileInfo:
+    path: Path
+    vocab: int
+    count: int
+    width: int  # bytes per token
+    digest: str  # SHA-256 of the payload
+    tokenizer: str | None  # digest of the tokenizer, where known
+
+
+def width_for(vocab: int) -> int:
+    """The narrowest token that holds range(vocab)."""
+    for width in WIDTHS:
+        if 1 <= vocab <= 256**width:
+            return width
+    raise DataError(f"a vocabulary of {vocab} tokens: a token file holds 1 to {256 ** WIDTHS[-1]}")
+
+
+def pack_header(info: TokenFileInfo) -> bytes:
+    tokenizer = bytes.fromhex(info.tokenizer) if info.tokenizer else _UNKNOWN
+    digest = bytes.fromhex(info.digest)
+    fields = _FIELDS.pack(MAGIC, VERSION, info.width, info.vocab, info.count, digest, tokenizer)
+    return fields + hashlib.sha256(fields).digest()
+
+
+def unpack_header(path: Path, header: bytes, file_size: int) -> TokenFileInfo:
+    if header[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path} is not a token file: make one with diloco tokenize, or import a raw .bin file")
+    if len(header) < HEADER_SIZE:
+        raise DataError(f"{path} is cut short within its header: {_AGAIN}")
+    _, version, width, vocab, count, digest, tokenizer = _FIELDS.unpack_from(header)
+    if version != VERSION:
+        raise DataError(f"{path} has token file version {version}, this diloco reads {VERSION}: {_AGAIN}")
+    if hashlib.sha256(header[: _FIELDS.size]).digest() != header[_FIELDS.size : HEADER_SIZE]:
+        raise DataError(f"{path} has a damaged header: {_AGAIN}")
+    info = TokenFileInfo(path, vocab, count, width, digest.hex(), None if tokenizer == _UNKNOWN else tokenizer.hex())
+    _check(info, file_size)
+    return info
+
+
+def _check(info: TokenFileInfo, file_size: int) -> None:
+    if info.width not in WIDTHS:
+        raise DataError(f"{info.path} has {info.width} bytes per token, not 2 or 4: {_AGAIN}")
+    if not 1 <= info.vocab <= 256**info.width:
+        raise DataError(f"{info.path} has a vocabulary of {info.vocab} in {info.width} bytes per token: {_AGAIN}")
+    if info.count == 0:
+        raise DataError(f"{info.path} has no tokens: tokenise files that hold text")
+    expected = HEADER_SIZE + info.count * info.width
+    if file_size != expected:
+        problem = "cut short" if file_size < expected else "followed by bytes that do not belong to it"
+        raise DataError(f"{info.path} is {problem}: {file_size} bytes instead of {expected}: {_AGAIN}")
 
 
 class TokenFile:
@@ -29,7 +96,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._files = Files([path])
         size = self._files.sizes[0]
-        self.info = header.unpack(path, self._files.read(0, 0, min(size, header.SIZE)), size)
+        self.info = unpack_header(path, self._files.read(0, 0, min(size, HEADER_SIZE)), size)
         self.vocab = self.info.vocab
         self.name = str(path)
 
@@ -39,7 +106,7 @@ class TokenFile:
     def read(self, start: int, stop: int) -> Tokens:
         check_range(self, start, stop)
         width = self.info.width
-        payload = self._files.read(0, header.SIZE + start * width, header.SIZE + stop * width)
+        payload = self._files.read(0, HEADER_SIZE + start * width, HEADER_SIZE + stop * width)
         tokens: Tokens = np.frombuffer(payload, dtype=f"<u{width}")
         if tokens.size and tokens.max() >= self.vocab:
             place = int(np.argmax(tokens >= self.vocab))
@@ -55,7 +122,7 @@ class TokenFile:
     def verify(self) -> None:
         """Read everything and compare with the digest in the header."""
         digest = hashlib.sha256()
-        for chunk in self._files.chunks(0, start=header.SIZE):
+        for chunk in self._files.chunks(0, start=HEADER_SIZE):
             digest.update(chunk)
         if digest.hexdigest() != self.info.digest:
             raise DataError(f"{self.name} is damaged: its tokens do not match their digest; delete it, make it again")
@@ -92,17 +159,15 @@ class TokenWriter:
     def __init__(self, path: Path, vocab: int, tokenizer: str | None = None) -> None:
         self.path, self.vocab, self.tokenizer = path, vocab, tokenizer
         self.count = 0
-        self._width = header.width_for(vocab)
+        self._width = width_for(vocab)
         self._digest = hashlib.sha256()
         self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
     def __enter__(self) -> Self:
-        try:
+        with refusing("write", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial, "xb")
-        except OSError as error:
-            raise DataError(f"cannot write {self.path}: {error.strerror}") from error
-        self._put(bytes(header.SIZE))
+            self._file.write(bytes(HEADER_SIZE))
         return self
 
     def write(self, tokens: npt.ArrayLike | Sequence[int]) -> None:
@@ -119,7 +184,8 @@ class TokenWriter:
             )
         payload = array.astype(f"<u{self._width}").tobytes()
         self._digest.update(payload)
-        self._put(payload)
+        with refusing("write", self.path, "; nothing is left of it"):
+            self._file.write(payload)
         self.count += array.size
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
@@ -133,22 +199,13 @@ class TokenWriter:
     def _finish(self) -> None:
         if self.count == 0:
             raise DataError(f"there are no tokens to write: {self.path} was not written")
-        self.info = TokenFileInfo(
-            self.path, self.vocab, self.count, self._width, self._digest.hexdigest(), self.tokenizer
-        )
-        try:
+        digest = self._digest.hexdigest()
+        self.info = TokenFileInfo(self.path, self.vocab, self.count, self._width, digest, self.tokenizer)
+        with refusing("write", self.path, "; nothing is left of it"):
             self._file.seek(0)
-            self._file.write(header.pack(self.info))
+            self._file.write(pack_header(self.info))
             self._file.flush()
             publish(self._partial, self.path, durable=True)
-        except OSError as error:
-            raise DataError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _put(self, payload: bytes) -> None:
-        try:
-            self._file.write(payload)
-        except OSError as error:
-            raise DataError(f"cannot write {self.path}: {error.strerror}; nothing is left of it") from error
 
 
 def import_raw(path: Path, out: Path, dtype: Literal["uint16", "uint32"], vocab: int) -> TokenFileInfo:
@@ -164,3 +221,30 @@ def import_raw(path: Path, out: Path, dtype: Literal["uint16", "uint32"], vocab:
         for chunk in files.chunks(0):
             writer.write(np.frombuffer(chunk, dtype=little))
     return writer.info
+
+
+def cached(cache_dir: Path, key: str, build: Callable[[Path], object]) -> TokenFile:
+    """The token file for `key`, which names everything that its content follows from."""
+    path = cache_dir.expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.tokens"
+    if not path.exists():
+        # The islands of one machine start together; without the lock each would tokenise the same text.
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                for left in path.parent.glob(f".{path.name}.*.partial"):  # by writers that were killed
+                    left.unlink(missing_ok=True)
+                build(path)
+    return TokenFile(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with refusing("write to the cache folder", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "ab")  # noqa: SIM115 (closed below, which also unlocks)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            message = f"cannot lock files in {path.parent} ({error.strerror}): use a cache folder on a local disk"
+            raise DataError(message) from error
+        yield

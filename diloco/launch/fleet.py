@@ -16,8 +16,8 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.errors import SaveError
-from diloco.launch.child import Child
 from diloco.launch.plan import Plan
+from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder
@@ -106,7 +106,7 @@ class Fleet:
         self._listen()
         self._invite()
         for name in [name for name in self.plan.names if name in self._running]:
-            if not self.children[name].alive:
+            if self.children[name].exit_code is not None:
                 self._ended(name, now)
         self._wrap_up(now)
         for name in [name for name, at in self._again_at.items() if now >= at]:
@@ -183,15 +183,12 @@ class Fleet:
         if not self._addresses:
             self.view.say("the run was not founded")
         elif self.plan.restart and not self.board.finished:
-            self._bring_back(name, now)
-
-    def _bring_back(self, name: str, now: float) -> None:
-        if self.board.rows[name].restarts < RESTARTS:
-            self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
-            self._again_at[name] = now + RESTART_S
-        else:
-            log = self.children[name].folder / "output.log"
-            self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
+            if row.restarts < RESTARTS:
+                self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
+                self._again_at[name] = now + RESTART_S
+            else:
+                log = child.folder / "output.log"
+                self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
 
     def _wrap_up(self, now: float) -> None:
         """Once the run is over, or nobody is left in it, those on their way need not come."""

@@ -73,7 +73,12 @@ def make_plan(
 ) -> Plan:
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
     memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
-    found = _found(situation, config, targets[0])
+    run_steps = config.inner.steps
+    if line == NO_LINE:
+        rungs = ladder(config.sync, work.blocks, run_steps)
+        found = Found(None, tuple(predict(situation, sync) for sync in rungs), 0)
+    else:
+        found = search(situation, config.sync, targets[0], run_steps=run_steps)
 
     def row(prediction: Prediction) -> Row:
         return Row(prediction, tuple(bandwidth_needed(situation, prediction.sync, target) for target in targets))
@@ -82,23 +87,16 @@ def make_plan(
         machine, situation, memory, targets,
         given=row(predict(situation, config.sync)), chosen=row(found.chosen) if found.chosen else None,
         others=tuple(map(row, found.others)), tried=found.tried, data_parallel=data_parallel_utilisation(situation),
-        run_steps=config.inner.steps,
+        run_steps=run_steps,
     )  # fmt: skip
 
 
 def _step_s(config: Config, work: Workload, machine: Machine) -> float:
-    seconds = work.flops_per_step / (machine.flops * config.island.fsdp * config.island.tp)
+    flops = work.flops_per_token * work.tokens_per_step
+    seconds = flops / (machine.flops * config.island.fsdp * config.island.tp)
     if machine.profile.flops is not None or machine.on_cpu:
         return seconds
     return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.accumulate)
-
-
-def _found(situation: Situation, config: Config, target: float) -> Found:
-    run_steps = config.inner.steps
-    if situation.line != NO_LINE:
-        return search(situation, config.sync, target, run_steps=run_steps)
-    rungs = ladder(config.sync, situation.work.blocks, run_steps)
-    return Found(None, tuple(predict(situation, sync) for sync in rungs), 0)
 
 
 def advice(plan: Plan) -> str:

@@ -36,10 +36,6 @@ class Workload:
     fragments: Callable[[int, str], tuple[int, ...]]
     bytes_of: Callable[[str, int, int], tuple[int, int]]
 
-    @property
-    def flops_per_step(self) -> float:
-        return self.flops_per_token * self.tokens_per_step
-
 
 @dataclass(frozen=True)
 class Line:

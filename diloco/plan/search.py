@@ -5,7 +5,7 @@ What a setting costs is taken from the papers, as a share of the loss; it orders
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.comm.codec.registry import CODECS, codec_named
@@ -124,8 +124,7 @@ def bandwidth_needed(situation: Situation, sync: SyncConfig, target: float) -> f
 
     def reaches(bits_per_s: float) -> bool:
         line = Line(bits_per_s, bits_per_s, situation.line.delay_s)
-        at_rate = Situation(situation.work, situation.islands, line, situation.step_s, situation.host)
-        return predict(at_rate, sync).utilisation >= target
+        return predict(replace(situation, line=line), sync).utilisation >= target
 
     if not reaches(FASTEST):
         return None

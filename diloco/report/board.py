@@ -30,24 +30,6 @@ class Row:
 
 
 @dataclass
-class Held:
-    """A committed round whose validation may still come."""
-
-    event: Event
-    steps_per_s: float | None
-    since: float
-
-    def line(self, loss: float | None = None) -> str:
-        event = self.event
-        parts = [f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}"]
-        if loss is not None:
-            parts.append(f"validation loss {loss:.4f}")
-        if self.steps_per_s is not None:
-            parts.append(f"{self.steps_per_s:.1f} steps/s")
-        return "  ".join(parts)
-
-
-@dataclass
 class Board:
     """`hear` takes an island's event and returns the lines that are worth printing."""
 
@@ -56,7 +38,7 @@ class Board:
     every: int = 1  # steps of a phase
     rounds: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # by step
-    _held: Held | None = None
+    _held: Event | None = None  # a committed round whose validation may still come
     _digests: set[str] = field(default_factory=set)
     _amendments: int = 0
     _told: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -90,11 +72,11 @@ class Board:
 
     def tick(self, now: float) -> list[str]:
         """The line of a round that nobody validates."""
-        return self.flush() if self._held is not None and now - self._held.since > HOLD_S else []
+        return self.flush() if self._held is not None and now - self._held["time"] > HOLD_S else []
 
     def flush(self) -> list[str]:
         held, self._held = self._held, None
-        return [] if held is None else [held.line()]
+        return [] if held is None else [self._line(held)]
 
     def again(self, name: str) -> None:
         """The island starts once more."""
@@ -131,24 +113,26 @@ class Board:
         self._digests.add(event["digest"])
         self.rounds.append(event)
         if event["contributors"]:  # the others only hand out samples
-            self._held = Held(event, self._pace(event), event["time"])
+            self._held = event
         return lines
 
-    def _pace(self, event: Event) -> float | None:
-        """Steps of the run's clock in a second, over a phase at least: rounds of its fragments may come all at once."""
+    def _line(self, event: Event, loss: str = "") -> str:
+        """With the pace, steps of the run's clock in a second, over a phase at least: rounds of its fragments may come
+        all at once."""
+        line = f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}{loss}"
         earlier = [one for one in self.rounds if one["contributors"] and one["step"] <= event["step"] - self.every]
         if not earlier or event["time"] <= earlier[-1]["time"]:
-            return None
-        return (event["step"] - earlier[-1]["step"]) / (event["time"] - earlier[-1]["time"])
+            return line
+        return f"{line}  {(event['step'] - earlier[-1]['step']) / (event['time'] - earlier[-1]['time']):.1f} steps/s"
 
     def _validation(self, event: Event) -> list[str]:
         step, loss = event["step"], event["validation_loss"]
         if step in self.losses or loss is None:
             return []
         self.losses[step] = loss
-        if (held := self._held) is not None and held.event["round"] == event["round"]:
+        if (held := self._held) is not None and held["round"] == event["round"]:
             self._held = None
-            return [held.line(loss)]
+            return [self._line(held, f"  validation loss {loss:.4f}")]
         return [f"round {event['round']:>3}  step {step:>5}  validation loss {loss:.4f}"]
 
     def _amended(self, event: Event) -> list[str]:

@@ -25,19 +25,14 @@ def open_view(stream: TextIO | None = None) -> Sink:
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 
-def headline(event: Event) -> str:
-    mesh = "" if event["mesh"] == "fsdp 1 x tp 1" else f", {event['mesh']}"
-    return (
-        f"{event['run']}: {event['model']}, {format_count(event['parameters'])} parameters, on {event['data']}, "
-        f"{format_count(event['data_tokens'])} tokens; {event['device']}, {event['dtype']}{mesh}"
-    )
-
-
 def sentence(event: Event) -> str | None:
     """One line for an event worth a line of its own; None for the rest."""
     match event["event"]:
         case "start":
-            return headline(event)
+            mesh = "" if event["mesh"] == "fsdp 1 x tp 1" else f", {event['mesh']}"
+            model = f"{event['model']}, {format_count(event['parameters'])} parameters"
+            data = f"{event['data']}, {format_count(event['data_tokens'])} tokens"
+            return f"{event['run']}: {model}, on {data}; {event['device']}, {event['dtype']}{mesh}"
         case "note":
             return f"note: {event['text']}"
         case "resume":
@@ -61,21 +56,9 @@ def names(islands: Sequence[str]) -> str:
     return ", ".join(islands) if len(islands) <= NAMED else f"{len(islands)} islands"
 
 
-class Pace:
-    """Remaining time from the recent speed."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.tokens_per_step = 0
-
-    def start(self, event: Event) -> None:
-        self.steps, self.tokens_per_step = event["steps"], event["tokens_per_step"]
-
-    def eta_s(self, event: Event) -> float:
-        return float((self.steps - event["step"]) * self.tokens_per_step / max(1e-9, event["tokens_per_s"]))
-
-
-def figures(event: Event, eta_s: float) -> list[str]:
+def figures(event: Event, start: Event) -> list[str]:
+    """Of a step, with the remaining time from the recent speed."""
+    eta_s = (start["steps"] - event["step"]) * start["tokens_per_step"] / max(1e-9, event["tokens_per_s"])
     parts = [f"loss {event['loss']:.4f}", f"{format_count(event['tokens_per_s'])} tokens/s"]
     if event["mfu"] is not None:
         parts.append(f"MFU {event['mfu']:.1%}")
@@ -85,20 +68,19 @@ def figures(event: Event, eta_s: float) -> list[str]:
 
 
 class PlainView:
+    _start: Event  # of the run, which comes before every step
+
     def __init__(self, console: Console) -> None:
-        self._console, self._pace = console, Pace()
+        self._console = console
 
     def tell(self, event: Event) -> None:
         if event["event"] == "start":
-            self._pace.start(event)
+            self._start = event
+        text = sentence(event)
         if event["event"] == "step":
-            line = "  ".join(figures(event, self._pace.eta_s(event)))
-            self._print(f"step {event['step']:>5}/{self._pace.steps}  {line}")
-        elif text := sentence(event):
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+            text = "  ".join([f"step {event['step']:>5}/{self._start['steps']}", *figures(event, self._start)])
+        if text:
+            self._console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         pass
@@ -107,14 +89,15 @@ class PlainView:
 class LiveView:
     """Milestones scroll by; the last lines show the bar, the figures and the curve of the loss."""
 
+    _start: Event
+
     def __init__(self, console: Console) -> None:
-        self._console, self._pace = console, Pace()
         self._losses: deque[float] = deque(maxlen=CURVE_POINTS)
         self._live = Live(console=console, transient=True, refresh_per_second=8)
 
     def tell(self, event: Event) -> None:
         if event["event"] == "start":
-            self._pace.start(event)
+            self._start = event
             self._live.start()
         if event["event"] == "step":
             self._losses.append(event["loss"])
@@ -124,8 +107,9 @@ class LiveView:
 
     def _picture(self, event: Event) -> RenderableType:
         row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._pace.steps, completed=event["step"], width=28)
-        row.add_row(f"step {event['step']}/{self._pace.steps}", bar, *figures(event, self._pace.eta_s(event)))
+        steps = self._start["steps"]
+        bar = ProgressBar(total=steps, completed=event["step"], width=28)
+        row.add_row(f"step {event['step']}/{steps}", bar, *figures(event, self._start))
         return Group(row, Text(f"loss {curve(self._losses)}", style="cyan"))
 
     def close(self) -> None:

@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -32,30 +33,16 @@ class Tail:
             return []
         self._at += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        return [event for line in lines if (event := _parse(line)) is not None]
+        events: list[Event] = []
+        for line in lines:
+            with suppress(ValueError):  # half a line: its writer was killed
+                events.append(json.loads(line))
+        return [event for event in events if isinstance(event, dict)]
 
 
-def _parse(line: bytes) -> Event | None:
-    """None for half a line: its writer was killed."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
+class IslandsView:
+    """Plain lines."""
 
-
-class IslandsView(Protocol):
-    def say(self, line: str) -> None: ...
-    def show(self, rows: Iterable[Row]) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_islands_view(stream: TextIO | None = None) -> IslandsView:
-    console = Console(file=stream or sys.stdout, highlight=False)
-    return LiveTable(console) if console.is_terminal else Lines(console)
-
-
-class Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
 
@@ -70,7 +57,7 @@ class Lines:
         pass
 
 
-class LiveTable(Lines):
+class LiveTable(IslandsView):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live = Live(console=console, transient=True, refresh_per_second=4)
@@ -81,6 +68,11 @@ class LiveTable(Lines):
 
     def close(self) -> None:
         self._live.stop()
+
+
+def open_islands_view(stream: TextIO | None = None) -> IslandsView:
+    console = Console(file=stream or sys.stdout, highlight=False)
+    return LiveTable(console) if console.is_terminal else IslandsView(console)
 
 
 def table(rows: Iterable[Row]) -> Table:

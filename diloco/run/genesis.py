@@ -16,8 +16,7 @@ from diloco.comm.peers.identity import Identity, verify
 from diloco.comm.peers.ticket import run_id_of
 from diloco.config.file import first_difference, parse_config
 from diloco.config.schema import Config
-from diloco.data import Samples
-from diloco.data.samples import OWN_LOOP
+from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.state import RunState

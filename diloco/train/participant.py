@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from diloco.checkpoint.save import Saver, read_outer, write_save
 from diloco.config.schema import Config
-from diloco.data import Samples
-from diloco.data.samples import OWN_LOOP
+from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.flat import Shards

@@ -19,8 +19,8 @@ import torch
 
 from diloco.checkpoint.save import read_inner, saves
 from diloco.config.schema import Config
-from diloco.data import Samples
 from diloco.data.batches import Batches, open_samples, validation_batches
+from diloco.data.samples import Samples
 from diloco.elastic.protocol.ranges import Ranges, first, size
 from diloco.errors import TrainingDiverged
 from diloco.island.fragments import fragments_of

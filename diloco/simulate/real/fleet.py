@@ -27,10 +27,6 @@ class World:
     topology: Topology
     faults: tuple[Fault, ...] = ()
 
-    @property
-    def late(self) -> set[str]:
-        return {island_name(i) for fault in self.faults if fault.kind == "join" for i in fault.islands}
-
 
 @dataclass(frozen=True)
 class SimulatedPlan(Plan):
@@ -54,7 +50,7 @@ class SimulatedFleet(Fleet):
     def __init__(self, plan: Plan, view: IslandsView, world: World, namespaces: Namespaces | None = None) -> None:
         super().__init__(plan, view)
         self.world, self.happened, self._namespaces = world, Happened(), namespaces
-        self._waiting = set(world.late)
+        self._waiting = {island_name(i) for fault in world.faults if fault.kind == "join" for i in fault.islands}
         self._ids = {name: Identity.load(plan.folder / name / "identity.key").peer_id for name in plan.names}
         self._written = ""
         self._stopped: dict[str, float] = {}  # until when

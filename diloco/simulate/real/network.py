@@ -87,11 +87,6 @@ class SimulatedNetwork:
         self._ids = {name: island["id"] for name, island in tree["islands"].items()}
         return Own(**tree["islands"][self._name]), tree
 
-    def enter(self) -> None:
-        """Its namespace, where it has one: before anything listens."""
-        if self.own.namespace:
-            enter(self.own.namespace)
-
     def shape(self, transport: Transport) -> Transport:
         """The transport over this network, for as long as the process lives."""
         own, tree = self._read()
@@ -135,8 +130,9 @@ def as_simulated(connection: Connection, folder: Path) -> Connection:
     if file is None:
         return connection
     network = SimulatedNetwork(Path(file), folder)
-    network.enter()
     own = network.own
+    if own.namespace:
+        enter(own.namespace)  # before anything listens
     return replace(
         connection, host=own.host or connection.host, up_bits_per_s=own.up_bits_per_s,
         down_bits_per_s=own.down_bits_per_s, delay_s=0.0, shape=network.shape, slowness=own.slow,

@@ -1,13 +1,20 @@
-"""The report as one HTML file that needs nothing else: no script, no font, no network."""
+"""The report as one HTML file that needs nothing else: no script, no font, no network. Its plots are SVG with text that
+can be selected, one function for each figure."""
 
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING, Any
 
-from diloco.simulate.real import drawing
-from diloco.simulate.real.story import Story
-from diloco.units import format_count, format_duration, format_size
+from diloco.errors import MissingExtra
+from diloco.simulate.real.story import STATES, IslandStory, Story
+from diloco.units import format_count, format_duration, format_rate, format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1000px; margin: 2rem auto;
@@ -22,6 +29,23 @@ th { border-bottom: 1px solid #999; font-weight: 600; }
 OVERVIEW = (
     "run", "setting", "islands", "time", "rounds", "loss", "sent by each", "trained", "data parallel (computed)"
 )  # fmt: skip
+COLOURS = {
+    "computing": "#3b8f5a", "waiting": "#e0b13c", "joining": "#6f9fd8", "stopped": "#9a7fc0", "dead": "#c8554a",
+}  # fmt: skip
+SENDING, CUT, LINE = "#27496d", "#b0392b", ("#27496d", "#c2662d", "#3b8f5a", "#9a4f96", "#7a6a2f", "#4a4a4a")
+WIDTH = 10.0  # inches
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "font.size": 9.0, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False,
+}  # fmt: skip
+
+
+def need_matplotlib() -> None:
+    """Before anything is run for an hour."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MissingExtra("matplotlib", "plots", "the report of simulate") from None
 
 
 def write_page(stories: Sequence[Story], path: Path) -> None:
@@ -33,9 +57,9 @@ def page(stories: Sequence[Story]) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         _table(OVERVIEW, map(_summary_row, stories)),
-        _figure("losses", "Loss of the outer parameters", drawing.losses(stories), "The same runs on four scales."),
+        _figure("losses", "Loss of the outer parameters", losses(stories), "The same runs on four scales."),
         _figure(
-            "utilisation", "Utilisation", drawing.utilisation(stories),
+            "utilisation", "Utilisation", utilisation(stories),
             "Share of the time, since all islands train, that each spent on training steps. Hatched bars were not run: "
             "they are computed from the step time of the slowest island and the slowest link at its slowest. Data "
             "parallel sends 16-bit gradients every step while the backward pass goes on.",
@@ -72,10 +96,10 @@ def _details(number: int, story: Story, *, several: bool) -> list[str]:
     return [
         f"<h2>Islands{prefix}</h2><p>{about}{_round(story)}</p>",
         _islands(story),
-        _figure(f"timeline-{number}", f"Timeline{prefix}", drawing.timelines(story), timeline),
+        _figure(f"timeline-{number}", f"Timeline{prefix}", timelines(story), timeline),
         _faults(story),
         _figure(
-            f"traffic-{number}", f"Links{prefix}", drawing.traffic(story),
+            f"traffic-{number}", f"Links{prefix}", traffic(story),
             "What passed each island's link, headers and encryption included, and what could have.",
         ),
     ]  # fmt: skip
@@ -93,7 +117,7 @@ def _islands(story: Story) -> str:
     head = ("island", "trained", "waited", "stopped", "dead", "in rounds", "sent", "received")
     rows = (
         [
-            escape(drawing.label_of(island)), f"{100 * island.utilisation:.0f} %",
+            escape(label_of(island)), f"{100 * island.utilisation:.0f} %",
             *(format_duration(island.seconds[state]) for state in ("waiting", "stopped", "dead")),
             f"{island.rounds} of {story.rounds}", format_size(island.sent), format_size(island.received),
         ]
@@ -124,3 +148,139 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{name}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def svg(name: str, height: float, draw: Callable[["Figure"], None]) -> str:
+    """`name` keeps the ids of several drawings on one page apart."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: Any = {**STYLE, "svg.hashsalt": name}
+    with rc_context(style):
+        figure, out = Figure(figsize=(WIDTH, height), layout="constrained"), io.StringIO()
+        draw(figure)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :].strip()
+
+
+def losses(stories: Sequence[Story]) -> str:
+    kinds: dict[str, Callable[[Story], list[float]]] = {
+        "inner steps": lambda story: [float(point.step) for point in story.losses],
+        "million tokens": lambda story: [point.tokens / 1e6 for point in story.losses],
+        "seconds": lambda story: [point.seconds for point in story.losses],
+        "MB sent by all islands": lambda story: [point.bytes / 1e6 for point in story.losses],
+    }
+
+    def draw(figure: "Figure") -> None:
+        panels = figure.subplots(2, 2, sharey=True).flat
+        for axes, (label, values) in zip(panels, kinds.items(), strict=True):
+            for number, story in enumerate(stories):
+                found = [point.loss for point in story.losses]
+                axes.plot(values(story), found, ".-", color=LINE[number % len(LINE)], label=name_of(story, stories))
+            axes.set(xlabel=label, ylabel="validation loss")
+        if len(stories) > 1:
+            panels[0].legend()
+
+    return svg("losses", 5.6, draw)
+
+
+def name_of(story: Story, stories: Sequence[Story]) -> str:
+    """Short, and still different from the others."""
+    same = [other for other in stories if other.name == story.name]
+    return story.name if len(same) == 1 else f"{story.name} {story.setting.removeprefix('sync: ')}"
+
+
+def timelines(story: Story) -> str:
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for row, island in enumerate(story.islands):
+            _row(axes, row, island)
+        _mark_faults(axes, story)
+        axes.set_yticks(range(len(story.islands)), [label_of(island) for island in story.islands])
+        axes.set(xlabel="seconds since all islands train", ylim=(len(story.islands) - 0.4, -0.9))
+        axes.grid(visible=False, axis="y")
+        _legend(figure, story)
+
+    return svg(f"timeline {story.name} {story.setting}", 1.5 + 0.45 * len(story.islands), draw)
+
+
+def label_of(island: IslandStory) -> str:
+    return f"{island.name} ({island.region})" if island.region else island.name
+
+
+def _row(axes: "Axes", row: int, island: IslandStory) -> None:
+    for state in STATES:
+        bars = [(span.begin_s, span.seconds) for span in island.spans if span.state == state]
+        axes.broken_barh(bars, (row - 0.32, 0.46), facecolors=COLOURS[state], linewidth=0)
+    sent = [(begin, end - begin) for begin, end in island.sending]
+    axes.broken_barh(sent, (row + 0.18, 0.16), facecolors=SENDING, linewidth=0)
+
+
+def _mark_faults(axes: "Axes", story: Story) -> None:
+    rows = {island.name: row for row, island in enumerate(story.islands)}
+    for fault in (fault for fault in story.faults if fault.happened and fault.kind != "slow"):
+        axes.axvline(fault.at_s, color=CUT, linewidth=0.9, linestyle="--")
+        axes.annotate(fault.kind, (fault.at_s, -0.55), xytext=(2, 0), textcoords="offset points", color=CUT)
+        if fault.kind == "cut" and fault.until_s is not None:
+            axes.axvspan(fault.at_s, min(fault.until_s, story.seconds), color=CUT, alpha=0.12, linewidth=0)
+        if fault.kind == "kill":
+            axes.plot([fault.at_s], [rows[fault.islands[0]]], "x", color="black", markersize=8)
+
+
+def _legend(figure: "Figure", story: Story) -> None:
+    from matplotlib.patches import Patch
+
+    there = {span.state for island in story.islands for span in island.spans}
+    patches = [Patch(color=COLOURS[state], label=state) for state in STATES if state in there]
+    patches.append(Patch(color=SENDING, label="sending (below)"))
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
+
+
+def traffic(story: Story) -> str:
+    """A row for each island's link: what it carried, and what it could have."""
+
+    def draw(figure: "Figure") -> None:
+        rows = figure.subplots(len(story.islands), 1, sharex=True, squeeze=False).flat
+        for axes, island in zip(rows, story.islands, strict=True):
+            _link(axes, island, story.seconds)
+        rows[len(story.islands) - 1].set(xlabel="seconds since all islands train")
+        figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
+
+    return svg(f"traffic {story.name} {story.setting}", 0.8 + 1.1 * len(story.islands), draw)
+
+
+def _link(axes: "Axes", island: IslandStory, seconds: float) -> None:
+    times = [(flow.begin_s + flow.end_s) / 2 for flow in island.flows]
+    axes.plot(times, [flow.up_bits_per_s / 1e6 for flow in island.flows], color=LINE[0], label="up")
+    axes.plot(times, [flow.down_bits_per_s / 1e6 for flow in island.flows], color=LINE[1], label="down")
+    moments = [at_s for at_s, _, _ in island.capacity] + [seconds]
+    for column, (colour, name) in enumerate(((LINE[0], "up"), (LINE[1], "down")), start=1):
+        rates = [entry[column] / 1e6 for entry in island.capacity]
+        label = f"{name}: the link's rate"
+        axes.step(moments, [*rates, rates[-1]], where="post", color=colour, linestyle=":", label=label)
+    axes.set(ylabel="Mbit/s", ylim=(0, None))
+    axes.set_title(f"{label_of(island)}, {format_rate(island.capacity[0][1])} up", loc="left", fontsize=9)
+
+
+def utilisation(stories: Sequence[Story]) -> str:
+    """Measured, island by island; below it what the planner computes."""
+    bars: list[tuple[str, float, bool]] = []
+    for story in stories:
+        name = f"{name_of(story, stories)}: " if len(stories) > 1 else ""
+        bars += [(f"{name}{label_of(island)}", island.utilisation, False) for island in story.islands]
+        if story.computed is not None:
+            bars.append((f"{name}planned (computed)", story.computed.predicted_utilisation, True))
+            bars.append((f"{name}data parallel (computed)", story.computed.data_parallel_utilisation, True))
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for row, (_, share, computed) in enumerate(bars):
+            fill, hatch = ("white", "///") if computed else (SENDING, "")
+            axes.barh(row, 100 * share, height=0.6, color=fill, edgecolor=SENDING, hatch=hatch)
+            axes.annotate(f"{100 * share:.0f} %", (100 * share, row), xytext=(4, -3), textcoords="offset points")
+        axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+        axes.set(xlabel="% of the time spent on training", xlim=(0, 110), ylim=(len(bars) - 0.4, -0.6))
+        axes.grid(visible=False, axis="y")
+
+    return svg("utilisation", 0.9 + 0.3 * len(bars), draw)

@@ -7,7 +7,7 @@ from functools import cache, partial
 from diloco.elastic.protocol.messages import Begin, Message
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.virtual.costs import Costs, Network
+from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.timeline import Timeline
 from diloco.simulate.virtual.trainer import USUAL, Pace
 from diloco.simulate.virtual.world import Pair, World, decide
@@ -33,23 +33,6 @@ class Setup:
         return tuple(chr(ord("A") + index) for index in range(self.islands))
 
 
-class Links(Network):
-    """Keep the order of messages; some come once more, late."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._timeline = world, world.timeline
-        self._arrival: defaultdict[Pair, float] = defaultdict(float)
-
-    def send(self, sender: str, to: str, message: Message) -> None:
-        chance = self._timeline.chance(f"link {sender}{to}")
-        delay = 0.01 if self._timeline.smooth else 0.005 + 0.1 * chance**3
-        arrival = self._arrival[sender, to] = max(self._arrival[sender, to], self._timeline.now + delay)
-        deliver = partial(self._world.deliver, sender, to, message)
-        self._timeline.at(arrival, deliver)
-        if chance > 0.98:
-            self._timeline.after(20 * self._timeline.chance("late"), deliver)
-
-
 class Chances(Costs):
     connect_s = 2 * SILENCE_S
     unreachable_s = SILENCE_S
@@ -57,9 +40,17 @@ class Chances(Costs):
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline)
         self._chance, self._clocks = timeline.chance, cache(self._clock_of)
+        self._arrival: defaultdict[Pair, float] = defaultdict(float)
 
-    def network(self, world: World) -> Links:
-        return Links(world)
+    def send(self, world: World, sender: str, to: str, message: Message) -> None:
+        """In order; some come once more, late."""
+        chance = self._chance(f"link {sender}{to}")
+        delay = 0.01 if self.timeline.smooth else 0.005 + 0.1 * chance**3
+        arrival = self._arrival[sender, to] = max(self._arrival[sender, to], self.timeline.now + delay)
+        deliver = partial(world.deliver, sender, to, message)
+        self.timeline.at(arrival, deliver)
+        if chance > 0.98:
+            self.timeline.after(20 * self._chance("late"), deliver)
 
     def clock(self, name: str) -> float:
         start, pace = self._clocks(name)

@@ -32,11 +32,6 @@ class Checker:
     by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
 
-    @property
-    def excuse(self) -> bool:
-        """For samples in two contributions."""
-        return self.restarted or any(len(rivals) > 1 for rivals in self.rivals.values())
-
     def genesis(self, digest: str) -> None:
         self.chains[digest] = Chain({}, (), ())
 
@@ -48,9 +43,10 @@ class Checker:
             if key.parent not in self.chains:
                 raise Violation(f"I1: {island} appended round {key.round} to a branch that nobody had")
             self.chains[record.digest] = self._extended(self.chains[key.parent], record)
-        if unsaid := minus(self.chains[record.digest].twice, overlaps):
+        twice = self.chains[record.digest].twice
+        if unsaid := minus(twice, overlaps):
             raise Violation(f"I5: samples {unsaid} are in two contributions, and the ledger does not say so")
-        if (twice := self.chains[record.digest].twice) and calm and not self.excuse:
+        if twice and calm and not self.restarted and all(len(rivals) == 1 for rivals in self.rivals.values()):
             raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
 
     def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:

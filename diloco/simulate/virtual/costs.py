@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.world import Life, World
 
 
-class Network(ABC):
-    """Carries messages, and hands them to the world when they arrive."""
-
-    @abstractmethod
-    def send(self, sender: str, to: str, message: Message) -> None: ...
-
-    def flush(self, sender: str) -> None:
-        """Send what was held back: all effects of an input are carried out."""
-        return
-
-
 class Costs(ABC):
     connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
@@ -35,7 +24,12 @@ class Costs(ABC):
         self.timeline = timeline
 
     @abstractmethod
-    def network(self, world: World) -> Network: ...
+    def send(self, world: World, sender: str, to: str, message: Message) -> None:
+        """Carry a message, and hand it to the world when it arrives."""
+
+    def flush(self, world: World, sender: str) -> None:
+        """Send what was held back: all effects of an input are carried out."""
+        return
 
     def clock(self, name: str) -> float:
         """Return the time by an island's own clock."""

@@ -1,22 +1,15 @@
-"""Random disasters: a schedule of faults drawn from a seed, and what must hold when it is over."""
+"""Random disasters: a schedule of faults drawn from a seed, and what must hold when it is over. A campaign is many of
+them, one after the other or in several processes, and what is said of one that violates an invariant."""
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import permutations, product
 from operator import lt
 
-from diloco.elastic.protocol.messages import (
-    Append,
-    Begin,
-    Commit,
-    Done,
-    FetchResult,
-    Promise,
-    Ready,
-    Remember,
-)
+from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, Setup, disaster_world
 from diloco.simulate.virtual.check import Violation
@@ -27,9 +20,8 @@ FAULTY_S = 40.0
 QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
 FIRST_STREAMING = 200  # smaller seeds are disasters that tests know by number
 PATIENCE = 4  # more quiet times, for late progress of several fragments
-MOMENTS: dict[str, type] = {
-    kind.__name__.lower(): kind for kind in (Append, Commit, Begin, Done, Promise, Ready, Remember, FetchResult)
-}
+STRUCK = (m.Append, m.Commit, m.Begin, m.Done, m.Promise, m.Ready, m.Remember, m.FetchResult)
+MOMENTS: dict[str, type] = {kind.__name__.lower(): kind for kind in STRUCK}
 MIXES = {
     "crashes": ["crash"],
     "restarts": ["crash", "restart", "restart", "stop"],
@@ -40,6 +32,7 @@ MIXES = {
     "everything": ["crash", "restart", "stop", "split", "one way", "pair", "three", "cascade"],
 }
 WEIGHTS = {"cascade": 4, "partitions": 2}
+TAIL = 60  # lines of a transcript
 
 
 Made = dict[str, tuple[int, tuple[int, ...]]]  # incarnation, and progress by fragment
@@ -176,14 +169,6 @@ def _run(world: World, plan: Disaster) -> None:
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
 
 
-def _wait_for_late_progress(world: World, made: Made) -> None:
-    """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
-    for _ in range(PATIENCE if world.pace != USUAL else 0):
-        if not any(_lost(world, made)):
-            return
-        world.timeline.run(world.now + quiet_s(world.pace))
-
-
 def quiet_s(pace: Pace) -> float:
     return QUIET_S * (1 + pace.fragments) / 2
 
@@ -305,7 +290,10 @@ def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
 
 
 def _check_no_loss(world: World, made: Made) -> None:
-    _wait_for_late_progress(world, made)
+    """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
+    for _ in range(PATIENCE if world.pace != USUAL else 0):
+        if any(_lost(world, made)):
+            world.timeline.run(world.now + quiet_s(world.pace))
     for text in _lost(world, made):
         raise Violation(f"I3: {text}")
 
@@ -339,3 +327,62 @@ def violation_of(plan: Disaster) -> Violation | None:
     except Violation as violation:
         return violation
     return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seed: int
+    commits: int
+    violation: str = ""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    without: str = ""  # a rule that is switched off
+    islands: int | None = None
+
+    def disaster(self, seed: int) -> Disaster:
+        rules = replace(ALL, **{self.without: False}) if self.without else ALL
+        return disaster(seed, rules, self.islands)
+
+    def run(self, seeds: Iterable[int], *, jobs: int = 1) -> Iterator[Outcome]:
+        if jobs == 1:
+            yield from map(self.run_one, seeds)
+        else:
+            with ProcessPoolExecutor(jobs) as pool:
+                yield from pool.map(self.run_one, seeds, chunksize=8)
+
+    def run_one(self, seed: int) -> Outcome:
+        try:
+            return Outcome(seed, run(self.disaster(seed)).commits)
+        except Violation as violation:
+            return Outcome(seed, violation.args[1].commits, violation.args[0])
+        except Exception as error:
+            error.add_note(self._replay(seed))
+            raise
+
+    def describe(self, seed: int) -> str:
+        """The shortest form of a violation, and how to see it again."""
+        plan, violation = shorten(self.disaster(seed))
+        reason, world = violation.args
+        setup = plan.setup
+        told = list(world.transcript.lines())
+        left_out = [f"  … {len(told) - TAIL} lines"] if len(told) > TAIL else []
+        return "\n".join([
+            f"seed {seed}: {reason}",
+            f"{setup.islands} islands, partition: {setup.partition}{setup.pace.told},"
+            f" and of the faults ({plan.mix}) these are enough:",
+            *(f"  {fault}" for fault in plan.faults),
+            *left_out,
+            *told[-TAIL:],
+            f"again: {self._replay(seed)}",
+        ])  # fmt: skip
+
+    def _replay(self, seed: int) -> str:
+        islands = f" --islands {self.islands}" if self.islands else ""
+        without = f" --without {self.without}" if self.without else ""
+        return f"diloco simulate --protocol --first {seed} --seeds 1{islands}{without}"
+
+
+def rule_names() -> list[str]:
+    return [field.name for field in fields(Rules)]

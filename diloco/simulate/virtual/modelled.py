@@ -1,26 +1,187 @@
 """What things take in virtual time: modelled compute, links and all-reduces.
 
-Ticks with nothing to do are left out: an island that does not lead ticks when a heartbeat is due; one that leads looks
-at what has come every 20 ms, or as often as so many islands let it.
+Control messages have a weight, arrive on their sender's uplink one after the other, and take their receiver's time. A
+heartbeat that says what the last one said is taken in without asking the node, which would do nothing else (a test
+compares). Ticks with nothing to do are left out: an island that does not lead ticks when a heartbeat is due; one that
+leads looks at what has come every 20 ms, or as often as so many islands let it.
 """
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.spans import CHUNKS
-from diloco.elastic.protocol.messages import Begin
+from diloco.elastic.protocol.messages import Begin, Commit, Heartbeat, Message, Promise
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.runtime.reducing import CONNECT_S, SLACK
+from diloco.elastic.protocol.peers import LivenessReport, Peers, PeerView
+from diloco.elastic.protocol.record import Head, Proposal
+from diloco.elastic.protocol.wire import PACK_BYTES, dump, to_plain
+from diloco.elastic.runtime.reducing import CONNECT_S, FLAT_UP_TO, SLACK
+from diloco.plan.predict import Host, Line
 from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.costs import Costs
-from diloco.simulate.virtual.network import ModelledLinks
-from diloco.simulate.virtual.setting import Setting
-from diloco.simulate.virtual.shared import SharedPeers
 from diloco.simulate.virtual.timeline import Timeline
 from diloco.simulate.virtual.world import KEEP_RECORDS, Life, World
 
+DAY_S = 86400.0
+REGIONS = 8  # islands are spread around the world: each region has its own time of day
+NAME_CHARS = 52  # of a peer's identity, which messages carry many times
+PACKED = 0.22  # is left of a large message; identities are random, and those of the model are not
+PLACE_BYTES = 5
+FRAME_BYTES = 80  # of a frame and of TLS, around a message
+WAKE_S = 0.007  # until the thread that a message is for has it
+MESSAGE_S = 150e-6  # to take in a message; measured on 2 ARM cores
+BYTE_S = 0.5e-6  # and for each byte of it
 TICK_S = 0.02
 IDLE_S = 0.25  # between two ticks of one that leads and has heard nothing
 LOOK_S = 1e-4  # what looking at its answers takes a coordinator, for each island
 STATE_BYTES = 8  # a value: parameters and momentum
+
+
+@dataclass(frozen=True)
+class Setting:
+    islands: int
+    line: Line = field(default_factory=lambda: Line(100e6, 100e6, 0.04))  # of each
+    values: int = 150_000_000  # in one round
+    codec: str = "int8"
+    phase_s: float = 300.0  # of inner steps, between two rounds
+    spread: float = 0.1  # the slowest needs so much longer
+    jitter: float = 0.02  # of every phase
+    mtbf_s: float | None = None  # between two failures, of all islands together
+    back_s: float = 300.0  # until a failed island is back, on average
+    silent: float = 0.5  # of failures: nobody hears a connection close
+    diurnal: float = 0.0  # of the rate is lost at the worst time of the day
+    seconds: float = 3600.0
+    seed: int = 0
+    silence_s: float = 5.0
+    straggler: float = 1.5
+    two_level: bool | None = None  # how vectors are reduced; None: as real islands do, by their number
+    flat_up_to: int = 64  # heartbeats, see diloco.elastic.protocol.liveness
+    host: Host = field(default_factory=Host.of_gpus)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(name_of, range(self.islands)))
+
+    def reduces_in_two_levels(self, members: int) -> bool:
+        return members > FLAT_UP_TO if self.two_level is None else self.two_level
+
+    def pace(self, index: int) -> float:
+        """How much longer than the fastest this island computes: evenly spread, in no order."""
+        return 1 + self.spread * ((index * 0.618034) % 1)
+
+    def rate(self, index: int, now: float) -> float:
+        """What is left of its line at this time of its day."""
+        noon = now / DAY_S + (index % REGIONS) / REGIONS
+        return 1 - self.diurnal * (1 - math.cos(2 * math.pi * noon)) / 2
+
+
+def name_of(index: int) -> str:
+    return str(index).zfill(NAME_CHARS)
+
+
+@dataclass
+class Traffic:
+    """Of one island."""
+
+    sent: int = 0
+    received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    up_free: float = 0.0  # when what was sent before is out
+    busy: float = 0.0  # until messages that came before are dealt with
+
+
+class Views(dict[str, PeerView]):
+    """Of everybody in the directory; each comes into being when it is looked at, as old as the island's own life."""
+
+    def __init__(self, me: str, everybody: dict[str, None], since: float) -> None:
+        super().__init__()
+        self.me, self.everybody, self.since = me, everybody, since
+
+    def __missing__(self, peer: str) -> PeerView:
+        if peer == self.me or peer not in self.everybody:
+            raise KeyError(peer)
+        view = self[peer] = PeerView(self.since)
+        return view
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self.everybody and peer != self.me
+
+    def __iter__(self) -> Iterator[str]:
+        return (peer for peer in self.everybody if peer != self.me)
+
+    def __len__(self) -> int:
+        return len(self.everybody) - 1
+
+    # As a Mapping has them: by what is asked above. A dict's own would leave out who was never looked at.
+    get, keys, items, values = Mapping.get, Mapping.keys, Mapping.items, Mapping.values  # type: ignore[assignment]
+
+    def seen(self) -> Iterable[tuple[str, PeerView]]:
+        return super().items()
+
+
+class SharedPeers(Peers):
+    views: Views
+
+    def __init__(self, silence_s: float, me: str, everybody: dict[str, None], now: float) -> None:
+        super().__init__(silence_s, Views(me, everybody, now))
+        self.dealt_with: dict[str, tuple[Heartbeat, Head]] = {}  # the last heartbeat of each, at this head
+
+    def know(self, peers: Iterable[str], now: float) -> None:
+        """Everybody is in the directory."""
+
+    def view(self, peer: str, now: float) -> PeerView:
+        return self.views[peer]
+
+    def touch(self, peer: str, now: float) -> bool:
+        """As `hear`, unless it is banned."""
+        view = self.views[peer]
+        if now < view.banned_until:
+            return False
+        view.heard_at, view.closed, view.left = now, False, False
+        return True
+
+    def reset(self, now: float) -> None:
+        self.views.since = max(self.views.since, now)
+        for _, view in self.views.seen():
+            view.heard_at = max(view.heard_at, now)
+
+    def judge_alone(self, now: float, but: Collection[str]) -> None:
+        """As on every island; those who were never looked at are vouched for, unless somebody has missed them."""
+        words, self.reports = self.reports, {}
+        missed = [peer for word in words.values() for peer, place in word.places.items() if place in word.missed]
+        for peer in (*missed, *but):
+            self.views.get(peer)  # its silence is remembered
+        for peer, view in self.views.seen():
+            if peer not in but and any(word.hears(peer) for word in words.values()):
+                view.heard_at = max(view.heard_at, now)
+        if words:
+            self.views.since = max(self.views.since, now)
+
+
+def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: dict[int, LivenessReport]) -> bool:
+    """Take in a heartbeat that the node has dealt with at this head: its sender is heard, and that is all.
+
+    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`:
+    what the heartbeat says, once for all who hear it.
+    """
+    peers, state, term = node.peers, node.state, node.term
+    assert isinstance(peers, SharedPeers)
+    known = peers.dealt_with.get(sender) == (beat, state.head) and beat.head == state.head
+    at_rest = not (node.leaving or node.diverged) and (term is None or term.answers.get(sender) is not None)
+    if not (known and at_rest and peers.touch(sender, now)):
+        peers.dealt_with[sender] = beat, state.head
+        return False
+    if beat.missed is not None and not node.broadcasts:
+        key = id(state.places)
+        peers.accept_report(
+            sender, words.get(key) or words.setdefault(key, LivenessReport(now, frozenset(beat.missed), state.places))
+        )
+    return True
 
 
 class Modelled(Costs):
@@ -35,9 +196,83 @@ class Modelled(Costs):
         self.apply_s = 1e-9 * setting.values * (decode_ns + host.apply_ns)
         self.result_bytes = codec_named(result_codec_for(setting.codec, 2)).size(setting.values)
         self._directory = dict.fromkeys(setting.names)
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.heartbeats = 0
+        self._beats: list[tuple[str, Heartbeat]] = []  # of one input: to whom
+        self._said: dict[str, Heartbeat] = {}  # by each island, the last time
+        self._sizes: dict[type, int] = {}
+        self._proposals: dict[str, int] = {}
+        self._out_s = 8 / setting.line.up_bits_per_s  # a byte
 
-    def network(self, world: World) -> ModelledLinks:
-        return ModelledLinks(self.setting, world)
+    def send(self, world: World, sender: str, to: str, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            self._beats.append((to, message))
+            return
+        size = self.size(message)
+        ours, theirs = self.traffic[sender], self.traffic[to]
+        ours.sent += 1
+        ours.bytes_sent += size
+        theirs.received += 1
+        theirs.bytes_received += size
+        now = self.timeline.now
+        out = (ours.up_free if ours.up_free > now else now) + size * self._out_s
+        came = out + self.setting.line.delay_s
+        ours.up_free = out
+        taken = (theirs.busy if theirs.busy > came else came) + MESSAGE_S + BYTE_S * size
+        theirs.busy = taken
+        self.timeline.at(taken + WAKE_S, partial(world.deliver, sender, to, message))
+
+    def flush(self, world: World, sender: str) -> None:
+        """One heartbeat to many, who hear it together when the last one does."""
+        if not self._beats:
+            return
+        beats, self._beats = self._beats, []
+        peers, beat = [to for to, _ in beats], beats[-1][1]
+        if beat != self._said.get(sender):
+            self._said[sender] = beat
+        size, count = self.size(beat), len(peers)
+        self.heartbeats += count
+        ours = self.traffic[sender]
+        ours.sent += count
+        ours.bytes_sent += count * size
+        ours.up_free = max(ours.up_free, self.timeline.now) + count * size * self._out_s
+        came, cost_s = ours.up_free + self.setting.line.delay_s, MESSAGE_S + BYTE_S * size
+        for peer in peers:
+            theirs = self.traffic[peer]
+            theirs.received += 1
+            theirs.bytes_received += size
+            theirs.busy = (theirs.busy if theirs.busy > came else came) + cost_s
+        self.timeline.at(came + cost_s + WAKE_S, partial(self._hear, world, sender, peers, self._said[sender]))
+
+    def _hear(self, world: World, sender: str, peers: list[str], beat: Heartbeat) -> None:
+        now, words = self.timeline.now, dict[int, LivenessReport]()
+        for peer in peers:
+            life = world.lives.get(peer)
+            away = life is None or peer in world.stopped or (sender, peer) in world.cut
+            if life is None or away or not hears_no_news(life.node, sender, beat, now, words):
+                world.deliver(sender, peer, beat)
+
+    def size(self, message: Message) -> int:
+        """Of its kind: the first one's; what says much of every island is measured each time."""
+        kind, extra = type(message), 0
+        if isinstance(message, Heartbeat):
+            extra = PLACE_BYTES * len(message.missed or ())
+        elif isinstance(message, Begin):
+            members = (NAME_CHARS + 3) * len(message.members) + 9 * len(message.bytes_per_s)
+            extra = members + self._proposal_size(message.proposal)
+        elif isinstance(message, Commit):
+            extra = self._proposal_size(message.record.proposal)
+        elif isinstance(message, Promise) and message.held is not None:
+            extra = self._proposal_size(message.held.record.proposal)
+        if kind not in self._sizes:
+            self._sizes[kind] = FRAME_BYTES + len(dump([kind.__name__, to_plain(message)])) - extra
+        size = self._sizes[kind] + extra
+        return size if size <= PACK_BYTES else int(PACKED * size)
+
+    def _proposal_size(self, proposal: Proposal) -> int:
+        if proposal.digest not in self._proposals:
+            self._proposals[proposal.digest] = len(dump(to_plain(proposal)))
+        return self._proposals[proposal.digest]
 
     def peers(self, name: str, now: float) -> SharedPeers:
         return SharedPeers(self.setting.silence_s, name, self._directory, now)

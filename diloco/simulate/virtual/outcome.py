@@ -1,19 +1,94 @@
-"""What came of a run in virtual time: the last invariants, and figures."""
+"""Islands in virtual time that fail and come back, and what came of it: the last invariants, and figures.
+
+`rows` says where a flat run stops to scale: what a round costs so many islands, computed by their plans and messages.
+"""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from statistics import median
 
+from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.elastic.protocol.liveness import FRONT
+from diloco.elastic.protocol.messages import Append, Effect, Note
+from diloco.elastic.protocol.node import Options
 from diloco.elastic.protocol.peers import MINORITY_PATIENCE
+from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.churn import Churn
-from diloco.simulate.virtual.network import BYTE_S, MESSAGE_S
-from diloco.simulate.virtual.setting import Setting
+from diloco.simulate.virtual.modelled import BYTE_S, MESSAGE_S, PACKED, Modelled, Setting
+from diloco.simulate.virtual.reductions import Reduction
+from diloco.simulate.virtual.trainer import USUAL
+from diloco.simulate.virtual.world import World, decide
 
+COUNTS = (10, 30, 100, 300, 1000, 3000, 10_000)
+BEGIN_BYTES = 350  # of each island, in a *begin*; a commit has as much
+HEARTBEAT_BYTES = 270
+HEARTBEATS = 5  # within silence_s
 CONTROL_S = 30.0  # of a round, for messages; more islands than that suffices for are told about by their figures
+
+
+class Churn:
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.costs = setting, Modelled(setting)
+        options = Options(
+            decide, silence_s=setting.silence_s, straggler=setting.straggler, want=USUAL.want,
+            flat_up_to=setting.flat_up_to,
+        )  # fmt: skip
+        self.world = World(setting.names, options, self.costs)
+        self.world.observers.append(self._see)
+        self.timeline = self.world.timeline
+        self.commits: list[float] = []  # when rounds with contributions were first committed
+        self.contributors: list[int] = []  # in them
+        self.leader = ""  # of the last one
+        self.wrongly_lost = 0  # islands that were thought dead, and were not
+        self._seen: set[str] = set()  # records
+
+    @property
+    def waits(self) -> list[tuple[float, float]]:
+        """From commit to commit."""
+        return list(pairwise([0.0, *self.commits, self.setting.seconds]))
+
+    @property
+    def reduced(self) -> list[Reduction]:
+        return [each for each in self.world.reductions.all.values() if each.over and not each.failed]
+
+    def run(self) -> None:
+        self.world.found(self.setting.names)
+        if self.setting.mtbf_s is not None:
+            self._fail_later(self.setting.mtbf_s)
+        self.timeline.run(self.setting.seconds)
+
+    def _fail_later(self, mtbf_s: float) -> None:
+        wait_s = self.timeline.stream("failures").expovariate(1 / mtbf_s)
+        self.timeline.after(wait_s, partial(self._fail_one, mtbf_s))
+
+    def _fail_one(self, mtbf_s: float) -> None:
+        chance = self.timeline.stream("failures")
+        if self.world.lives:
+            name = chance.choice(list(self.world.lives))
+            self.world.crash(name, silent=chance.random() < self.setting.silent)
+            self.timeline.after(chance.expovariate(1 / self.setting.back_s), partial(self.world.start, name))
+        self._fail_later(mtbf_s)
+
+    def _see(self, name: str, effect: Effect) -> None:
+        match effect:
+            case Append(record) if record.digest not in self._seen:
+                self._seen.add(record.digest)
+                if record.proposal.contributions:
+                    self.commits.append(self.timeline.now)
+                    self.contributors.append(len(record.proposal.contributions))
+                    self.leader = name
+            case Note("lost", peer) if self._was_there(peer):
+                self.wrongly_lost += 1
+                self.world.calm = False
+
+    def _was_there(self, name: str) -> bool:
+        """One that failed, and is just back, was lost for good reason."""
+        life, patience_s = self.world.lives.get(name), MINORITY_PATIENCE * self.setting.silence_s
+        return life is not None and self.timeline.now - life.since > patience_s
 
 
 @dataclass(frozen=True)
@@ -96,7 +171,7 @@ def _bytes_sent(run: Churn) -> int:
 
 
 def _figures(run: Churn, wall_s: float) -> Outcome:
-    setting, world, traffic = run.setting, run.world, run.links.traffic.values()
+    setting, world, traffic = run.setting, run.world, run.costs.traffic.values()
     lives = world.lives.values()
     alive_s = sum(past.alive_s for past in world.past) + sum(world.now - life.since for life in lives)
     computed_s = sum(past.computed_s for past in world.past) + sum(life.trainer.computed_s for life in lives)
@@ -117,7 +192,36 @@ def _figures(run: Churn, wall_s: float) -> Outcome:
         control_bytes_s=max(each.bytes_sent for each in traffic) / setting.seconds,
         messages_s=busiest.received / setting.seconds,
         coordinator_busy=(busiest.received * MESSAGE_S + busiest.bytes_received * BYTE_S) / setting.seconds,
-        heartbeats_s=run.links.heartbeats / setting.seconds, connections=_connections(run),
+        heartbeats_s=run.costs.heartbeats / setting.seconds, connections=_connections(run),
         longest_wait_s=max(after - before for before, after in run.waits),
         seconds=setting.seconds, wall_s=wall_s, standstill=_standstill(run),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    islands: int
+    flat: Cost | None  # None: a plan has at most so many members
+    two_level: Cost
+    flat_s: float
+    two_level_s: float
+    begin_s: float  # until the coordinator's uplink has sent a *begin* to everybody
+    heartbeats_bits_s: float  # sent by each island if everybody tells everybody; otherwise by those of the front
+    heartbeats_s: float  # of all islands, if everybody tells everybody
+    front_heartbeats_s: float
+
+
+def rows(setting: Setting, counts: Iterable[int] = COUNTS) -> list[Row]:
+    return [_row(replace(setting, islands=count)) for count in counts]
+
+
+def _row(setting: Setting) -> Row:
+    n, line = setting.islands, setting.line
+    whole, parts = flat(n, setting.values, setting.codec), two_level(n, setting.values, setting.codec)
+    beats_s = n * HEARTBEATS / setting.silence_s
+    return Row(
+        n, whole if n <= MAX_MEMBERS else None, parts, whole.seconds(line, 1.0), parts.seconds(line, 1.0),
+        begin_s=8 * PACKED * BEGIN_BYTES * n * n / line.up_bits_per_s,
+        heartbeats_bits_s=8 * HEARTBEAT_BYTES * beats_s,
+        heartbeats_s=n * beats_s, front_heartbeats_s=2 * FRONT * beats_s,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import EMPTY, Ballot, Proposal
+from diloco.elastic.protocol.record import EMPTY, Ballot
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import Pair, World
@@ -73,7 +73,8 @@ class Reductions:
             return
         reduction.waiting.remove(member)
         reduction.ended = self._timeline.now
-        payload = payload_of(reduction.begin.proposal)
+        proposal = reduction.begin.proposal
+        payload = hashlib.sha256(proposal.digest.encode()).hexdigest() if proposal.contributions else EMPTY
         if member in self.spoilt:
             self.spoilt.remove(member)
             payload = payload[::-1]
@@ -112,7 +113,3 @@ class Reductions:
         ballot = reduction.begin.ballot
         failed = partial(self._world.enter, member, lambda node, now: node.reduce_failed(ballot, blamed, reason, now))
         self._timeline.after(self._costs.failure_s(first=first), failed)
-
-
-def payload_of(proposal: Proposal) -> str:
-    return hashlib.sha256(proposal.digest.encode()).hexdigest() if proposal.contributions else EMPTY

@@ -105,18 +105,18 @@ def _obey(world: World, command: str) -> None:
             world.reductions.spoilt.add(name)
         case ["slow", name, times]:
             world.lives[name].trainer.speed = 1 / float(times)
-        case ["cut", *sides] if "|" in sides:
+        case ["cut" | "cut-one-way" as what, *sides] if "|" in sides:
             bar = sides.index("|")
+            ends = sides[:bar], sides[bar + 1 :]
             world.tell(f"* {command}")
-            world.sever(both_ways(sides[:bar], sides[bar + 1 :]))
-        case ["cut-one-way", *sides] if "|" in sides:
-            bar = sides.index("|")
-            world.tell(f"* {command}")
-            world.sever(product(sides[:bar], sides[bar + 1 :]))
+            world.sever(both_ways(*ends) if what == "cut" else product(*ends))
         case ["heal"]:
             world.heal()
         case ["expect", "a", "live", "round"]:
-            _expect_life(world)
+            before = _newest(world, "anybody").head.round
+            world.timeline.run(world.now + LIFE_S)
+            if _newest(world, "anybody").head.round == before:
+                raise Violation(f"I4: no round within {LIFE_S:.0f} s")
         case ["expect", *words]:
             _expect(world, words, command)
         case _:
@@ -188,13 +188,6 @@ def _expect(world: World, words: list[str], command: str) -> None:
             raise ConfigError(f"no such expectation in a scenario: {command}")
     if found != who:
         raise Unmet(f"{command}: it is {found or 'nobody'}")
-
-
-def _expect_life(world: World) -> None:
-    before = _newest(world, "anybody").head.round
-    world.timeline.run(world.now + LIFE_S)
-    if _newest(world, "anybody").head.round == before:
-        raise Violation(f"I4: no round within {LIFE_S:.0f} s")
 
 
 def _told(world: World) -> str:

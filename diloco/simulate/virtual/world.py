@@ -7,29 +7,15 @@ at every commit. What things take is not decided here, but by the world's costs.
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.comm.peers.identity import Identity
+from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import (
-    Append,
-    Begin,
-    Cancel,
-    CatchUp,
-    Effect,
-    FetchResult,
-    Heartbeat,
-    Memory,
-    Message,
-    Moved,
-    Reduce,
-    Remember,
-    Send,
-)
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
 from diloco.elastic.protocol.rules import ALL, Rules
@@ -37,7 +23,6 @@ from diloco.elastic.protocol.state import RunState
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.reductions import Reductions
-from diloco.simulate.virtual.shared import SharedState
 from diloco.simulate.virtual.trainer import USUAL, Input, Pace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
 
@@ -45,7 +30,21 @@ KEEP_RECORDS = 16  # who lacks more takes the whole state
 GENESIS = hashlib.sha256(b"genesis").hexdigest()
 
 Pair = tuple[str, str]  # from, to
-Watcher = Callable[[str, Effect], None]  # of whom, what
+Watcher = Callable[[str, m.Effect], None]  # of whom, what
+
+
+@dataclass(frozen=True)
+class SharedState(RunState):
+    """What many islands hold alike is kept, and worked out, once."""
+
+    @cached_property
+    def _after(self) -> dict[str, RunState]:
+        return {}
+
+    def after(self, record: Record) -> RunState:
+        if record.digest not in self._after:
+            self._after[record.digest] = super().after(record)
+        return self._after[record.digest]
 
 
 @dataclass
@@ -54,10 +53,14 @@ class Disk:
 
     log: list[Record] = field(default_factory=list)
     states: list[RunState] = field(default_factory=list)
-    memory: Memory | None = None
+    memory: m.Memory | None = None
     lives: int = 0
     own: set[str] = field(default_factory=set)  # records that it has appended itself
     amendments: list[Amendment] = field(default_factory=list)  # that were handed in here
+
+    def copy(self, other: "Disk") -> None:
+        """The whole log."""
+        self.log, self.states = list(other.log), list(other.states)
 
 
 @dataclass
@@ -90,7 +93,6 @@ class World:
         self.transcript = Transcript(self.timeline, pace.fragments)
         self.checker = Checker(strict=options.partition == "pause", fragments=pace.fragments)
         self.checker.genesis(GENESIS)
-        self.network = costs.network(self)
         self.reductions = Reductions(self)
         self.disks: dict[str, Disk] = {}
         self.lives: dict[str, Life] = {}
@@ -132,9 +134,12 @@ class World:
     def start(self, name: str) -> None:
         """From the disk. Who has never been there fetches the state of somebody who has it."""
         disk = self.disks.setdefault(name, Disk())
-        if not disk.states and not self._copy_log(name):
-            self.timeline.after(1.0, lambda: self.start(name))
-            return
+        if not disk.states:
+            donors = [other for other in self.lives if (other, name) not in self.cut and other not in self.stopped]
+            if not donors:
+                self.timeline.after(1.0, lambda: self.start(name))
+                return
+            disk.copy(self.disks[min(donors)])
         disk.lives += 1
         self.checker.restarted = self.checker.restarted or disk.lives > 1
         self.steady |= {name} - self._unreliable
@@ -176,14 +181,6 @@ class World:
         mine = (part.offer for parts in seen for part in parts if part.island == node.me)
         key = node.incarnation, fragment
         return max((offer.hi for offer in mine if (offer.incarnation, offer.fragment) == key), default=0)
-
-    def _copy_log(self, name: str) -> bool:
-        donors = [other for other in self.lives if (other, name) not in self.cut and other not in self.stopped]
-        if not donors:
-            return False
-        donor = self.disks[min(donors)]
-        self.disks[name].log, self.disks[name].states = list(donor.log), list(donor.states)
-        return True
 
     def crash(self, name: str, *, silent: bool = False) -> None:
         """`silent`: nobody notices that connections close."""
@@ -261,9 +258,9 @@ class World:
         elif (life := self.lives.get(name)) is not None:
             self._carry_out_all(name, life, step(life.node, self.costs.clock(name)))
 
-    def deliver(self, sender: str, to: str, message: Message) -> None:
+    def deliver(self, sender: str, to: str, message: m.Message) -> None:
         if (sender, to) not in self.cut and (life := self.lives.get(to)) is not None:
-            life.heard = life.heard or not isinstance(message, Heartbeat)
+            life.heard = life.heard or not isinstance(message, m.Heartbeat)
             self.enter(to, lambda node, now: node.receive(sender, message, now))
 
     def _tick(self, name: str, life: Life) -> None:
@@ -274,10 +271,13 @@ class World:
             self.enter(name, Node.tick)
         self.timeline.after(self.costs.tick_s(life.node, len(self.lives)), partial(self._tick, name, life))
 
-    def _carry_out_all(self, name: str, life: Life, effects: list[Effect]) -> None:
+    def _carry_out_all(self, name: str, life: Life, effects: list[m.Effect]) -> None:
         for index, effect in enumerate(effects):
-            if name in self._crash_after and self._crashes_now(name):
-                break
+            if name in self._crash_after:
+                self._crash_after[name] -= 1
+                if self._crash_after[name] <= 0:
+                    self.crash(name)
+                    break
             for watcher in self.watchers[:]:
                 watcher(name, effect)
             if self.lives.get(name) is not life:
@@ -286,13 +286,13 @@ class World:
                 self.stopped[name].append(partial(self._carry_out_all, name, life, effects[index:]))
                 break
             self._carry_out(name, life, effect)
-        self.network.flush(name)
+        self.costs.flush(self, name)
 
     def once(self, kind: type, blow: Callable[[str], None], doer: str = "") -> None:
         """Strike just before somebody who lives, or this one, does a thing of this kind for the next time."""
 
-        def watch(name: str, effect: Effect) -> None:
-            done = effect.message if isinstance(effect, Send) else effect
+        def watch(name: str, effect: m.Effect) -> None:
+            done = effect.message if isinstance(effect, m.Send) else effect
             if name in ((doer,) if doer else self.lives) and isinstance(done, kind):
                 self.watchers.remove(watch)
                 blow(name)
@@ -302,36 +302,29 @@ class World:
     def crash_soon(self, name: str, effects: int) -> None:
         self._crash_after[name] = effects
 
-    def _crashes_now(self, name: str) -> bool:
-        self._crash_after[name] -= 1
-        if self._crash_after[name] > 0:
-            return False
-        self.crash(name)
-        return True
-
-    def _carry_out(self, name: str, life: Life, effect: Effect) -> None:
-        if name in self.mute and isinstance(effect, Send) and not isinstance(effect.message, Heartbeat):
+    def _carry_out(self, name: str, life: Life, effect: m.Effect) -> None:
+        if name in self.mute and isinstance(effect, m.Send) and not isinstance(effect.message, m.Heartbeat):
             return
         for observer in self.observers:
             observer(name, effect)
         match effect:
-            case Send(to, message):
-                self.network.send(name, to, message)
-            case Remember(memory):
+            case m.Send(to, message):
+                self.costs.send(self, name, to, message)
+            case m.Remember(memory):
                 self.disks[name].memory = memory
-            case Reduce(begin):
+            case m.Reduce(begin):
                 self._check_bytes(name, life, begin)
                 self.reductions.join(name, begin)
-            case Cancel(ballot):
+            case m.Cancel(ballot):
                 self.reductions.cancel(name, ballot)
-            case FetchResult():
+            case m.FetchResult():
                 self.timeline.after(self.costs.fetch_s(), partial(self._fetched, name, effect))
-            case CatchUp(donor, head):
+            case m.CatchUp(donor, head):
                 switch = partial(life.trainer.when_running, partial(self._switch, name, donor))
                 self.timeline.after(self.costs.catch_up_s(head.round - life.node.state.head.round), switch)
-            case Append(record):
+            case m.Append(record):
                 self._append(name, life, record)
-            case Moved(switched):
+            case m.Moved(switched):
                 self.timeline.after(0, partial(self._tell_trainer, name, life.trainer, switched))
 
     def _tell_trainer(self, name: str, trainer: Trainer, switched: bool) -> None:
@@ -339,7 +332,7 @@ class World:
         only_leases = not switched and bool(log) and not log[-1].proposal.contributions
         trainer.when_running(lambda: trainer.moved(only_leases=only_leases))
 
-    def _check_bytes(self, name: str, life: Life, begin: Begin) -> None:
+    def _check_bytes(self, name: str, life: Life, begin: m.Begin) -> None:
         for contribution in begin.proposal.contributions:
             offer = contribution.offer
             if contribution.island == name and not life.trainer.has_bytes_of(offer):
@@ -358,7 +351,7 @@ class World:
         life.trainer.appended(record)
         self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm)
 
-    def _fetched(self, name: str, effect: FetchResult) -> None:
+    def _fetched(self, name: str, effect: m.FetchResult) -> None:
         holder, record = effect.holder, effect.record
         if self.reaches(name, holder) and self._has(holder, record):
             self.enter(name, lambda node, now: node.fetched(record, now))
@@ -379,7 +372,7 @@ class World:
         state = theirs.states[-1]
         if state.head > self.lives[name].node.state.head:
             self._tell_switch(self.lives[name].trainer, mine.states[-1], theirs)
-            mine.log, mine.states = list(theirs.log), list(theirs.states)
+            mine.copy(theirs)
             self.tell(f"{name} moves to round {state.head.round} of {donor}")
         self.enter(name, lambda node, now: node.caught_up(state, now))
 
