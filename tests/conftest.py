@@ -52,6 +52,17 @@ def run(trained_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_once, tmp_path / "run"))
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and codecs use no compiled loop from then on."""
+
+    def use_torch() -> None:
+        for place in ("dense.dense_kernels", "chunks.chunk_kernels", "sparse.chunk_kernels"):
+            monkeypatch.setattr(f"diloco.comm.codec.{place}", lambda device: None)
+
+    return use_torch
+
+
 def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The real command in a real process."""
     command = [sys.executable, "-m", "diloco", *arguments]

@@ -27,7 +27,7 @@ def train(tree, place, stop_at=None):
     lives.append(train_alone(config, place=place, resume=stop_at is not None))
     trainer, told = lives[-1].trainer, [event for life in lives for event in life.heard.events]
     local = torch.empty(trainer.island.layout.size) if place.leader else None
-    trainer.island.read(local)
+    trainer.island.shards.read(local)
     return {
         "losses": [event["loss"] for event in told if event["event"] == "step"],
         "validation": [event["validation_loss"] for event in told if event["event"] == "validation"],

@@ -69,7 +69,9 @@ def side_by_side(drivers: Mapping[str, Driver], work: Callable[[str], Any]) -> d
 def own_loop_driver(name: str, names: tuple[str, ...], config: Config, model: OwnModel, network: MemoryNetwork):
     """The network side of an island that brings its own loop, as `diloco.connect` makes it."""
     genesis = Genesis.of(config, model.layout, None, names[0])
-    origin = Origin(replace(genesis.state(), roster=names), outer_vectors(config.outer, model.vector()))
+    vector = torch.empty(model.layout.size)
+    model.shards.read(vector)
+    origin = Origin(replace(genesis.state(), roster=names), outer_vectors(config.outer, vector))
     chain, options = run_of(genesis, config, model.fragments(config.sync)), replace(options_for(config), want=0)
     return open_island(chain, origin, options, among_friends(network.transport(name)))
 

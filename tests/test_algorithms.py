@@ -65,9 +65,9 @@ def reference(config, batches, fragments, method) -> list[torch.Tensor]:
 
     for step in range(1, H * PASSES + delay + 1):
         for island, vector, read in zip(islands, local, batches, strict=True):
-            island.write(vector)
+            island.shards.write(vector)
             island.step(read[step - 1], learning_rate(config.inner, step))
-            island.read(vector)
+            island.shards.read(vector)
         if step in launch_steps:
             part = where[launch_steps.index(step) % count]
             own = [start[part] - vector[part] for start, vector in zip(base, local, strict=True)]
@@ -171,6 +171,6 @@ def test_what_is_left_at_the_end_is_contributed(small):
     sync = {"every": 6, "fragments": 3, "codec": "fp32"}
     life = train(small(sync=sync, outer={"optimizer": "sgd", "lr": 1.0}, inner={"steps": 12}))
     local = torch.empty(life.trainer.layout.size)
-    life.trainer.island.read(local)
+    life.trainer.island.shards.read(local)
     torch.testing.assert_close(life.outer["parameters"], local)
     assert life.trainer.step_count == 12 and life.trainer.rounds.updates == 8

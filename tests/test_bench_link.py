@@ -5,7 +5,7 @@ from conftest import run_cli
 
 from diloco.bench.link import LADDER, Received, Transfer, goodput, parse_rates, run_transfers
 from diloco.comm.transport.frame import HEADER_BYTES
-from diloco.comm.transport.tlswire import TlsWire
+from diloco.comm.transport.socketwire import TlsWire
 from diloco.errors import ConfigError
 
 

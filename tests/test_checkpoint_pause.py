@@ -51,7 +51,7 @@ def paired(small, tmp_path):
 def held_by(life: Life) -> torch.Tensor:
     """The island's own parameters."""
     local = torch.empty(life.trainer.island.layout.size)
-    life.trainer.island.read(local)
+    life.trainer.island.shards.read(local)
     return local
 
 

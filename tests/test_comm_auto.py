@@ -1,27 +1,21 @@
 """Which way a connection takes: scripted ways for the decisions, real ones for a black hole and a dead daemon."""
 
 import logging
-import os
-import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from streams import HERE, SOON, auto_on, kill_daemon
 
 from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity
-from diloco.comm.transport.auto import AutoTransport
-from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.inbox import Inbox
-from diloco.comm.transport.libp2p import Libp2pTransport
-from diloco.comm.transport.transport import PeerAddress
+from diloco.comm.transport.auto import RETRY_DIRECT_S, AutoTransport
+from diloco.comm.transport.transport import Inbox, PeerAddress
 from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout, WrongPeer
 
-SOON = 10.0
 PEER = PeerAddress("peer", "10.0.0.7", 31337, b"certificate")
 LOST = PeerLost("peer: gone")
 
@@ -56,7 +50,7 @@ class Scene:
         self.now = 0.0
         self.direct, self.libp2p = Scripted("direct", inbox, self.tried), Scripted("libp2p", inbox, self.tried)
         ways: Any = (self.direct, self.libp2p)
-        self.auto = AutoTransport(*ways, retry_direct_s=100.0, clock=lambda: self.now)
+        self.auto = AutoTransport(*ways, clock=lambda: self.now)
 
     def connect(self, peer: PeerAddress = PEER) -> list[str]:
         """The ways that were tried, in order; the last one is the one that was taken."""
@@ -87,26 +81,21 @@ def test_without_a_direct_address_libp2p_it_is(scene: Scene, lacking: dict[str, 
 def test_where_direct_fails_libp2p_is_taken_and_remembered_for_a_while(scene: Scene, error: TransportError) -> None:
     scene.direct.error = error
     assert scene.connect() == ["direct", "libp2p"]
-    scene.now = 99.0
+    scene.now = RETRY_DIRECT_S - 1
     assert scene.connect() == ["libp2p"]
-    scene.now = 100.0
+    scene.now = RETRY_DIRECT_S
     assert scene.connect() == ["direct", "libp2p"]
-    scene.now = 150.0
+    scene.now = RETRY_DIRECT_S * 1.5
     assert scene.connect() == ["libp2p"]
-    scene.now, scene.direct.error = 250.0, None
+    scene.now, scene.direct.error = RETRY_DIRECT_S * 2.5, None
     assert [scene.connect(), scene.connect()] == [["direct"], ["direct"]]
 
 
-def test_a_new_address_is_a_new_chance(scene: Scene) -> None:
+@pytest.mark.parametrize("change", [{"port": 4}, {"identity": "other"}])
+def test_a_new_address_or_another_peer_is_a_new_chance(scene: Scene, change: dict[str, Any]) -> None:
     scene.direct.error = LOST
     scene.connect()
-    assert scene.connect(replace(PEER, port=4)) == ["direct", "libp2p"]
-
-
-def test_peers_are_remembered_one_by_one(scene: Scene) -> None:
-    scene.direct.error = LOST
-    scene.connect()
-    assert scene.connect(replace(PEER, identity="other")) == ["direct", "libp2p"]
+    assert scene.connect(replace(PEER, **change)) == ["direct", "libp2p"]
 
 
 def test_a_remembered_way_that_breaks_gives_way_to_the_other(scene: Scene) -> None:
@@ -147,9 +136,9 @@ def test_the_first_way_leaves_time_for_the_second(scene: Scene) -> None:
 def test_the_log_names_the_way_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     scene.direct.error = LOST
-    for scene.now in (0.0, 1.0, 101.0, 102.0):
+    for scene.now in (0.0, 1.0, RETRY_DIRECT_S + 1, RETRY_DIRECT_S + 2):
         scene.connect()
-    scene.direct.error, scene.now = None, 500.0
+    scene.direct.error, scene.now = None, 5 * RETRY_DIRECT_S
     scene.connect()
     assert [record.getMessage() for record in caplog.records] == [
         "me reaches peer through libp2p",
@@ -160,18 +149,12 @@ def test_the_log_names_the_way_once(scene: Scene, caplog: pytest.LogCaptureFixtu
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[tuple[AutoTransport, AutoTransport, PeerAddress]]:
     directories = [Directory.start(Identity.load(tmp_path / name), b"r" * 32) for name in "ab"]
-    a, b = (real_auto(directory) for directory in directories)
-    b.allow([a.address("127.0.0.1")])
-    yield a, b, b.address("127.0.0.1")
+    a, b = (auto_on(directory) for directory in directories)
+    b.allow([a.address(HERE)])
+    yield a, b, b.address(HERE)
     for auto, directory in zip((a, b), directories, strict=True):
         auto.close()
         directory.close()
-
-
-def real_auto(directory: Directory) -> AutoTransport:
-    inbox = Inbox()
-    direct = DirectTransport(directory.identity.peer_id, "127.0.0.1", inbox=inbox)
-    return AutoTransport(direct, Libp2pTransport(directory, inbox=inbox))
 
 
 def exchange(a: AutoTransport, b: AutoTransport, address: PeerAddress, *, timeout_s: float = SOON) -> str:
@@ -186,12 +169,12 @@ def exchange(a: AutoTransport, b: AutoTransport, address: PeerAddress, *, timeou
 
 def test_a_black_hole_costs_a_share_of_the_time_once(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
     a, b, address = real
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
+    with socket.create_server((HERE, 0)) as silent:  # takes connections and never says a word
         address = replace(address, port=silent.getsockname()[1])
-        assert exchange(a, b, address, timeout_s=3.0) == "Libp2pWire"
+        assert exchange(a, b, address, timeout_s=3.0) == "SocketWire"
         silent.settimeout(0)
         silent.accept()[0].close()
-        assert exchange(a, b, address) == "Libp2pWire"
+        assert exchange(a, b, address) == "SocketWire"
         with pytest.raises(BlockingIOError):
             silent.accept()
 
@@ -199,11 +182,10 @@ def test_a_black_hole_costs_a_share_of_the_time_once(real: tuple[AutoTransport, 
 def test_without_its_daemon_a_peer_goes_on_directly(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
     a, b, address = real
     closed = replace(address, port=1)
-    assert [exchange(a, b, closed), exchange(a, b, address)] == ["Libp2pWire", "TlsWire"]
+    assert [exchange(a, b, closed), exchange(a, b, address)] == ["SocketWire", "TlsWire"]
     near = a.connect(address, "old", timeout_s=SOON)
     far = b.accept("old", timeout_s=SOON)
-    guard = a.libp2p._directory.p2p.guard_pid
-    os.kill(int(subprocess.run(["pgrep", "-P", str(guard)], check=True, capture_output=True).stdout), signal.SIGKILL)
+    kill_daemon(a.libp2p._directory)
     a.libp2p._watching.result(SOON)
     near.send(1, b"still there")
     assert far.receive(timeout_s=SOON).head == b"still there"

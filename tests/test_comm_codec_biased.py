@@ -1,12 +1,8 @@
 """Codecs for error feedback and those of their means: exact sizes, the same bytes everywhere, no harm by strangers."""
 
-from random import Random
-
 import pytest
 import torch
-from golden import GOLDEN, KEY, golden_digest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from golden import KEY
 
 from diloco.comm.codec.base import whole_units
 from diloco.comm.codec.feedback import ErrorFeedback
@@ -42,17 +38,6 @@ INPUTS = {
     "large": torch.full((300,), -1e36),
     **{f"length {n}": normal(n) for n in (0, 1, 63, 65, 4095, 4097, PAGE - 1, PAGE, PAGE + 1)},
 }
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """Call it, and no compiled loop is used from then on."""
-
-    def use_torch() -> None:
-        for place in ("chunks.chunk_kernels", "sparse.chunk_kernels", "outer_sums.outer_kernels"):
-            monkeypatch.setattr(f"diloco.comm.codec.{place}", lambda device: None)
-
-    return use_torch
 
 
 def test_sizes_are_those_declared():
@@ -138,41 +123,6 @@ def test_compiled_loops_and_torch_decode_the_same_values(name, kind, plain):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_do_not_depend_on_how_the_vector_is_cut(name):
-    codec, values = codec_named(name), normal(5 * PAGE + 77)
-    whole = codec.encode(values, KEY)
-    for edges in ([0, PAGE, 2 * PAGE], [0, 3 * PAGE], [0, PAGE, 4 * PAGE, 5 * PAGE]):
-        ends = [*edges[1:], len(values)]
-        pieces = [codec.encode(values[lo:hi], KEY, start=lo) for lo, hi in zip(edges, ends, strict=True)]
-        assert torch.equal(torch.cat(pieces), whole)
-        sizes = [codec.size(hi - lo) for lo, hi in zip(edges, ends, strict=True)]
-        counts = [hi - lo for lo, hi in zip(edges, ends, strict=True)]
-        decoded = [codec.decode(raw, count) for raw, count in zip(whole.split(sizes), counts, strict=True)]
-        assert torch.equal(torch.cat(decoded), codec.decode(whole, len(values)))
-
-
-@pytest.mark.parametrize("name", BIASED)
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
-def test_bits_are_the_same_on_every_platform(name, device):
-    assert golden_digest(name, device) == GOLDEN[name]
-
-
-@pytest.mark.parametrize("name", ["sparse", "sign", *UNIONS])
-def test_bytes_do_not_depend_on_what_a_processor_does_with_denormals(name):
-    values = normal(2 * PAGE) * torch.where(torch.arange(2 * PAGE) % 3 > 0, 2.0**-135, 1.0)
-    kept = codec_named(name).encode(values, KEY)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush denormals")
-    try:
-        flushed = codec_named(name).encode(values, KEY)
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(kept, flushed)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_what_is_near_the_denormals_becomes_zero(name):
     codec, values = codec_named(name), INPUTS["denormals"]
     assert not codec.decode(codec.encode(values, KEY), len(values)).view(torch.int32).any()
@@ -215,17 +165,6 @@ def test_lowrank_sends_four_outer_products_nearly_whole():
     assert (decoded - tile).norm() < 0.03 * tile.norm()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_and_infinity_are_refused_before_encoding(name, bad, plain):
-    values = normal(PAGE + 10)
-    values[PAGE + 3] = bad
-    for _ in range(2):
-        with pytest.raises(CodecError, match="NaN or infinity"):
-            codec_named(name).encode(values, KEY)
-        plain()
-
-
 @pytest.mark.parametrize("name", PLACED)
 def test_places_that_do_not_rise_are_refused(name, plain):
     codec = codec_named(name)
@@ -258,26 +197,6 @@ def test_the_largest_that_bytes_can_say_is_finite_or_refused(name):
     assert taken
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_bytes_from_elsewhere_give_finite_values_or_our_error(name, data):
-    codec = codec_named(name)
-    payload = codec.encode(normal(300), KEY)
-    if data.draw(st.booleans()):
-        noise = Random(data.draw(st.integers())).randbytes(len(payload))
-        payload = torch.frombuffer(bytearray(noise), dtype=torch.uint8)
-    for _ in range(data.draw(st.integers(0, 3))):
-        payload[data.draw(st.integers(0, payload.numel() - 1))] = data.draw(st.integers(0, 255))
-    payload = payload[: data.draw(st.sampled_from([len(payload), len(payload), len(payload) - 1]))]
-    total = torch.zeros(300)
-    try:
-        codec.accumulate(payload, total, share=1.0)
-    except CodecError:
-        assert not total.any()
-    assert torch.isfinite(total).all()
-
-
 LEFT = {"sparse": 0.16, "sign": 0.07, "dct": 0.3, "lowrank": 0.12}  # relative error of the mean of 200 rounds
 
 
@@ -304,18 +223,6 @@ def test_with_error_feedback_all_of_a_vector_arrives(name):
 def test_without_it_most_never_does(name):
     codec, values = codec_named(name), normal(PAGE)
     assert (codec.decode(codec.encode(values, KEY), PAGE) - values).norm() > 0.5 * values.norm()
-
-
-@pytest.mark.parametrize("name", BIASED)
-def test_error_feedback_goes_on_after_a_restart(name):
-    codec, values = codec_named(name), normal(5000)
-    first, second = ErrorFeedback(codec, 5000), ErrorFeedback(codec, 5000)
-    send(first, values, 3)
-    first.encode(values, KEY)
-    second.set_state({part: tensor.clone() for part, tensor in first.state().items()})
-    for feedback in (first, second):
-        feedback.commit()
-    assert torch.equal(first.encode(values, KEY), second.encode(values, KEY))
 
 
 def test_error_feedback_may_forget():

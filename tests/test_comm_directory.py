@@ -12,28 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.dht.node import DHTNode
+from streams import child_of, end_loop, guard_of, kill_daemon, until
 
-from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
+from diloco.comm.peers.directory import Directory, LoopThread
 from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.loop import LoopThread
 from diloco.comm.peers.record import CONTEXT, PeerRecord, encode
 from diloco.errors import DirectoryError
 
 RUN = b"r" * 32
 RECORD = PeerRecord(
-    run_id=RUN,
-    public_key=bytes(32),
-    control=(),
-    bulk=(("127.0.0.1", 31338),),
-    certificate=b"certificate",
-    name="island",
-    devices="cpu",
-    mesh="1",
-    up_bits_per_s=10**9,
-    down_bits_per_s=10**9,
-    round=1,
-    chain_digest=bytes(32),
-)
+    RUN, bytes(32), control=(), bulk=(("127.0.0.1", 31338),), certificate=b"certificate", name="island", devices="cpu",
+    mesh="1", up_bits_per_s=10**9, down_bits_per_s=10**9, round=1, chain_digest=bytes(32),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -55,13 +47,6 @@ def three(start: Callable[..., Directory]) -> list[Directory]:
     return [first, start("b", bootstrap=first.addresses), start("c", bootstrap=first.addresses)]
 
 
-def eventually(what: Callable[[], bool], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not (held := what()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return held
-
-
 def test_three_peers_find_each_other_through_one_bootstrap(three: list[Directory]) -> None:
     published = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
     assert [peer.peers() for peer in three] == [published] * 3
@@ -81,34 +66,28 @@ def test_expired_records_vanish(three: list[Directory]) -> None:
     three[0].publish(RECORD, expires_s=60)
     three[1].publish(RECORD, expires_s=1.5)
     assert len(three[2].peers()) == 2
-    assert eventually(lambda: list(three[2].peers()) == [three[0].identity.public_key])
+    until(lambda: list(three[2].peers()) == [three[0].identity.public_key])
 
 
 def test_a_run_outlives_its_founder(three: list[Directory]) -> None:
     for peer in three[1:]:
         peer.publish(RECORD, expires_s=60)
     three[0].close()
-    assert eventually(lambda: len(three[1].peers()) == len(three[2].peers()) == 2)
+    until(lambda: len(three[1].peers()) == len(three[2].peers()) == 2)
 
 
 class Forger:
     """A node of the same DHT that checks nothing and says anything."""
 
     def __init__(self, path: Path, bootstrap: tuple[str, ...]) -> None:
-        from hivemind.dht.node import DHTNode
-
-        from diloco.comm.peers.dht import GuardedP2P, close_node
-
         self.identity = Identity.load(path)
         self.thread = LoopThread("forger")
         options = {"initial_peers": list(bootstrap), "identity_path": str(path), "check_if_identity_free": False}
         p2p = self.thread.call(GuardedP2P.create(**options), 30)
         self.node = self.thread.call(DHTNode.create(p2p=p2p, initial_peers=list(bootstrap)), 30)
-        self.thread.at_end(lambda: close_node(self.node))
+        self.thread.at_end = lambda: close_node(self.node)
 
     def store(self, value: object, expires_at: float, subkey: object, run_id: bytes = RUN) -> None:
-        from diloco.comm.peers.dht import dht_key
-
         self.thread.call(self.node.store(dht_key(run_id), value, expires_at, subkey=subkey), 30)
 
 
@@ -119,32 +98,22 @@ def forger(three: list[Directory], tmp_path: Path) -> Iterator[Forger]:
     forger.thread.stop()
 
 
-def body_of(record: PeerRecord, identity: Identity) -> bytes:
-    return encode(record, identity)[:-64]
-
-
 def test_forgeries_are_refused_by_reason_and_the_truth_remains(three: list[Directory], forger: Forger) -> None:
     truth = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
     victim = three[0].identity
     mine = truth[victim.public_key]
     later = replace(mine, expires_ms=mine.expires_ms + 9000)
-    unsigned = body_of(later, victim)
-    own = replace(later, public_key=forger.identity.public_key)
+    unsigned = encode(later, victim)[:-64]
+    me = forger.identity.public_key
+    own = replace(later, public_key=me)
+    elsewhere, too_far = replace(own, run_id=b"x" * 32), replace(own, expires_ms=own.expires_ms * 2)
     lies: dict[str, tuple[object, float, object]] = {
         "bad signature": (unsigned + forger.identity.sign(CONTEXT + unsigned), later.expires_at, victim.public_key),
         "foreign key": (encode(own, forger.identity), own.expires_at, victim.public_key),
-        "foreign run": (
-            encode(replace(own, run_id=b"x" * 32), forger.identity),
-            own.expires_at,
-            forger.identity.public_key,
-        ),
+        "foreign run": (encode(elsewhere, forger.identity), own.expires_at, me),
         "expiry changed": (encode(mine, victim), later.expires_at, victim.public_key),
         "malformed": ("no record", later.expires_at, None),
-        "expiry too far": (
-            encode(replace(own, expires_ms=own.expires_ms * 2), forger.identity),
-            own.expires_at * 2,
-            forger.identity.public_key,
-        ),
+        "expiry too far": (encode(too_far, forger.identity), too_far.expires_at, me),
     }
     for reason, (value, expires_at, subkey) in lies.items():
         forger.store(value, expires_at, subkey)
@@ -170,40 +139,36 @@ def test_an_old_record_does_not_come_back(three: list[Directory]) -> None:
 
 def test_the_death_of_the_thread_is_noticed(start: Callable[..., Directory]) -> None:
     directory = start("a")
-    guard_pid = directory.p2p.guard_pid
-
-    def fail() -> None:
-        raise SystemExit("the loop dies")
-
-    directory.thread.loop.call_soon_threadsafe(fail)
-    assert eventually(lambda: not directory.thread.alive)
+    guard = guard_of(directory)
+    end_loop(directory)
+    until(lambda: not directory.thread.alive)
     for call in (directory.peers, lambda: directory.publish(RECORD, expires_s=60)):
         with pytest.raises(DirectoryError, match="thread has ended"):
             call()
-    assert eventually(lambda: not lives(guard_pid))
+    until(lambda: not lives(guard))
 
 
 def test_the_death_of_the_daemon_is_noticed(start: Callable[..., Directory]) -> None:
     directory = start("a")
-    os.kill(daemon_of(directory.p2p.guard_pid), signal.SIGKILL)
-    assert eventually(lambda: not directory.p2p.running)
+    kill_daemon(directory)
+    until(lambda: not directory.p2p.running)
     with pytest.raises(DirectoryError, match="p2pd has ended"):
         directory.peers()
 
 
 def test_the_daemon_dies_with_its_guard(start: Callable[..., Directory]) -> None:
     directory = start("a")
-    daemon = daemon_of(directory.p2p.guard_pid)
-    os.kill(directory.p2p.guard_pid, signal.SIGKILL)
-    assert eventually(lambda: not lives(daemon))
+    daemon = child_of(guard_of(directory))
+    os.kill(guard_of(directory), signal.SIGKILL)
+    until(lambda: not lives(daemon))
 
 
 def test_closing_twice_and_after_that(start: Callable[..., Directory]) -> None:
     directory = start("a")
-    guard_pid = directory.p2p.guard_pid
+    guard = guard_of(directory)
     directory.close()
     directory.close()
-    assert not lives(guard_pid)
+    assert not lives(guard)
     with pytest.raises(DirectoryError, match="thread has ended"):
         directory.peers()
 
@@ -238,7 +203,7 @@ worker = os.fork()  # holds on to the daemon's sockets and pipes, as a data load
 if not worker:
     time.sleep(60)
     os._exit(0)
-print(directory.p2p.guard_pid, worker, flush=True)
+print(directory.p2p._child.pid, worker, flush=True)
 sys.stdin.readline()
 if sys.argv[2] == "exception":
     raise ValueError("as asked")
@@ -253,7 +218,7 @@ def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     processes = {how: subprocess.Popen(command, text=True, **pipes) for how, command in commands.items()}
     pids = {how: [int(pid) for pid in process.stdout.readline().split()] for how, process in processes.items()}
-    daemons = {how: [guard, daemon_of(guard)] for how, (guard, _) in pids.items()}
+    daemons = {how: [guard, child_of(guard)] for how, (guard, _) in pids.items()}
     assert all(lives(pid) for pair in daemons.values() for pid in pair)
     sockets = [path for _, daemon in daemons.values() for path in sockets_of(daemon)]
     assert len(sockets) == 2 * len(ENDINGS) and all(map(Path.exists, sockets[::2]))
@@ -261,11 +226,12 @@ def test_no_daemon_is_left_behind(tmp_path: Path) -> None:
         process.send_signal(ending) if (ending := ENDINGS[how]) else process.stdin.write("go\n")
         process.stdin.close()
         process.wait(60)
-    left = {how for how in ENDINGS if not eventually(lambda: not any(map(lives, daemons[how])))}  # noqa: B023
-    for how, (_, worker) in pids.items():
-        os.kill(worker, signal.SIGKILL)
-        processes[how].stdout.close()
-    assert left == set()
+    try:
+        until(lambda: not any(lives(pid) for pair in daemons.values() for pid in pair))
+    finally:
+        for how, (_, worker) in pids.items():
+            os.kill(worker, signal.SIGKILL)
+            processes[how].stdout.close()
     assert not any(map(Path.exists, sockets))
 
 
@@ -290,23 +256,15 @@ def test_the_guard_ends_what_it_runs_with_its_parent(ending: signal.Signals | No
     )
     assert parent.stdin and parent.stdout
     guard = int(parent.stdout.readline())
-    assert eventually(lambda: has_child(guard))
-    daemon = daemon_of(guard)
+    until(lambda: child_of(guard))
+    daemon = child_of(guard)
     time.sleep(0.5)
     assert lives(daemon)  # the thread that started it is long gone
     parent.send_signal(ending) if ending else parent.stdin.write("go\n")
     parent.stdin.close()
     parent.wait(10)
-    assert eventually(lambda: not lives(daemon) and not lives(guard))
+    until(lambda: not lives(daemon) and not lives(guard))
     parent.stdout.close()
-
-
-def has_child(pid: int) -> bool:
-    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True).returncode == 0
-
-
-def daemon_of(guard_pid: int) -> int:
-    return int(subprocess.run(["pgrep", "-P", str(guard_pid)], check=True, capture_output=True, text=True).stdout)
 
 
 def sockets_of(daemon: int) -> list[Path]:

@@ -18,15 +18,15 @@ from diloco.comm.codec.registry import CODECS
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import PeerRecord, decode, encode
 from diloco.comm.peers.ticket import Ticket
-from diloco.comm.transport.frame import SECURED, Limits, pack_header
+from diloco.comm.transport import frame
+from diloco.comm.transport.frame import SECURED, pack_header
 from diloco.comm.transport.transport import Stream
 from diloco.comm.transport.wire import Deadline, WireCarrier
 from diloco.errors import CodecError, PeerLost, RecordRefused, StreamEnded, TicketError, TransportError
 
 INPUTS = int(os.environ.get("DILOCO_FUZZ", "3000"))
 NOW = 1_800_000_000.0
-LIMITS = Limits(max_head=256, max_payload=64 * 1024)
-KEYS = (None, b"p" * 32)
+MAX_PAYLOAD = 64 * 1024
 TELLING = (0, 1, 0x7F, 0x80, 0xFF)
 
 
@@ -109,18 +109,21 @@ def frames(chance: Random, *, secure: bool) -> bytes:
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_frames(secure: bool) -> None:
+def test_frames(secure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_HEAD", 256)
+    monkeypatch.setattr(frame, "MAX_PAYLOAD", MAX_PAYLOAD)
+
     def read_all(raw: bytes) -> None:
-        stream = Stream(WireCarrier(BytesWire(raw, secure), LIMITS))
+        stream = Stream(WireCarrier(BytesWire(raw, secure)))
         try:
             while True:
-                assert len(stream.receive().payload) <= LIMITS.max_payload
+                assert len(stream.receive().payload) <= MAX_PAYLOAD
         except StreamEnded:
             return
 
     chance = Random(1)
     samples = [frames(chance, secure=secure) for _ in range(20)]
-    taken = fuzz(samples, read_all, TransportError, memory=8 * LIMITS.max_payload)
+    taken = fuzz(samples, read_all, TransportError, memory=8 * MAX_PAYLOAD)
     assert taken > (INPUTS // 20 if secure else 0)  # inside TLS nothing else looks at the payload
 
 
@@ -167,4 +170,4 @@ def test_codec_payloads(name: str) -> None:
 @given(st.binary(max_size=300))
 def test_noise_is_no_frame(raw: bytes) -> None:
     with pytest.raises(TransportError):
-        Stream(WireCarrier(BytesWire(raw, secure=False), LIMITS)).receive()
+        Stream(WireCarrier(BytesWire(raw, secure=False))).receive()

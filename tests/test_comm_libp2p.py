@@ -3,28 +3,28 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from streams import SOON, Background, end_loop, kill_daemon, until
 
 from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity
 from diloco.comm.transport import libp2p
-from diloco.comm.transport.libp2p import Libp2pTransport, Libp2pWire, detach
+from diloco.comm.transport.libp2p import Libp2pTransport, detach
 from diloco.comm.transport.link import Link
 from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.socketwire import SocketWire
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import deadline_in
-from diloco.errors import PeerLost, PeerRefused, StreamClosed, StreamEnded, TransportError
+from diloco.errors import PeerLost, PeerRefused, StreamClosed, StreamEnded
 
-SOON = 10.0
 Start = Callable[..., Libp2pTransport]
 
 
@@ -52,10 +52,9 @@ def two(start: Start) -> tuple[Libp2pTransport, Libp2pTransport]:
 
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Libp2pTransport]:
-    with Directory.start(Identity.load(tmp_path_factory.mktemp("lonely") / "key"), b"r" * 32) as directory:
-        transport = Libp2pTransport(directory)
+    identity = Identity.load(tmp_path_factory.mktemp("lonely") / "key")
+    with closing(Directory.start(identity, b"r" * 32)) as directory, closing(Libp2pTransport(directory)) as transport:
         yield transport
-        transport.close()
 
 
 def streams(a: Libp2pTransport, b: Libp2pTransport) -> tuple[Stream, Stream]:
@@ -63,68 +62,37 @@ def streams(a: Libp2pTransport, b: Libp2pTransport) -> tuple[Stream, Stream]:
     return near, b.accept("data", timeout_s=SOON)
 
 
-class Blocked:
-    """Calls that should be blocked now and end with an error later, each in its thread."""
-
-    def __init__(self, *calls: Callable[[], object]) -> None:
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(call,), daemon=True) for call in calls]
-        for thread in self._threads:
-            thread.start()
-        time.sleep(0.5)
-        assert all(thread.is_alive() for thread in self._threads)
-
-    def _run(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except TransportError as error:
-            self.errors.append(error)
-
-    def wait(self) -> set[type[BaseException]]:
-        for thread in self._threads:
-            thread.join(SOON)
-        assert len(self.errors) == len(self._threads), "still blocked, or ended without an error"
-        return {type(error) for error in self.errors}
-
-
 def send_for_ever(stream: Stream) -> None:
     while True:
         stream.send(1, payload=bytes(2**20))
 
 
-def kill_daemon(transport: Libp2pTransport) -> None:
-    guard = transport._directory.p2p.guard_pid
-    children = subprocess.run(["pgrep", "-P", str(guard)], check=True, capture_output=True, text=True).stdout
-    os.kill(int(children), signal.SIGKILL)
-
-
-def end_loop(transport: Libp2pTransport) -> None:
-    def fail() -> None:
-        raise SystemExit("the loop dies")
-
-    transport._directory.thread.loop.call_soon_threadsafe(fail)
-
-
 @pytest.mark.parametrize("end", [kill_daemon, end_loop])
 @pytest.mark.parametrize("side", ["own", "peer"])
 def test_the_end_of_the_daemon_wakes_everybody(
-    two: tuple[Libp2pTransport, Libp2pTransport], end: Callable[[Libp2pTransport], None], side: str
+    two: tuple[Libp2pTransport, Libp2pTransport], end: Callable[[Directory], None], side: str
 ) -> None:
     a, b = two
     reading, _silent = streams(a, b)
     writing, _slow = streams(a, b)
-    blocked = Blocked(reading.receive, lambda: send_for_ever(writing))
-    end(a if side == "own" else b)
-    assert blocked.wait() <= {PeerLost, StreamClosed}
+    blocked = [Background(reading.receive), Background(lambda: send_for_ever(writing))]
+    time.sleep(0.5)
+    assert all(work.blocked() for work in blocked)
+    end((a if side == "own" else b)._directory)
+    for work in blocked:
+        with pytest.raises((PeerLost, StreamClosed)):
+            work.result()
     with pytest.raises(PeerLost):
         a.connect(b.address(), "data", timeout_s=SOON)
 
 
 def test_the_end_of_the_daemon_ends_an_accept(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     a = start("a")
-    blocked = Blocked(lambda: a.accept("data", timeout_s=None))
-    kill_daemon(a)
-    assert blocked.wait() == {StreamClosed}
+    accepting = Background(lambda: a.accept("data", timeout_s=None))
+    assert accepting.blocked()
+    kill_daemon(a._directory)
+    with pytest.raises(StreamClosed):
+        accepting.result()
     assert "p2pd has ended" in caplog.text
 
 
@@ -218,10 +186,7 @@ def test_an_open_that_takes_too_long_leaves_nothing_behind(
     with pytest.raises(PeerLost, match="did not answer"):
         a.connect(PeerAddress(b.identity), "data", timeout_s=0.5)
     a._directory.thread.loop.call_soon_threadsafe(released.set)
-    deadline = time.monotonic() + SOON
-    while not (opened and opened[0].is_closing()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert opened[0].is_closing()
+    until(lambda: opened and opened[0].is_closing())
 
 
 @pytest.mark.parametrize("early", [0, 1, 100_000, 1_000_000])
@@ -231,10 +196,10 @@ def test_nothing_is_lost_when_a_socket_leaves_the_loop(early: int) -> None:
     sender = threading.Thread(target=near.sendall, args=(data[:early],))
     sender.start()
 
-    async def take() -> Libp2pWire:
+    async def take() -> SocketWire:
         reader, writer = await asyncio.open_connection(sock=far)
         await asyncio.sleep(0.1)  # the loop reads ahead meanwhile
-        return Libp2pWire(*await detach(reader, writer), "peer")
+        return await detach("peer", reader, writer)
 
     wire = asyncio.run(take())
     threading.Thread(target=lambda: (sender.join(), near.sendall(data[early:]))).start()
@@ -291,6 +256,6 @@ def test_a_shaped_stream_is_cut_like_any_other(two: tuple[Libp2pTransport, Libp2
     far = b.accept("data", timeout_s=SOON)
     near.send(1, payload=bytes(300_000))
     assert len(far.receive(timeout_s=SOON).payload) == 300_000
-    kill_daemon(two[0])
+    kill_daemon(two[0]._directory)
     with pytest.raises(PeerLost):
         far.receive(timeout_s=SOON)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.transport.link import BURST_S, Bucket, Line, Link, Pace, Path, Paths
+from diloco.comm.transport.link import BURST_S, Line, Link, Pace, Path, Paths
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.shaped import AHEAD_S, ShapedTransport, cut_piece, sent_at, window_bytes
 from diloco.comm.transport.transport import Frame, Stream
@@ -17,23 +17,17 @@ SOON = 20.0
 RATES = [1e6, 20e6, 200e6, 1e9, 2e9]
 
 
-def drain(bucket: Bucket, sizes: list[int], oversleep_s: float, start: float = 100.0) -> float:
-    """How long a sender needs that sleeps until each piece is through, and wakes up late each time."""
-    now = start
-    for size in sizes:
-        bucket, finish = bucket.reserve(size, now)
-        now = finish + oversleep_s if finish > now else now
-    return now - start
-
-
 @pytest.mark.parametrize("bits_per_s", RATES)
 @pytest.mark.parametrize("oversleep_s", [0.0, 0.0001, 0.003])
 def test_the_rate_holds_although_sleeps_end_late(bits_per_s: float, oversleep_s: float) -> None:
-    link = Link(bits_per_s, bits_per_s)
-    size = link.piece_bytes
+    """A sender sleeps until each piece is through, and wakes up late each time."""
+    line, start = Line(bits_per_s, burst_s=0.008), 100.0
+    size, now = line.piece_bytes, start
     count = math.ceil(bits_per_s / 8 * 2 / size)  # two seconds' worth
-    took = drain(Bucket(bits_per_s / 8, burst_s=0.008), [size] * count, oversleep_s)
-    assert took == pytest.approx(count * size * 8 / bits_per_s, rel=0.02)
+    for _ in range(count):
+        finish = line.reserve(size, now)
+        now = finish + oversleep_s if finish > now else now
+    assert now - start == pytest.approx(count * size * 8 / bits_per_s, rel=0.02)
 
 
 @pytest.mark.parametrize("oversleep_s", [0.003, 0.02, 0.1])
@@ -64,9 +58,9 @@ def test_a_stream_that_has_caught_up_has_nothing_left_to_make_up_for() -> None:
 
 
 def test_idling_saves_up_no_more_than_the_burst() -> None:
-    bucket, _ = Bucket(1000.0, burst_s=0.01).reserve(10, now=0.0)
-    _, finish = bucket.reserve(1000, now=500.0)
-    assert finish == pytest.approx(500.99)
+    line = Line(8000, burst_s=0.01)
+    line.reserve(10, now=0.0)
+    assert line.reserve(1000, now=500.0) == pytest.approx(500.99)
 
 
 def test_two_streams_share_one_line() -> None:
@@ -75,16 +69,11 @@ def test_two_streams_share_one_line() -> None:
     assert finishes == pytest.approx([10.5, 11.0, 11.5, 12.0])
 
 
-def test_equal_lines_behind_each_other_cost_no_more_than_one() -> None:
-    up, down = Line(8000), Line(8000)
-    assert [down.reserve_arriving(500, up.reserve(500, now=10.0)) for _ in range(3)] == pytest.approx([10.5, 11, 11.5])
-
-
-def test_a_slower_line_behind_a_faster_one_sets_the_rate() -> None:
-    up, down = Line(80_000), Line(8000)
-    assert [down.reserve_arriving(500, up.reserve(500, now=10.0)) for _ in range(3)] == pytest.approx(
-        [10.05, 10.55, 11.05]
-    )
+@pytest.mark.parametrize(("up", "first_at"), [(8000, 10.5), (80_000, 10.05)], ids=["equal", "a faster before"])
+def test_the_slower_of_two_lines_sets_the_rate_and_equal_ones_cost_no_more_than_one(up: float, first_at: float) -> None:
+    before, behind = Line(up), Line(8000)
+    found = [behind.reserve_arriving(500, before.reserve(500, now=10.0)) for _ in range(3)]
+    assert found == pytest.approx([first_at, first_at + 0.5, first_at + 1.0])
 
 
 def test_a_large_piece_of_a_fast_line_is_not_waved_through_a_slow_one() -> None:

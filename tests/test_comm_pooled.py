@@ -2,11 +2,11 @@
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from streams import SOON, out_of_threads, until
 
 from diloco.comm.transport.frame import END
 from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
@@ -15,17 +15,11 @@ from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import Deadline, Piece
 from diloco.errors import PeerLost, StreamClosed, StreamEnded
 
-SOON = 10.0
-
 
 class Counting(MemoryTransport):
-    """Counts the connections it opens, and knows whom it was told to allow."""
+    """Counts the connections it opens."""
 
     connections = 0
-    allowed: tuple[str, ...] = ()
-
-    def allow(self, peers: Iterable[PeerAddress]) -> None:
-        self.allowed = tuple(peer.identity for peer in peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         self.connections += 1
@@ -78,13 +72,6 @@ class Two:
             stream.close()
         until(lambda: answered(self.a))
         return head
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -212,33 +199,6 @@ def test_old_connections_to_others_are_dropped_as_well(two: Two) -> None:
     assert is_cut(old)
 
 
-def test_whom_we_no_longer_allow_begins_no_stream_on_an_old_connection(two: Two) -> None:
-    two.b.allow([PeerAddress("a")])
-    assert two.message("x", b"allowed") == b"allowed"
-    old = two.a._idle["b"].connection
-    two.b.allow([PeerAddress("c")])
-    assert is_cut(old)
-    refused = two.silent(1)
-    until(lambda: is_cut(refused[0]))
-
-
-def test_a_stream_that_exists_outlives_the_permission_but_its_connection_does_not(two: Two) -> None:
-    sender = two.open("x")
-    receiver = two.b.accept("x", timeout_s=SOON)
-    two.b.allow([])
-    sender.send(1, b"still")
-    assert receiver.receive(timeout_s=SOON).head == b"still"
-    sender.end()
-    with pytest.raises(StreamEnded):
-        receiver.receive(timeout_s=SOON)
-    until(lambda: is_cut(two.a._idle["b"].connection))
-
-
-def test_the_transport_below_hears_whom_to_allow(two: Two) -> None:
-    two.a.allow([PeerAddress("b"), PeerAddress("c")])
-    assert two.plain.allowed == ("b", "c")
-
-
 class Interrupted(threading.Event):
     """Lets another thread's work happen right after somebody saw that the stream is not over."""
 
@@ -257,7 +217,7 @@ class Interrupted(threading.Event):
 class Recorded:
     """A carrier that takes everything, and whose connection must not be cut after it was given back."""
 
-    peer, bytes_sent, bytes_received = "b", 0, 0
+    peer, bytes_sent, bytes_for = "b", 0, None
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -288,11 +248,8 @@ def test_an_end_that_overtakes_a_close_never_gives_a_cut_connection_back() -> No
 def test_out_of_threads_costs_one_connection(
     two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", out_of_threads)
         lost = two.silent(1)[0]
         until(lambda: is_cut(lost))
     assert "can't start new thread" in caplog.text

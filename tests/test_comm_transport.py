@@ -2,36 +2,26 @@
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from streams import HERE, SOON, Background, auto_on
 
 from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity
-from diloco.comm.transport.auto import AutoTransport
+from diloco.comm.transport import memory, transport
 from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.frame import Limits, pack_header
-from diloco.comm.transport.inbox import Inbox
+from diloco.comm.transport.frame import SECURED, pack_header
 from diloco.comm.transport.libp2p import Libp2pTransport
 from diloco.comm.transport.link import Link, Path, Paths
-from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.memory import MemoryNetwork, connected
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.comm.transport.wire import WireCarrier
-from diloco.errors import (
-    FrameError,
-    PeerLost,
-    StreamClosed,
-    StreamEnded,
-    TransportError,
-    TransportTimeout,
-)
-
-SOON = 10.0  # no test waits that long unless it fails
+from diloco.errors import FrameError, PeerLost, StreamClosed, StreamEnded, TransportError, TransportTimeout
 
 
 @dataclass
@@ -52,9 +42,9 @@ def memory_pair() -> Two:
 
 
 def direct_pair() -> Two:
-    a, b = DirectTransport("a", "127.0.0.1"), DirectTransport("b", "127.0.0.1")
-    b.allow([a.address("127.0.0.1")])
-    return Two(a, b, b.address("127.0.0.1"))
+    a, b = DirectTransport("a", HERE), DirectTransport("b", HERE)
+    b.allow([a.address(HERE)])
+    return Two(a, b, b.address(HERE))
 
 
 def libp2p_pair(request: pytest.FixtureRequest) -> Two:
@@ -65,20 +55,11 @@ def libp2p_pair(request: pytest.FixtureRequest) -> Two:
 
 def auto_pair(request: pytest.FixtureRequest, *, port_open: bool) -> Two:
     a, b = (auto_on(directory) for directory in request.getfixturevalue("directories"))
-    b.allow([a.address("127.0.0.1")])
-    address = b.address("127.0.0.1")
-    return Two(a, b, address if port_open else replace(address, port=free_port()))
-
-
-def auto_on(directory: Directory) -> AutoTransport:
-    inbox = Inbox()
-    direct = DirectTransport(directory.identity.peer_id, "127.0.0.1", inbox=inbox)
-    return AutoTransport(direct, Libp2pTransport(directory, inbox=inbox))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    b.allow([a.address(HERE)])
+    if port_open:
+        return Two(a, b, b.address(HERE))
+    with socket.create_server((HERE, 0)) as listener:
+        return Two(a, b, replace(b.address(HERE), port=listener.getsockname()[1]))
 
 
 def shaped(pair: Two) -> Two:
@@ -120,34 +101,6 @@ def two(request: pytest.FixtureRequest) -> Iterator[Two]:
     yield pair
     pair.a.close()
     pair.b.close()
-
-
-class Background:
-    """A call in a thread: `result()` gives what it returned or raises what it raised."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._call()
-        except BaseException as error:  # noqa: BLE001 -- handed to the waiting test
-            self._error = error
-
-    def blocked(self) -> bool:
-        self._thread.join(0.1)
-        return self._thread.is_alive()
-
-    def result(self) -> Any:
-        self._thread.join(SOON)
-        assert not self._thread.is_alive(), "still blocked"
-        if self._error:
-            raise self._error
-        return self._value
 
 
 @pytest.mark.parametrize("size", [0, 1, 16 * 1024, 70_001, 5_000_000])
@@ -231,15 +184,18 @@ def wire_carrier_of(stream: Stream) -> WireCarrier:
     return carrier
 
 
-def wire_of(stream: Stream) -> Any:
-    return wire_carrier_of(stream).wire
+def write(stream: Stream, raw: bytes) -> None:
+    """Past all that makes frames."""
+    wire_carrier_of(stream).wire.write(memoryview(raw), None)
+
+
+def header(stream: Stream, payload: bytes, rest: int = 0) -> bytes:
+    return pack_header(1, b"", payload, rest=rest, flags=SECURED if wire_carrier_of(stream).wire.secure else 0)
 
 
 def test_a_frame_cut_in_its_middle_is_no_frame(two: Two) -> None:
     a, b = two.streams()
-    wire = wire_of(a)
-    flags = 2 if wire.secure else 0
-    wire.write(memoryview(pack_header(1, b"", bytes(1000), flags=flags) + bytes(500)), None)
+    write(a, header(a, bytes(1000)) + bytes(500))
     a.close()
     with pytest.raises(PeerLost, match=f"^{two.a.identity}: "):
         b.receive(timeout_s=SOON)
@@ -247,7 +203,7 @@ def test_a_frame_cut_in_its_middle_is_no_frame(two: Two) -> None:
 
 def test_bad_bytes_end_the_stream_and_name_the_peer(two: Two) -> None:
     a, b = two.streams()
-    wire_of(a).write(memoryview(os.urandom(1000)), None)
+    write(a, os.urandom(1000))
     with pytest.raises(FrameError, match=f"^{two.a.identity}: "):
         b.receive(timeout_s=SOON)
     with pytest.raises(TransportError):
@@ -259,9 +215,9 @@ def test_bad_bytes_end_the_stream_and_name_the_peer(two: Two) -> None:
 
 def test_a_peer_cannot_make_us_allocate(two: Two) -> None:
     a, b = two.streams()
-    header = bytearray(pack_header(1, b"", b"", flags=2 if wire_of(a).secure else 0))
-    header[12:20] = (2**40).to_bytes(8, "little")
-    wire_of(a).write(memoryview(header), None)
+    raw = bytearray(header(a, b""))
+    raw[12:20] = (2**40).to_bytes(8, "little")
+    write(a, raw)
     with pytest.raises(FrameError, match="at most"):
         b.receive(timeout_s=SOON)
 
@@ -283,14 +239,13 @@ def limit_stall(stream: Stream, stall_s: float) -> None:
 def test_a_frame_that_has_begun_may_trickle_in(two: Two) -> None:
     a, b = two.streams()
     limit_stall(b, 2.0)
-    wire = wire_of(a)
-    raw = memoryview(pack_header(1, b"", bytes(500), flags=2 if wire.secure else 0) + bytes(500))
-    wire.write(raw[:10], None)
+    raw = header(a, bytes(500)) + bytes(500)
+    write(a, raw[:10])
 
     def trickle() -> None:
         for start in range(10, len(raw), 100):
             time.sleep(0.05)
-            wire.write(raw[start : start + 100], None)
+            write(a, raw[start : start + 100])
 
     sending = Background(trickle)
     frame = None
@@ -307,11 +262,9 @@ def test_a_frame_that_has_begun_may_trickle_in(two: Two) -> None:
 def test_a_peer_that_stops_within_a_frame_is_lost(two: Two, rest: int, missing: int) -> None:
     a, b = two.streams()
     limit_stall(b, 0.2)
-    wire = wire_of(a)
-    header = pack_header(1, b"", bytes(1000), rest=rest, flags=2 if wire.secure else 0)
     started = time.monotonic()
     receiving = Background(b.receive)
-    wire.write(memoryview(header + bytes(1000 - missing)), None)
+    write(a, header(a, bytes(1000), rest) + bytes(1000 - missing))
     with pytest.raises(PeerLost, match="stalled within a frame"):
         receiving.result()
     assert time.monotonic() - started >= 0.2
@@ -319,13 +272,11 @@ def test_a_peer_that_stops_within_a_frame_is_lost(two: Two, rest: int, missing: 
         b.receive(timeout_s=SOON)
 
 
-def test_a_timeout_covers_the_wait_for_another_sender() -> None:
-    network = MemoryNetwork(pipe_bytes=100_000)
-    a, b = network.transport("a"), network.transport("b")
-    near = a.connect(b.address(), "data", timeout_s=SOON)
-    far = b.accept("data", timeout_s=SOON)
-    first = Background(lambda: near.send(1, payload=bytes(2**20)))
+def test_a_timeout_covers_the_wait_for_another_sender_and_memory_is_bounded() -> None:
+    near, far = memory_pair().streams()
+    first = Background(lambda: near.send(1, payload=bytes(2 * memory.PIPE_BYTES)))
     assert first.blocked()
+    assert wire_carrier_of(near).wire.outgoing.held <= memory.PIPE_BYTES
     second = Background(lambda: near.send(2, timeout_s=0.1))
     with pytest.raises(TransportTimeout):
         second.result()
@@ -351,7 +302,8 @@ def test_a_send_interrupted_within_a_frame_closes_the_stream(
     monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
 ) -> None:
     a, b = memory_pair().streams()
-    writes, write = [], wire_of(a).write
+    wire, writes = wire_carrier_of(a).wire, []
+    write = wire.write
 
     def interrupted(data: memoryview, deadline: float | None) -> None:
         writes.append(len(data))
@@ -359,7 +311,7 @@ def test_a_send_interrupted_within_a_frame_closes_the_stream(
             raise interruption
         write(data, deadline)
 
-    monkeypatch.setattr(wire_of(a), "write", interrupted)
+    monkeypatch.setattr(wire, "write", interrupted)
     with pytest.raises(interruption):
         a.send(1, payload=bytes(100_000))
     with pytest.raises(TransportError):
@@ -420,14 +372,12 @@ def test_connecting_to_nobody_fails(two: Two) -> None:
         two.a.connect(two.address_b, "data", timeout_s=SOON)
 
 
-def test_both_sides_count_the_same_bytes(two: Two) -> None:
+def test_headers_count_as_sent_too(two: Two) -> None:
     a, b = two.streams()
-    before = a.bytes_sent, b.bytes_received
+    before = a.bytes_sent
     a.send(1, b"head", bytes(1_000_000))
     b.receive(timeout_s=SOON)
-    sent, received = a.bytes_sent - before[0], b.bytes_received - before[1]
-    assert sent == received
-    assert 1_000_044 < sent < 1_010_000
+    assert 1_000_044 < a.bytes_sent - before < 1_010_000
 
 
 def test_reserved_kinds_are_refused(two: Two) -> None:
@@ -436,21 +386,50 @@ def test_reserved_kinds_are_refused(two: Two) -> None:
         a.send(255)
 
 
-def test_memory_is_bounded_by_the_pipe() -> None:
-    network = MemoryNetwork(pipe_bytes=100_000, limits=Limits(max_payload=2**20))
-    a, b = network.transport("a"), network.transport("b")
-    stream = a.connect(b.address(), "data", timeout_s=SOON)
-    sending = Background(lambda: stream.send(1, payload=bytes(2**20)))
-    assert sending.blocked()
-    assert wire_of(stream).outgoing.held <= 100_000
-    assert len(b.accept("data", timeout_s=SOON).receive().payload) == 2**20
-    sending.result()
-
-
 def test_damage_in_memory_is_seen_by_the_checksum() -> None:
-    near, far = MemoryNetwork().wires("a", "b")
+    near, far = connected("a", "b")
     raw = bytearray(pack_header(1, b"", b"payload") + b"payload")
     raw[-1] ^= 1
     near.write(memoryview(raw), None)
     with pytest.raises(FrameError, match="a: checksum"):
         Stream(WireCarrier(far)).receive()
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryNetwork]:
+    monkeypatch.setattr(transport, "MAX_WAITING", 6)
+    monkeypatch.setattr(transport, "MAX_WAITING_OF_ONE", 3)
+    network = MemoryNetwork()
+    network.transport("b")
+    yield network
+    for peer in list(network.peers.values()):
+        peer.close()
+
+
+def open_many(network: MemoryNetwork, name: str, count: int) -> None:
+    peer = network.transport(name)
+    for number in range(count):
+        peer.connect(PeerAddress("b"), f"{name} {number}", timeout_s=SOON)
+
+
+def waits(network: MemoryNetwork, channel: str) -> bool:
+    try:
+        network.peers["b"].accept(channel, timeout_s=0)
+    except TransportError:
+        return False
+    return True
+
+
+def test_a_peer_with_too_many_loses_its_oldest(crowded: MemoryNetwork) -> None:
+    open_many(crowded, "a", 4)
+    assert [waits(crowded, f"a {number}") for number in range(4)] == [False, True, True, True]
+
+
+def test_when_it_is_full_whoever_has_most_makes_room(crowded: MemoryNetwork) -> None:
+    open_many(crowded, "few", 1)
+    for name in ("many", "more"):
+        open_many(crowded, name, 3)
+    open_many(crowded, "member", 2)
+    assert waits(crowded, "few 0") and all(waits(crowded, f"member {number}") for number in range(2))
+    left = [waits(crowded, f"{name} {number}") for name in ("many", "more") for number in range(3)]
+    assert left == [False, False, True, False, True, True]

@@ -34,10 +34,9 @@ class ToyCodec(Int8):
 
 
 @pytest.fixture
-def toy_codec():
-    CODECS.register("toy", f"{__name__}:ToyCodec")
-    yield codec_named("toy")
-    CODECS.forget("toy")
+def toy_codec(monkeypatch):
+    monkeypatch.setitem(CODECS.classes, "toy", f"{__name__}:ToyCodec")
+    return codec_named("toy")
 
 
 def test_a_codec_is_known_wherever_codecs_are_named(toy_codec):

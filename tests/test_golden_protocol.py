@@ -29,8 +29,7 @@ from diloco.comm.peers import record as peer_record
 from diloco.comm.peers.identity import PRIVATE_HEADER, Identity
 from diloco.comm.peers.ticket import Ticket, check_greeting, run_id_of
 from diloco.comm.transport.frame import HELLO
-from diloco.comm.transport.inbox import hear_channel, open_channel, refusal
-from diloco.comm.transport.transport import Frame, PeerAddress, Stream
+from diloco.comm.transport.transport import Frame, PeerAddress, Stream, hear_channel, open_channel, refusal
 from diloco.comm.transport.wire import Piece, WireCarrier
 from diloco.config.file import parse_config
 from diloco.elastic.protocol import messages

@@ -11,10 +11,9 @@ from torch import nn
 from diloco.config.file import own_island
 from diloco.data.batches import Batches, open_samples, validation_batches
 from diloco.errors import ConfigError, ModelError
-from diloco.island.buckets import buckets_of
 from diloco.island.flat import Shards
 from diloco.island.island import Island, next_token_loss
-from diloco.island.layout import Layout
+from diloco.island.layout import Layout, buckets_of
 from diloco.island.mesh import Place
 from diloco.island.parallel import slices
 from diloco.model.build import build_network, refuse_float_buffers
@@ -123,10 +122,10 @@ def test_running_statistics_are_refused_by_name():
 def test_parameters_go_out_and_come_back(small):
     island = make_island(small())
     vector = torch.empty(island.layout.size)
-    island.read(vector)
+    island.shards.read(vector)
     views = dict(island.layout.views(vector))
     assert torch.equal(views["norm.weight"], island.parameters["norm.weight"])
-    island.write(vector * 2)
+    island.shards.write(vector * 2)
     assert torch.equal(views["norm.weight"] * 2, island.parameters["norm.weight"])
     assert island.layout == Layout.of(island.parameters.items())
 

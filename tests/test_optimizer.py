@@ -10,8 +10,7 @@ from diloco.data.batches import Batches, open_samples
 from diloco.errors import ConfigError
 from diloco.island.island import Island
 from diloco.island.mesh import Place
-from diloco.island.muon import hidden_matrices, newton_schulz
-from diloco.island.optimizer import build_optimizer, named_optimizer, step_if_finite
+from diloco.island.optimizer import build_optimizer, hidden_matrices, named_optimizer, newton_schulz, step_if_finite
 from diloco.model.build import build_network
 
 ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)

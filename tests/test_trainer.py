@@ -46,7 +46,7 @@ def test_a_slowed_island_sleeps_after_each_step(small, monkeypatch):
 def test_island_and_outer_state_agree_after_a_round(small):
     life = train(small(inner={"steps": 10}))
     local = torch.empty(life.trainer.layout.size)
-    life.trainer.island.read(local)
+    life.trainer.island.shards.read(local)
     assert torch.equal(local, life.outer["parameters"])
 
 

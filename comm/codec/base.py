@@ -27,6 +27,7 @@ REFUSED = "the vector holds NaN or infinity, or numbers beyond 2.9e38 (dct, lowr
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
+TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
 
 
 @dataclass(frozen=True)

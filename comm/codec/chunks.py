@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import NOT_DECODED, TINY, Codec, Noise, compiled_module, cuts, whole_units
+from diloco.comm.codec.base import NOT_DECODED, TINY_BITS, Codec, Noise, compiled_module, cuts, whole_units
 from diloco.comm.codec.noise import PAGE
 from diloco.errors import CodecError
 
@@ -113,10 +113,24 @@ class Chunked(Grouped):
 def largest(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Places (rising, int64) and magnitudes of the `keep` largest of each row; the tiny ones count as zero."""
     bits = values.view(torch.int32) & 0x7FFFFFFF
-    bits.masked_fill_(bits < _TINY_BITS, 0)
+    bits.masked_fill_(bits < TINY_BITS, 0)
     order = torch.sort(bits, dim=1, descending=True, stable=True).indices
     places = order[:, :keep].sort(dim=1).values
     return places, bits.gather(1, places).view(torch.float32)
+
+
+def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """into[n, r, c] += (… (left[n, 0, r] right[n, 0, c] + left[n, 1, r] right[n, 1, c]) + …).
+
+    Every multiplication and addition is rounded by itself, in order: no matmul.
+    """
+    if kernels := chunk_kernels(into.device.type):
+        return kernels.add_outer_sums(left, right, into)
+    total = left[:, 0, :, None] * right[:, 0, None, :]
+    for k in range(1, left.shape[1]):
+        total += left[:, k, :, None] * right[:, k, None, :]
+    into += total
+    return None
 
 
 def tree_sum(rows: Tensor) -> Tensor:
@@ -138,6 +152,3 @@ def _group(values: Tensor) -> int:
 def _bits(raw: Tensor) -> Tensor:
     """0 and 1, [chunks, CHUNK]."""
     return ((raw[:, :, None] >> torch.arange(8, device=raw.device)) & 1).view(len(raw), CHUNK)
-
-
-_TINY_BITS = int(torch.tensor(TINY).view(torch.int32))

@@ -1,4 +1,5 @@
-"""The largest of each chunk on a CPU, bit for bit what `diloco.comm.codec.chunks` and `sparse` compute with torch.
+"""The largest of each chunk and sums of outer products on a CPU, bit for bit what `diloco.comm.codec.chunks` and
+`sparse` compute with torch.
 
 Like `diloco.comm.codec.cpu`: no GIL, multiplication and addition apart. Nothing compiled is shared between the two
 files: code on disk would not notice a change of the other.
@@ -219,6 +220,27 @@ def _add_kept(payload: Bytes, chunk_bytes: int, keep: int, share: Any, into: Flo
                 part[places[i]] += np.float32(numbers[i]) * scale
 
 
+@compiled
+def _add_product_row(left: Floats, right: Floats, row: Floats, into: Floats) -> None:
+    """The sum in `row`, then added. `left`: [k]; `right`: [k, columns]."""
+    row[:] = 0
+    for k in range(len(left)):
+        for column in range(len(row)):
+            row[column] += left[k] * right[k, column]
+    for column in range(len(row)):
+        into[column] += row[column]
+
+
+@compiled
+def _add_products(left: Floats, right: Floats, into: Floats) -> None:
+    row, factors = np.empty(into.shape[2], np.float32), np.empty(left.shape[1], np.float32)
+    for n in range(len(into)):
+        for r in range(into.shape[1]):
+            for k in range(len(factors)):
+                factors[k] = left[n, k, r]
+            _add_product_row(factors, right[n], row, into[n, r])
+
+
 def prepare() -> None:
     """Compile everything, or load it from disk."""
     first_run(_run_everything)
@@ -234,31 +256,35 @@ def _run_everything() -> None:
     payload = torch.empty(2, 120, dtype=torch.uint8)
     encode_sparse(values, 64, payload)
     add_sparse(payload, 64, 1.0, values)
+    add_outer_sums(torch.ones(1, 2, 3), torch.ones(1, 2, 4), torch.ones(1, 3, 4))
+
+
+def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """Row by row, so that the sums stay in the cache."""
+    _add_products(left.contiguous().numpy(), right.contiguous().numpy(), into.numpy())
 
 
 # All payloads from here on: [chunks, bytes]
 
 
 def encode_sparse(values: Tensor, keep: int, payload: Tensor) -> None:
-    source, target, width = values.numpy(), payload.numpy().reshape(-1), payload.shape[1]
+    width = payload.shape[1]
 
-    def work(lo: int, hi: int) -> None:
-        raw = target[lo * PAGE // CHUNK * width : hi * PAGE // CHUNK * width]
-        _encode_sparse(source[lo * PAGE : hi * PAGE], width, keep, raw)
+    def work(pages: slice, part: Floats, raw: Bytes) -> None:
+        _encode_sparse(part, width, keep, raw)
 
-    spread(work, len(source))
+    spread(work, values.numpy(), payload.numpy().reshape(-1), PAGE // CHUNK * width)
 
 
 def encode_kept(values: Tensor, key: NoiseKey | None, first_page: int, keep: int, payload: Tensor) -> None:
     """Rounded to nearest if there is no key."""
-    source, target, width = values.numpy(), payload.numpy().reshape(-1), payload.shape[1]
-    table, starts = noise_of(key, first_page, len(values)) if key else (NEAREST, np.zeros(len(target), np.int64))
+    width = payload.shape[1]
+    table, starts = noise_of(key, first_page, len(values)) if key else (NEAREST, np.zeros(payload.numel(), np.int64))
 
-    def work(lo: int, hi: int) -> None:
-        raw = target[lo * PAGE // CHUNK * width : hi * PAGE // CHUNK * width]
-        _encode_kept(source[lo * PAGE : hi * PAGE], table, starts[lo:hi], width, keep, raw)
+    def work(pages: slice, part: Floats, raw: Bytes) -> None:
+        _encode_kept(part, table, starts[pages], width, keep, raw)
 
-    spread(work, len(source))
+    spread(work, values.numpy(), payload.numpy().reshape(-1), PAGE // CHUNK * width)
 
 
 def add_sparse(payload: Tensor, keep: int, share: float, into: Tensor) -> None:

@@ -235,26 +235,20 @@ def mean(
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
     """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
     table, starts = noise_of(key, first_page, len(values))
-    source, target = values.numpy(), payload.numpy().view(np.int8)
-    page_bytes = _page_bytes(levels)
 
-    def work(lo: int, hi: int) -> None:
-        part, raw = source[lo * PAGE : hi * PAGE], target[lo * page_bytes : hi * page_bytes]
-        _encode(part, table, starts[lo:hi], np.float32(levels), raw)
+    def work(pages: slice, part: Floats, raw: Bytes) -> None:
+        _encode(part, table, starts[pages], np.float32(levels), raw)
 
-    spread(work, len(values))
+    spread(work, values.numpy(), payload.numpy().view(np.int8), _page_bytes(levels))
 
 
 def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
     """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
-    source, target = payload.numpy().view(np.int8), into.numpy()
-    page_bytes = _page_bytes(levels)
 
-    def work(lo: int, hi: int) -> None:
-        part, raw = target[lo * PAGE : hi * PAGE], source[lo * page_bytes : hi * page_bytes]
+    def work(pages: slice, part: Floats, raw: Bytes) -> None:
         _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
 
-    spread(work, len(into))
+    spread(work, into.numpy(), payload.numpy().view(np.int8), _page_bytes(levels))
 
 
 def noise_of(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
@@ -268,13 +262,17 @@ def is_finite(payload: Tensor, levels: int) -> bool:
     return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
 
 
-def spread(work: Callable[[int, int], None], count: int) -> None:
-    """Work on pages [lo, hi), in as many threads as torch uses when that is worth it."""
-    pages, threads = -(-count // PAGE), min(torch.get_num_threads(), count // WORTH_A_THREAD)
+def spread(work: Callable[[slice, Any, Any], None], values: Floats, raw: NDArray[Any], page_bytes: int) -> None:
+    """Work on some pages, their values and their bytes, in as many threads as torch uses when that is worth it."""
+    pages, threads = -(-len(values) // PAGE), min(torch.get_num_threads(), len(values) // WORTH_A_THREAD)
     if threads < 2:
-        return work(0, pages)
+        return work(slice(0, pages), values, raw)
+
+    def some(lo: int, hi: int) -> None:
+        work(slice(lo, hi), values[lo * PAGE : hi * PAGE], raw[lo * page_bytes : hi * page_bytes])
+
     cuts = [pages * i // threads for i in range(threads + 1)]
-    for _ in _threads().map(work, cuts, cuts[1:]):
+    for _ in _threads().map(some, cuts, cuts[1:]):
         pass
     return None
 

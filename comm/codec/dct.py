@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec.base import FEEDBACK_COST, NOT_DECODED, TINY, Noise
-from diloco.comm.codec.chunks import CHUNK, Grouped
-from diloco.comm.codec.outer_sums import add_outer_sums
+from diloco.comm.codec.chunks import CHUNK, Grouped, add_outer_sums
 from diloco.comm.codec.sparse import LEVELS, Kept
 
 SIDE = 64

@@ -1,4 +1,4 @@
-"""Value by value: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding.
+"""Value by value: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding; and the sign alone.
 
 An encoded page is the scales of its blocks of 256 values (fp32; none for fp32 and bf16), then the packed values of its
 blocks. On a CPU a page goes through all its operations in scratch memory that stays in the cache.
@@ -13,11 +13,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import TINY, Codec, Noise, compiled_module, cuts, whole_units
+from diloco.comm.codec.base import FEEDBACK_COST, TINY, TINY_BITS, Codec, Noise, compiled_module, cuts, whole_units
+from diloco.comm.codec.chunks import tree_sum
 from diloco.comm.codec.noise import PAGE, NoiseKey
 
 BLOCK = 256
 HALF = BLOCK // 2
+PLANE = BLOCK // 8  # bytes of a block of signs; bit i of byte j is the value at i PLANE + j
 GROUP = 8  # pages that a CPU works on at once: they stay in the cache, and pay for each operation's start
 
 
@@ -269,6 +271,38 @@ class Fp4(Scaled):
             (power + (127 - 7)).bitwise_left_shift_(23).mul_(power > 0).bitwise_or_((code & 8).bitwise_left_shift_(28))
         )
         return torch.mul(bits.view(torch.float32), scales, out=part.scratch.floats)
+
+
+class Sign(Blockwise):
+    """One bit a value. Meant for error feedback; a mean of signs is no sign: it travels in another codec."""
+
+    name, about = "sign", "the sign of each value times the mean magnitude of its block of 256"
+    bits, closed = 1, False
+    needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (22.0, 0.4)
+
+    def bound(self, rows: Tensor) -> Tensor:
+        return (rows.abs().amax(1, keepdim=True) * (1 + 1e-6) + TINY).expand_as(rows)
+
+    def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
+        return scales
+
+    def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
+        magnitudes = torch.abs(rows, out=part.scratch.floats)
+        bits = magnitudes.view(torch.int32)
+        bits.mul_(bits >= TINY_BITS)
+        magnitudes.div_(torch.full_like(magnitudes[:, :1], BLOCK))  # first: their sum may be beyond the largest number
+        part.scales.copy_(tree_sum(magnitudes).view(part.scales.shape))
+        negative = (rows.view(torch.int32) < 0).view(torch.uint8).view(-1, 8, PLANE)
+        packed = negative[:, 0].clone()
+        for bit in range(1, 8):
+            packed |= negative[:, bit] << bit
+        part.packed.copy_(packed.view(part.packed.shape))
+
+    def _decode(self, part: Part, scales: Tensor) -> Tensor:
+        signs, packed = part.scratch.bytes.view(-1, 8, PLANE), part.packed.reshape(-1, PLANE).view(torch.int8)
+        for bit in range(8):
+            torch.bitwise_and(packed >> bit, 1, out=signs[:, bit])
+        return part.scratch.floats.copy_(part.scratch.bytes.mul_(-2).add_(1)).mul_(scales)
 
 
 def dense_kernels(device: str) -> ModuleType | None:

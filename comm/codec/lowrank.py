@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec.base import FEEDBACK_COST, TINY, Noise
-from diloco.comm.codec.chunks import Grouped
+from diloco.comm.codec.chunks import Grouped, add_outer_sums
 from diloco.comm.codec.noise import PAGE
-from diloco.comm.codec.outer_sums import add_outer_sums
 
 HEIGHT, WIDTH, RANK = 128, 256, 4
 POWER_STEPS = 3

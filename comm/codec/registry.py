@@ -23,30 +23,23 @@ UNION = re.compile(r"union:([1-9][0-9]{1,3})", re.ASCII)
 
 class Codecs(Mapping[str, "Codec"]):
     def __init__(self, **classes: str) -> None:
-        self._classes = classes
+        """Where the class of each is, as `module:Class`."""
+        self.classes = classes
         self._made: dict[str, Codec] = {}
 
     def __getitem__(self, name: str) -> "Codec":
         if name not in self._made:
-            self._made[name] = resolve_name(self._classes[name])()
+            self._made[name] = resolve_name(self.classes[name])()
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._classes
+        return name in self.classes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._classes)
+        return iter(self.classes)
 
     def __len__(self) -> int:
-        return len(self._classes)
-
-    def register(self, name: str, place: str) -> None:
-        """Add a codec while the program runs; `place` is where its class is, as `module:Class`."""
-        self._classes[name] = place
-
-    def forget(self, name: str) -> None:
-        del self._classes[name]
-        self._made.pop(name, None)
+        return len(self.classes)
 
 
 CODECS = Codecs(
@@ -56,7 +49,7 @@ CODECS = Codecs(
     int4="diloco.comm.codec.dense:Int4",
     fp4="diloco.comm.codec.dense:Fp4",
     sparse="diloco.comm.codec.sparse:Sparse",
-    sign="diloco.comm.codec.sign:Sign",
+    sign="diloco.comm.codec.dense:Sign",
     dct="diloco.comm.codec.dct:Dct",
     lowrank="diloco.comm.codec.lowrank:LowRank",
 )

@@ -1,4 +1,4 @@
-"""The part of the directory that touches hivemind. Import it late: hivemind takes seconds and brings torch along.
+"""The part of the directory that touches hivemind.
 
 hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
 honest peer would ever have stored: it does not look at whether a record has expired.
@@ -53,10 +53,6 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
 
     @property
-    def guard_pid(self) -> int:
-        return self._child.pid
-
-    @property
     def running(self) -> bool:
         return self._child.returncode is None
 
@@ -96,11 +92,8 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
             check_not_too_long(peer, time.time())
             if record.expiration_time != peer.expires_at:
                 raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
-        except RecordRefused as refused:
-            self._refusals[refused.reason] += 1
-            return False
-        except TypeError:  # hivemind's schema validator, on a subkey that cannot be hashed
-            self._refusals["malformed"] += 1
+        except (RecordRefused, TypeError) as refused:  # TypeError: hivemind's, on a subkey that cannot be hashed
+            self._refusals[getattr(refused, "reason", "malformed")] += 1
             return False
         return True
 

@@ -1,28 +1,30 @@
 """Where the peers of a run find each other: signed, expiring records in hivemind's DHT, behind a blocking interface.
 
-Everything of hivemind's runs on one thread with one asyncio loop; p2pd, its daemon, ends with this process.
+Everything of hivemind's runs on one thread with one asyncio loop; p2pd, its daemon, ends with this process. Import this
+late: hivemind takes seconds and brings torch along.
 """
 
+import asyncio
 import fcntl
-import os
+import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+from diloco.comm.peers import dht
 from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.loop import LoopThread
 from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, decode, encode
 from diloco.errors import DirectoryError, RecordRefused
-
-if TYPE_CHECKING:
-    from diloco.comm.peers.dht import NodeOptions
 
 Result = TypeVar("Result")
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+log = logging.getLogger(__name__)
 
 
 class Directory:
@@ -34,17 +36,15 @@ class Directory:
         self.addresses: tuple[str, ...] = ()
         self._sequences: dict[bytes, int] = {}
         self._lock = _lock(identity)
-        self._thread = LoopThread("diloco-directory")
+        self.thread = LoopThread("diloco-directory")
         self._node: Any = None
 
     @classmethod
     def start(cls, identity: Identity, run_id: bytes, **options: Any) -> "Directory":
         """`options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …"""
-        from diloco.comm.peers.dht import NodeOptions
-
         directory = cls(identity, run_id)
         try:
-            directory._open(NodeOptions(**options))
+            directory._open(dht.NodeOptions(**options))
         except BaseException:
             directory.close()
             raise
@@ -54,10 +54,6 @@ class Directory:
     def p2p(self) -> Any:
         """hivemind's P2P on this directory's loop, for streams between peers."""
         return self._node.p2p
-
-    @property
-    def thread(self) -> LoopThread:
-        return self._thread
 
     def publish(self, record: PeerRecord, expires_s: float) -> PeerRecord:
         """Tell the run about this peer; returns the record as published, with its run, key, number and expiry."""
@@ -71,7 +67,8 @@ class Directory:
             sequence=now_ms,  # rises across restarts too
             expires_ms=now_ms + int(expires_s * 1000),
         )
-        stored = self.call(self._store(encode(record, self.identity), record.expires_at))
+        key, value = dht.dht_key(self.run_id), encode(record, self.identity)
+        stored = self.call(self._node.store(key, value, record.expires_at, subkey=record.public_key))
         # hivemind's answer is that of the slowest replica alone: one that refuses does not undo the others.
         if not stored and self.peers().get(record.public_key) != record:
             raise DirectoryError(
@@ -82,78 +79,48 @@ class Directory:
 
     def peers(self) -> dict[bytes, PeerRecord]:
         """Every peer with a valid record, this one included. Bad records are left out and counted in `refusals`."""
-        entries = self.call(self._find())
+        entries = self.call(self._node.get(dht.dht_key(self.run_id), latest=True))
         found: dict[bytes, PeerRecord] = {}
-        for subkey, value in entries.items():
+        for subkey, entry in entries.value.items() if entries is not None else ():
             try:
-                found[subkey] = self._read(subkey, value)
+                found[subkey] = self._read(subkey, entry.value)
             except RecordRefused as refused:
                 self.refusals[refused.reason] += 1
         return found
 
     def reach(self, address: str) -> bool:
         """Whether a peer answers at this multiaddr. From then on the two know each other's records."""
-        from diloco.comm.peers.dht import reach
-
         try:
-            return self.call(reach(self._node, address))
+            return self.call(dht.reach(self._node, address))
         except DirectoryError:
             return False
 
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = CALL_TIMEOUT_S) -> Result:
         """Run this on the directory's loop and wait for it; whatever the network does wrong is a DirectoryError."""
-        from diloco.comm.peers.dht import FAILURES
-
-        if self._thread.alive and not self.p2p.running:
+        if self.thread.alive and not self.p2p.running:
             work.close()
             raise DirectoryError("the network daemon p2pd has ended: start the directory again")
         try:
-            return self._thread.call(work, timeout_s)
-        except FAILURES as error:
+            return self.thread.call(work, timeout_s)
+        except dht.FAILURES as error:
             raise DirectoryError(f"the network failed: {error}. Try again") from error
 
     def close(self) -> None:
         """End the node, its daemon and the thread. Safe to call twice."""
-        self._thread.stop()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self.thread.stop()
+        self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open(self, options: "NodeOptions") -> None:
-        from diloco.comm.peers.dht import FAILURES, close_node, open_node
-
+    def _open(self, options: dht.NodeOptions) -> None:
         try:
-            opening = open_node(self.identity, self.run_id, options, self.refusals)
-            node = self._node = self._thread.call(opening, START_TIMEOUT_S)
-        except FAILURES as error:
+            opening = dht.open_node(self.identity, self.run_id, options, self.refusals)
+            self._node = self.thread.call(opening, START_TIMEOUT_S)
+        except dht.FAILURES as error:
             raise DirectoryError(_why_not_open(options, error)) from error
-        self._thread.at_end(lambda: close_node(node))
+        self.thread.at_end = lambda: dht.close_node(self._node)
         self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
 
-    async def _store(self, value: bytes, expires_at: float) -> bool:
-        from diloco.comm.peers.dht import dht_key
-
-        key, subkey = dht_key(self.run_id), self.identity.public_key
-        return bool(await self._node.store(key, value, expires_at, subkey=subkey))
-
-    async def _find(self) -> dict[bytes, object]:
-        from diloco.comm.peers.dht import dht_key
-
-        found = await self._node.get(dht_key(self.run_id), latest=True)
-        return {} if found is None else {subkey: entry.value for subkey, entry in found.value.items()}
-
     def _read(self, subkey: bytes, value: object) -> PeerRecord:
-        from diloco.comm.peers.dht import authenticate_entry
-
-        authenticate_entry(subkey, value, self.run_id)
+        dht.authenticate_entry(subkey, value, self.run_id)
         assert isinstance(value, bytes)
         record = decode(value, time.time())
         if record.sequence < self._sequences.get(subkey, 0):
@@ -162,20 +129,20 @@ class Directory:
         return record
 
 
-def _lock(identity: Identity) -> int:
+def _lock(identity: Identity) -> BinaryIO:
     """Two processes with one libp2p identity confuse every peer that meets them."""
-    descriptor = os.open(identity.path, os.O_RDONLY)
+    file = open(identity.path, "rb")  # noqa: SIM115 -- it is held open
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(descriptor)
+        file.close()
         raise DirectoryError(
             f"another process uses the identity {identity.path}: give each peer a key file of its own"
         ) from None
-    return descriptor
+    return file
 
 
-def _why_not_open(options: "NodeOptions", error: BaseException) -> str:
+def _why_not_open(options: dht.NodeOptions, error: BaseException) -> str:
     if options.bootstrap and "failed to connect to bootstrap peers" in str(error):
         return (
             f"nobody answers at {', '.join(options.bootstrap)}: if the run has ended or moved, ask for a new ticket; "
@@ -183,3 +150,72 @@ def _why_not_open(options: "NodeOptions", error: BaseException) -> str:
         )
     where = ", ".join(options.bootstrap) or f"{options.listen_host}:{options.listen_port}"
     return f"cannot start at {where}: {error}. Clocks must agree within 3 s"
+
+
+class LoopThread:
+    """One asyncio loop on one thread, used from ordinary blocking code. A call never outlives the loop it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._ended: Future[None] = Future()
+        self.at_end: Callable[[], Awaitable[None]] | None = None  # to be run on the loop, whatever ends it
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._ended.done()
+
+    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        """Run this on the loop and wait for it. Not for the loop's own thread, which would wait for itself."""
+        assert threading.current_thread() is not self._thread
+        try:
+            if not self.alive:
+                raise RuntimeError("loop ended")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            raise self._gone() from None
+        try:
+            either: list[Future[Any]] = [future, self._ended]
+            wait(either, timeout_s, FIRST_COMPLETED)
+            if future.done() and not future.cancelled():
+                return future.result()
+        finally:
+            future.cancel()
+        if not self.alive:
+            raise self._gone()
+        raise DirectoryError(f"the network did not answer within {timeout_s:.0f} s. It may still; try again")
+
+    def stop(self) -> None:
+        """End every task and the thread. Safe to call twice."""
+        if self.alive:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _gone(self) -> DirectoryError:
+        return DirectoryError("the network thread has ended and takes no more calls: start the directory again")
+
+    def _run(self) -> None:
+        try:
+            asyncio.set_event_loop(self.loop)
+            self.loop.run_forever()
+        except BaseException:  # the thread's outermost frame: callers learn of it from `_ended`
+            log.exception("the network thread failed")
+        finally:
+            self._ended.set_result(None)
+            self._drain()
+
+    def _drain(self) -> None:
+        if self.at_end is not None:
+            try:
+                self.loop.run_until_complete(asyncio.wait_for(self.at_end(), CLOSE_TIMEOUT_S))
+            except Exception:  # still the outermost frame: the tasks must be ended, too
+                log.exception("closing the network failed in part")
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()

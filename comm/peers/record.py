@@ -103,26 +103,23 @@ def _parse(body: bytes) -> PeerRecord:
     reader = packing.Reader(body)
     if (version := reader.integer(1)) != VERSION:
         raise packing.Malformed(f"version {version}, this is version {VERSION}: use the same diloco everywhere")
-    run_id, public_key, chain_digest = (reader.take(size) for size in (DIGEST_BYTES, PUBLIC_KEY_BYTES, DIGEST_BYTES))
-    up, down, round_number, sequence, expires_ms = (reader.integer(8) for _ in range(5))
-    name, devices, mesh = (reader.text(TEXT_LIMIT) for _ in range(3))
-    certificate = reader.blob(CERTIFICATE_LIMIT)
-    control = tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT)))
-    bulk = tuple((reader.text(packing.ADDRESS_LIMIT), reader.integer(2)) for _ in range(reader.count(ADDRESSES_LIMIT)))
-    reader.finish()
-    return PeerRecord(
-        run_id=run_id,
-        public_key=public_key,
-        control=control,
-        bulk=bulk,
-        certificate=certificate,
-        name=name,
-        devices=devices,
-        mesh=mesh,
-        up_bits_per_s=up,
-        down_bits_per_s=down,
-        round=round_number,
-        chain_digest=chain_digest,
-        sequence=sequence,
-        expires_ms=expires_ms,
+    record = PeerRecord(  # in the order of the bytes
+        run_id=reader.take(DIGEST_BYTES),
+        public_key=reader.take(PUBLIC_KEY_BYTES),
+        chain_digest=reader.take(DIGEST_BYTES),
+        up_bits_per_s=reader.integer(8),
+        down_bits_per_s=reader.integer(8),
+        round=reader.integer(8),
+        sequence=reader.integer(8),
+        expires_ms=reader.integer(8),
+        name=reader.text(TEXT_LIMIT),
+        devices=reader.text(TEXT_LIMIT),
+        mesh=reader.text(TEXT_LIMIT),
+        certificate=reader.blob(CERTIFICATE_LIMIT),
+        control=tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT))),
+        bulk=tuple(
+            (reader.text(packing.ADDRESS_LIMIT), reader.integer(2)) for _ in range(reader.count(ADDRESSES_LIMIT))
+        ),
     )
+    reader.finish()
+    return record

@@ -49,7 +49,14 @@ class Ticket:
             ticket = _unpack(_decode(text.strip()))
         except packing.Malformed as error:
             raise TicketError(f"this is no whole ticket ({error}): copy all of it again") from None
-        ticket._check(now)
+        if not verify(ticket.owner, ticket.signature, CONTEXT + ticket._body()):
+            raise TicketError(
+                "the ticket was changed or is forged (its owner's signature does not fit):"
+                " copy it again or ask the run's owner for a new one"
+            )
+        if now >= ticket.expires_at:
+            when = datetime.fromtimestamp(ticket.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            raise TicketError(f"the ticket expired at {when}: ask the run's owner for a new one")
         return ticket
 
     @property
@@ -65,35 +72,17 @@ class Ticket:
         listed = packing.count(len(addresses), ADDRESSES_LIMIT) + b"".join(addresses)
         return packing.fixed(self.owner, PUBLIC_KEY_BYTES) + bound + packing.integer(self.expires_at, 8) + listed
 
-    def _check(self, now: float) -> None:
-        if not verify(self.owner, self.signature, CONTEXT + self._body()):
-            raise TicketError(
-                "the ticket was changed or is forged (its owner's signature does not fit):"
-                " copy it again or ask the run's owner for a new one"
-            )
-        if now >= self.expires_at:
-            when = datetime.fromtimestamp(self.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise TicketError(f"the ticket expired at {when}: ask the run's owner for a new one")
 
-
-def check_admission(ticket: Ticket, run_id: bytes, peer_public_key: bytes, now: float) -> None:
-    """Whether the holder of this key may enter this run. Needs nobody else: any member can ask it."""
-    try:
-        ticket._check(now)
-    except packing.Malformed as error:
-        raise TicketError(f"this is no whole ticket ({error}): copy all of it again") from None
+def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: float, *, known: bool) -> None:
+    """Whether the holder of this key may enter this run with the ticket that it greets with. Needs nobody else: any
+    member can ask it. A ticket has to be valid when an island comes, not whenever the connection of a known one breaks:
+    runs outlast tickets."""
+    ticket = Ticket.parse(greeting.decode(errors="replace"), 0.0 if known else now)
     if ticket.run_id != run_id:
         theirs, ours = ticket.run_id.hex()[:12], run_id.hex()[:12]
         raise TicketError(f"the ticket is for run {theirs}, not for run {ours}: use a ticket of this run")
     if ticket.peer is not None and ticket.peer != peer_public_key:
         raise TicketError("the ticket was issued for another peer: ask the run's owner for one for your own key")
-
-
-def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: float, *, known: bool) -> None:
-    """The ticket that a peer greets with. It has to be valid when an island comes, not whenever the connection of a
-    known one breaks: runs outlast tickets."""
-    at = 0.0 if known else now
-    check_admission(Ticket.parse(greeting.decode(errors="replace"), at), run_id, peer_public_key, at)
 
 
 def run_id_of(public_key: bytes) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
-from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.transport import Accepting, PeerAddress, Stream
 from diloco.comm.transport.wire import deadline_in, seconds_to
 from diloco.errors import PeerLost, TransportTimeout
 
@@ -31,21 +31,16 @@ class Choice:
     since: float
 
 
-class AutoTransport:
+class AutoTransport(Accepting):
     """Both transports share one inbox. What they hold besides is theirs; closing this closes both."""
 
     def __init__(
-        self,
-        direct: DirectTransport,
-        libp2p: Libp2pTransport,
-        *,
-        retry_direct_s: float = RETRY_DIRECT_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, direct: DirectTransport, libp2p: Libp2pTransport, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         assert direct.inbox is libp2p.inbox and direct.identity == libp2p.identity
-        self.identity = direct.identity
+        super().__init__(direct.identity, direct.inbox)
         self.direct, self.libp2p = direct, libp2p
-        self._retry_direct_s, self._clock = retry_direct_s, clock
+        self._clock = clock
         self._choices: dict[str, Choice] = {}
         self._lock = threading.Lock()
 
@@ -63,8 +58,9 @@ class AutoTransport:
         deadline = deadline_in(timeout_s)
         reasons = []
         for way in others:
+            first_s = FIRST_SHARE * timeout_s
             try:
-                return self._connect(way, peer, channel, self._first_s(way, timeout_s))
+                return self._connect(way, peer, channel, min(first_s, MAX_DIRECT_S) if way is self.direct else first_s)
             except (PeerLost, TransportTimeout) as error:
                 reasons.append(str(error))
         try:
@@ -81,33 +77,19 @@ class AutoTransport:
         return [self.direct, self.libp2p]
 
     def _stale(self, choice: Choice) -> bool:
-        return self._clock() - choice.since >= self._retry_direct_s
-
-    def _first_s(self, way: Way, timeout_s: float) -> float:
-        share = FIRST_SHARE * timeout_s
-        return min(share, MAX_DIRECT_S) if way is self.direct else share
+        return self._clock() - choice.since >= RETRY_DIRECT_S
 
     def _connect(self, way: Way, peer: PeerAddress, channel: str, timeout_s: float) -> Stream:
-        stream = way.connect(peer, channel, timeout_s=timeout_s)
-        self._remember(way, peer)
-        return stream
-
-    def _remember(self, way: Way, peer: PeerAddress) -> None:
         """The time of a choice is that of its first success: direct is tried again even where libp2p is in use."""
+        stream = way.connect(peer, channel, timeout_s=timeout_s)
         with self._lock:
             known = self._choices.get(peer.identity)
-            if known and known.way is way and known.peer == peer and not self._stale(known):
-                return
-            self._choices[peer.identity] = Choice(peer, way, self._clock())
+            if not (known and known.way is way and known.peer == peer) or self._stale(known):
+                self._choices[peer.identity] = Choice(peer, way, self._clock())
         if not known or known.way is not way:
             how = "directly" if way is self.direct else "through libp2p"
             log.info("%s reaches %s %s", self.identity, peer.identity, how)
-
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
-        return self.direct.accept(channel, timeout_s=timeout_s)
-
-    def forget(self, channel: str) -> None:
-        self.direct.forget(channel)
+        return stream
 
     def close(self) -> None:
         self.direct.close()

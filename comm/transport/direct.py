@@ -12,17 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from diloco.comm.transport.certificate import (
-    certificate_problem,
-    client_context,
-    create_certificate,
-    owner_named_in,
-    server_context,
-)
-from diloco.comm.transport.frame import Limits
-from diloco.comm.transport.inbox import Inbox, open_channel, read_channel
-from diloco.comm.transport.tlswire import SOCKET_BUFFER_BYTES, TlsWire, tune
-from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport import certificate
+from diloco.comm.transport.socketwire import SOCKET_BUFFER_BYTES, TlsWire, tune
+from diloco.comm.transport.transport import Accepting, Inbox, PeerAddress, Stream, open_channel, read_channel
 from diloco.comm.transport.wire import Deadline, WireCarrier, deadline_in, seconds_to
 from diloco.errors import PeerLost, PeerRefused, TransportError, WrongPeer
 
@@ -53,24 +45,14 @@ class Handshakes:
             return self._pending.pop(connection, self) is None
 
 
-class DirectTransport:
-    def __init__(
-        self,
-        identity: str,
-        host: str = "0.0.0.0",
-        port: int = 0,
-        *,
-        limits: Limits | None = None,
-        inbox: Inbox | None = None,
-    ) -> None:
-        self.identity = identity
-        self.limits = limits or Limits()
-        self.inbox = inbox or Inbox()
-        self._certificate = create_certificate(identity)
+class DirectTransport(Accepting):
+    def __init__(self, identity: str, host: str, *, inbox: Inbox | None = None) -> None:
+        super().__init__(identity, inbox)
+        self._certificate = certificate.create_certificate(identity)
         self._identities: dict[bytes, str] = {}
-        self._context = server_context(self._certificate, [])
+        self._context = certificate.server_context(self._certificate, [])
         self._handshakes = Handshakes()
-        self._listener = _listen(host, port)
+        self._listener = _listen(host)
         self._closed = False
         threading.Thread(target=self._listen, name=f"accept-{identity}", daemon=True).start()
 
@@ -83,7 +65,7 @@ class DirectTransport:
         identities = self._owners(peers)
         if identities == self._identities:
             return
-        context = server_context(self._certificate, identities)
+        context = certificate.server_context(self._certificate, identities)
         self._identities, self._context = identities, context
 
     def _owners(self, peers: Iterable[PeerAddress]) -> dict[bytes, str]:
@@ -91,7 +73,7 @@ class DirectTransport:
         could pass for another."""
         claims: dict[bytes, set[str]] = defaultdict(set)
         for peer in peers:
-            if problem := certificate_problem(peer.certificate_der):
+            if problem := certificate.certificate_problem(peer.certificate_der):
                 log.warning("%s does not admit %s: unreadable certificate (%s)", self.identity, peer.identity, problem)
             else:
                 claims[peer.certificate_der].add(peer.identity)
@@ -100,14 +82,14 @@ class DirectTransport:
     def _owner(self, der: bytes, claimants: set[str]) -> str | None:
         if len(claimants) == 1:
             return next(iter(claimants))
-        named, names = owner_named_in(der), ", ".join(sorted(claimants))
+        named, names = certificate.owner_named_in(der), ", ".join(sorted(claimants))
         log.warning("%s: %s claim the same certificate, of %s", self.identity, names, named or "nobody")
         return named if named in claimants else None
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         deadline = deadline_in(timeout_s)
         wire = TlsWire(self._dial(peer, deadline), peer.identity)
-        stream = self.inbox.keep(Stream(WireCarrier(wire, self.limits)))
+        stream = self.inbox.keep(Stream(WireCarrier(wire)))
         try:
             return open_channel(stream, channel, seconds_to(deadline) or 0.0)
         except PeerLost as lost:  # TLS 1.3 tells a client only now that its certificate was refused
@@ -116,11 +98,11 @@ class DirectTransport:
             raise
 
     def _dial(self, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
-        if problem := certificate_problem(peer.certificate_der):
+        if problem := certificate.certificate_problem(peer.certificate_der):
             raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
         plain = _reach(peer, deadline)
         try:
-            context = client_context(self._certificate, peer.certificate_der)
+            context = certificate.client_context(self._certificate, peer.certificate_der)
             tune(plain)
             plain.settimeout(_time_left(deadline))
             connection = context.wrap_socket(plain)
@@ -134,9 +116,6 @@ class DirectTransport:
             connection.close()
             raise WrongPeer(f"{peer.identity}: its certificate is not that of its record")
         return connection
-
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
-        return self.inbox.take(channel, timeout_s)
 
     def _listen(self) -> None:
         while not self._closed:
@@ -187,22 +166,19 @@ class DirectTransport:
         identity = identities.get(connection.getpeercert(binary_form=True) or b"")
         if identity is None:
             raise PeerRefused("its certificate belongs to no peer we know")
-        return Stream(WireCarrier(TlsWire(connection, identity), self.limits))
-
-    def forget(self, channel: str) -> None:
-        self.inbox.forget(channel)
+        return Stream(WireCarrier(TlsWire(connection, identity)))
 
     def close(self) -> None:
         self._closed = True
         with suppress(OSError):  # not every system can shut a listening socket down
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listener.close()
-        self.inbox.close()
+        super().close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    listener = socket.create_server((host, 0), family=family, backlog=128)
     # inherited by accepted sockets; it must be set before the connection is made to widen the TCP window
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
     return listener

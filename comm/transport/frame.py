@@ -2,7 +2,7 @@
 
 A frame travels as one piece or as several: a paced link cuts large payloads so that many streams share it evenly.
 A piece is a fixed header, a small `head` (first piece only) and payload bytes; `rest` says how many payload bytes of
-the frame follow in later pieces. Every length is checked against `Limits` before anybody allocates it.
+the frame follow in later pieces. Every length is checked against a limit before anybody allocates it.
 """
 
 import struct
@@ -24,18 +24,12 @@ CONTINUES = 1  # flag: payload of the frame that the piece before belongs to
 SECURED = 2  # flag: TLS already protects every byte, the checksum is zero
 
 MAX_HEAD = 64 * 1024
-MAX_PAYLOAD = 64 * 1024 * 1024
+MAX_PAYLOAD = 64 * 1024 * 1024  # of a whole frame
 
 # magic, version, kind, flags, head length, payload length, rest, send time; the checksum covers these and so is apart
 _FIELDS = struct.Struct("<2sBBIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_head: int = MAX_HEAD
-    max_payload: int = MAX_PAYLOAD  # of a whole frame
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ def pack_header(kind: int, head: Buffer, payload: Buffer, *, rest: int = 0, flag
     return fields + _CHECKSUM.pack(0 if flags & SECURED else _digest(fields, head, payload))
 
 
-def parse_header(data: Buffer, limits: Limits) -> FrameHeader:
+def parse_header(data: Buffer) -> FrameHeader:
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, version, kind, flags, head_length, length, rest, stamp_ns = _FIELDS.unpack_from(data)
@@ -69,16 +63,16 @@ def parse_header(data: Buffer, limits: Limits) -> FrameHeader:
         raise FrameError(f"frame version {version}, this side speaks {VERSION}: use the same release on both sides")
     (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
     header = FrameHeader(kind, flags, head_length, length, rest, stamp_ns, checksum)
-    _check_lengths(header, limits)
+    _check_lengths(header)
     _check_flags(header)
     return header
 
 
-def _check_lengths(header: FrameHeader, limits: Limits) -> None:
-    if header.head_length > limits.max_head:
-        raise FrameError(f"frame head of {header.head_length} bytes, at most {limits.max_head} are accepted")
-    if header.length + header.rest > limits.max_payload:
-        raise FrameError(f"frame of {header.length + header.rest} bytes, at most {limits.max_payload} are accepted")
+def _check_lengths(header: FrameHeader) -> None:
+    if header.head_length > MAX_HEAD:
+        raise FrameError(f"frame head of {header.head_length} bytes, at most {MAX_HEAD} are accepted")
+    if header.length + header.rest > MAX_PAYLOAD:
+        raise FrameError(f"frame of {header.length + header.rest} bytes, at most {MAX_PAYLOAD} are accepted")
     if header.rest and not header.length:
         raise FrameError("an empty piece that promises more: it would never end")
 

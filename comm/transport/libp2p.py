@@ -15,15 +15,15 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diloco.comm.peers.directory import Directory
-from diloco.comm.transport.frame import Limits
-from diloco.comm.transport.inbox import Inbox, open_channel, read_channel, refusal
 from diloco.comm.transport.socketwire import SocketWire
-from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.transport import Accepting, Inbox, PeerAddress, Stream, open_channel, read_channel, refusal
 from diloco.comm.transport.wire import WireCarrier, deadline_in, seconds_to
 from diloco.errors import DirectoryError, PeerLost, TransportError
+
+if TYPE_CHECKING:
+    from diloco.comm.peers.directory import Directory
 
 PROTOCOL = "/diloco/stream/1"
 HANDSHAKE_S = 10.0
@@ -33,51 +33,27 @@ SOCKET_BUFFER_BYTES = 1024 * 1024
 log = logging.getLogger(__name__)
 
 
-class Libp2pWire(SocketWire):
-    # libp2p authenticates what goes from daemon to daemon, relays included. The checksum also covers the way through
-    # the daemons themselves, and costs a hundredth of what they do.
-    secure = False
+async def detach(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> SocketWire:
+    """A socket of its own for what was the loop's, and what the loop had read of it.
 
-    def __init__(self, connection: socket.socket, early: bytes, peer: str) -> None:
-        """`early` is what had been read of the connection before it came here."""
-        super().__init__(connection, peer)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        self._early = memoryview(early)
-
-    def _send_some(self, data: memoryview) -> int:
-        return self._socket.send(data)
-
-    def _read_some(self, view: memoryview) -> int:
-        if not self._early:
-            return self._socket.recv_into(view)
-        count = min(len(view), len(self._early))
-        view[:count], self._early = self._early[:count], self._early[count:]
-        return count
-
-    def _has_pending(self) -> bool:
-        return bool(self._early)
-
-    def bytes_for(self, length: int) -> int:
-        return length  # what p2pd adds cannot be seen from here: about one in a thousand
-
-
-async def detach(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[socket.socket, bytes]:
-    """A socket of its own for what was the loop's, and what the loop had read of it."""
+    Not `secure`, though libp2p authenticates what goes from daemon to daemon, relays included: the checksum also covers
+    the way through the daemons themselves, and costs a hundredth of what they do. What p2pd adds to the bytes cannot be
+    seen from here: about one in a thousand.
+    """
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     reader.feed_eof()
     early = await reader.read()  # never waits: the end was fed
     connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
     writer.transport.abort()  # closes the loop's descriptor, not the connection
-    return connection, early
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    return SocketWire(connection, peer, early)
 
 
-class Libp2pTransport:
+class Libp2pTransport(Accepting):
     """Streams of the directory's peer. One for each directory: it serves all streams that come in."""
 
-    def __init__(self, directory: Directory, *, limits: Limits | None = None, inbox: Inbox | None = None) -> None:
-        self.identity = directory.identity.peer_id
-        self.limits = limits or Limits()
-        self.inbox = inbox or Inbox()
+    def __init__(self, directory: "Directory", *, inbox: Inbox | None = None) -> None:
+        super().__init__(directory.identity.peer_id, inbox)
         self._shares_inbox = inbox is not None
         self._directory = directory
         self._p2p = directory.p2p
@@ -100,18 +76,11 @@ class Libp2pTransport:
             wire = self._directory.call(self._open(peer), timeout_s)
         except DirectoryError as error:
             raise PeerLost(f"{peer.identity}: no libp2p stream ({error})") from None
-        stream = self.inbox.keep(Stream(WireCarrier(wire, self.limits)))
+        stream = self.inbox.keep(Stream(WireCarrier(wire)))
         return open_channel(stream, channel, seconds_to(deadline) or 0.0)
 
-    async def _open(self, peer: PeerAddress) -> Libp2pWire:
-        reader, writer = await self._p2p.open_stream(peer.identity, peer.control, PROTOCOL)
-        return Libp2pWire(*await detach(reader, writer), peer.identity)
-
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
-        return self.inbox.take(channel, timeout_s)
-
-    def forget(self, channel: str) -> None:
-        self.inbox.forget(channel)
+    async def _open(self, peer: PeerAddress) -> SocketWire:
+        return await detach(peer.identity, *await self._p2p.open_stream(peer.identity, peer.control, PROTOCOL))
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(info.peer_id)
@@ -131,12 +100,11 @@ class Libp2pTransport:
 
     async def _take_over(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            wire = Libp2pWire(*await detach(reader, writer), peer)
+            stream = Stream(WireCarrier(await detach(peer, reader, writer)))
         except OSError as error:
             self._handshakes.release()
             self._drop(writer, peer, error)
             return
-        stream = Stream(WireCarrier(wire, self.limits))
         threading.Thread(target=self._welcome, args=(stream,), name=f"welcome-{peer}", daemon=True).start()
 
     def _welcome(self, stream: Stream) -> None:
@@ -165,4 +133,4 @@ class Libp2pTransport:
             self._watching.cancel()
             with suppress(DirectoryError):  # no daemon any more: nobody who would send us streams
                 self._directory.call(self._p2p.remove_binary_stream_handler(PROTOCOL))
-        self.inbox.close()
+        super().close()

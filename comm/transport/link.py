@@ -6,7 +6,7 @@ An island has one `Link` for all its streams. `Paths` says how far apart two pee
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 MIN_PIECE_BYTES = 8 * 1024  # smaller pieces would cost more than 1 % in headers
@@ -19,27 +19,13 @@ SLOW_PIECE_S = 0.064
 BURST_S = 0.008
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A token bucket in its simplest form: the moment until which the link is busy."""
-
-    bytes_per_s: float = math.inf
-    burst_s: float = 0.0
-    busy_until: float = -math.inf
-
-    def reserve(self, size: int, now: float) -> tuple["Bucket", float]:
-        """The bucket after `size` bytes that are ready at `now`, and when the last of them is through."""
-        finish = max(self.busy_until, now - self.burst_s) + size / self.bytes_per_s
-        return replace(self, busy_until=finish), max(finish, now)
-
-
 class Line:
-    """One direction of a link, shared by threads."""
+    """One direction of a link, shared by threads. A token bucket in its simplest form: until when it is busy."""
 
     def __init__(self, bits_per_s: float | None, *, burst_s: float = 0.0) -> None:
         self.bytes_per_s = math.inf if bits_per_s is None else bits_per_s / 8
         self.passed_bytes = 0  # so far
-        self._bucket = Bucket(self.bytes_per_s, burst_s)
+        self._burst_s, self._busy_until = burst_s, -math.inf
         self._lock = threading.Lock()
 
     @property
@@ -49,16 +35,15 @@ class Line:
         return int(min(MAX_PIECE_BYTES, max(slow, self.bytes_per_s * PIECE_S)))
 
     def reserve(self, size: int, now: float) -> float:
+        """When the last of `size` bytes that are ready at `now` is through."""
         with self._lock:
-            self._bucket, finish = self._bucket.reserve(size, now)
+            self._busy_until = max(self._busy_until, now - self._burst_s) + size / self.bytes_per_s
             self.passed_bytes += size
-        return finish
+            return max(self._busy_until, now)
 
     def change(self, bits_per_s: float) -> None:
         """The rate from now on. What was let through before keeps its time."""
-        with self._lock:
-            self.bytes_per_s = bits_per_s / 8
-            self._bucket = replace(self._bucket, bytes_per_s=self.bytes_per_s)
+        self.bytes_per_s = bits_per_s / 8
 
     def reserve_arriving(self, size: int, last_at: float) -> float:
         """For bytes of which the last arrives at `last_at`: the first ones have been passing through before it.

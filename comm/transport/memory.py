@@ -2,10 +2,10 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from diloco.comm.transport.frame import Limits
-from diloco.comm.transport.inbox import Inbox
-from diloco.comm.transport.transport import PeerAddress, Stream
+from diloco.comm.transport.transport import Accepting, PeerAddress, Stream
 from diloco.comm.transport.wire import Deadline, WireCarrier, deadline_in, seconds_to
 from diloco.errors import PeerLost, StreamClosed, TransportError
 
@@ -16,22 +16,15 @@ CHUNK_BYTES = 256 * 1024
 class Pipe:
     """One direction. Bytes written before a break can still be read, as with TCP."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self) -> None:
         self.held = 0
         self.broken = False
         self._chunks: deque[memoryview] = deque()
         self._changed = threading.Condition()
 
-    def write(self, data: memoryview, deadline: Deadline) -> None:
-        step = min(CHUNK_BYTES, self.capacity)
-        for start in range(0, len(data), step):
-            self._put(data[start : start + step], deadline)
-
-    def _put(self, chunk: memoryview, deadline: Deadline) -> None:
+    def put(self, chunk: memoryview, deadline: Deadline) -> None:
         with self._changed:
-            while not self.broken and self.held + len(chunk) > self.capacity:
-                self._wait(deadline)
+            self._wait_until(lambda: self.broken or self.held + len(chunk) <= PIPE_BYTES, deadline)
             if self.broken:
                 raise PeerLost("the connection was closed")
             self._chunks.append(memoryview(bytes(chunk)))
@@ -42,16 +35,12 @@ class Pipe:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._chunks) or self.broken, seconds_to(deadline))
 
-    def read_into(self, view: memoryview, stall_s: float) -> None:
-        while len(view):
-            view = view[self._take(view, deadline_in(stall_s)) :]
-
-    def _take(self, view: memoryview, deadline: Deadline) -> int:
+    def take(self, view: memoryview, deadline: Deadline) -> int:
+        """How many bytes of the view were filled."""
         with self._changed:
-            while not self._chunks:
-                if self.broken:
-                    raise PeerLost("the connection was cut before its end mark")
-                self._wait(deadline)
+            self._wait_until(lambda: bool(self._chunks) or self.broken, deadline)
+            if not self._chunks:
+                raise PeerLost("the connection was cut before its end mark")
             chunk = self._chunks.popleft()
             count = min(len(chunk), len(view))
             view[:count] = chunk[:count]
@@ -61,8 +50,8 @@ class Pipe:
             self._changed.notify_all()
             return count
 
-    def _wait(self, deadline: Deadline) -> None:
-        if not self._changed.wait(seconds_to(deadline)):
+    def _wait_until(self, true: Callable[[], bool], deadline: Deadline) -> None:
+        if not self._changed.wait_for(true, seconds_to(deadline)):
             raise PeerLost("stalled within a frame")
 
     def cut(self) -> None:
@@ -81,26 +70,28 @@ class MemoryWire:
         self._closed = False
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
-        try:
-            self.outgoing.write(data, deadline)
-        except PeerLost as lost:
-            raise self._named(lost) from None
+        with self._naming():
+            for start in range(0, len(data), CHUNK_BYTES):
+                self.outgoing.put(data[start : start + CHUNK_BYTES], deadline)
 
     def wait(self, deadline: Deadline) -> bool:
         return self.incoming.wait(deadline)
 
     def read_into(self, view: memoryview, stall_s: float) -> None:
-        if self._closed:
-            raise self._named(PeerLost())
-        try:
-            self.incoming.read_into(view, stall_s)
-        except PeerLost as lost:
-            raise self._named(lost) from None
+        with self._naming():
+            if self._closed:
+                raise PeerLost
+            while len(view):
+                view = view[self.incoming.take(view, deadline_in(stall_s)) :]
 
-    def _named(self, lost: PeerLost) -> PeerLost | StreamClosed:
-        if self._closed:
-            return StreamClosed(f"the stream to {self.peer} was closed here")
-        return PeerLost(f"{self.peer}: {lost}")
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as lost:
+            if self._closed:
+                raise StreamClosed(f"the stream to {self.peer} was closed here") from None
+            raise PeerLost(f"{self.peer}: {lost}") from None
 
     def bytes_for(self, length: int) -> int:
         return length
@@ -114,26 +105,24 @@ class MemoryWire:
 class MemoryNetwork:
     """Everybody who can reach everybody else. `transport(identity)` adds a peer."""
 
-    def __init__(self, *, pipe_bytes: int = PIPE_BYTES, limits: Limits | None = None) -> None:
-        self.pipe_bytes = pipe_bytes
-        self.limits = limits or Limits()
+    def __init__(self) -> None:
         self.peers: dict[str, MemoryTransport] = {}
 
     def transport(self, identity: str) -> "MemoryTransport":
         self.peers[identity] = MemoryTransport(self, identity)
         return self.peers[identity]
 
-    def wires(self, one: str, other: str) -> tuple[MemoryWire, MemoryWire]:
-        """Both ends of a new connection: the one that `one` holds, then the one that `other` holds."""
-        there, back = Pipe(self.pipe_bytes), Pipe(self.pipe_bytes)
-        return MemoryWire(other, there, back), MemoryWire(one, back, there)
+
+def connected(one: str, other: str) -> tuple[MemoryWire, MemoryWire]:
+    """Both ends of a new connection: the one that `one` holds, then the one that `other` holds."""
+    there, back = Pipe(), Pipe()
+    return MemoryWire(other, there, back), MemoryWire(one, back, there)
 
 
-class MemoryTransport:
+class MemoryTransport(Accepting):
     def __init__(self, network: MemoryNetwork, identity: str) -> None:
+        super().__init__(identity)
         self.network = network
-        self.identity = identity
-        self.inbox = Inbox()
 
     def address(self) -> PeerAddress:
         return PeerAddress(self.identity)
@@ -142,21 +131,15 @@ class MemoryTransport:
         other = self.network.peers.get(peer.identity)
         if other is None:
             raise PeerLost(f"{peer.identity} is not there")
-        near, far = self.network.wires(self.identity, peer.identity)
-        stream = self.inbox.keep(Stream(WireCarrier(near, self.network.limits)))
+        near, far = connected(self.identity, peer.identity)
+        stream = self.inbox.keep(Stream(WireCarrier(near)))
         try:
-            other.inbox.put(channel, Stream(WireCarrier(far, self.network.limits)))
+            other.inbox.put(channel, Stream(WireCarrier(far)))
         except TransportError as refused:
             stream.close()
             raise PeerLost(f"{peer.identity}: {refused}") from None
         return stream
 
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
-        return self.inbox.take(channel, timeout_s)
-
-    def forget(self, channel: str) -> None:
-        self.inbox.forget(channel)
-
     def close(self) -> None:
         self.network.peers.pop(self.identity, None)
-        self.inbox.close()
+        super().close()

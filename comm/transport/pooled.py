@@ -9,16 +9,14 @@ Connections are renewed now and then, so that a better way to a peer is found, a
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from diloco.comm.transport.frame import END, HELLO
-from diloco.comm.transport.inbox import Inbox, hear_channel
-from diloco.comm.transport.transport import PeerAddress, Stream, Transport
+from diloco.comm.transport.transport import Accepting, PeerAddress, Stream, Transport, hear_channel
 from diloco.comm.transport.wire import Deadline, Piece, PlacePiece
-from diloco.errors import PeerRefused, StreamClosed, TransportError
+from diloco.errors import StreamClosed, TransportError
 
 CHANNEL = "pool"
 ANSWER_S = 10.0
@@ -31,26 +29,18 @@ class Lease:
     """A carrier for one stream. With its end mark the connection goes back; before that, close() closes it."""
 
     def __init__(self, connection: Stream, on_end: Callable[[], None] = lambda: None) -> None:
-        self.connection = connection
         self.carrier = connection.carrier
-        self.peer = connection.peer
+        self.peer, self.bytes_for = connection.peer, connection.carrier.bytes_for
         self.over = threading.Event()
         self.ended = False  # rather than cut
-        self._sent, self._received = self.carrier.bytes_sent, self.carrier.bytes_received
-        self._totals: tuple[int, int] | None = None
+        self._sent_before = self.carrier.bytes_sent
+        self._total: int | None = None
         self._on_end = on_end
         self._lock = threading.Lock()  # end or cut: whoever comes first decides
 
     @property
     def bytes_sent(self) -> int:
-        return self._totals[0] if self._totals else self.carrier.bytes_sent - self._sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._totals[1] if self._totals else self.carrier.bytes_received - self._received
-
-    def bytes_for(self, piece: Piece) -> int:
-        return self.carrier.bytes_for(piece)
+        return self.carrier.bytes_sent - self._sent_before if self._total is None else self._total
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
         self._check()
@@ -74,7 +64,7 @@ class Lease:
         with self._lock:
             if self.over.is_set():
                 return False
-            self._totals = self.bytes_sent, self.bytes_received
+            self._total = self.bytes_sent
             self.ended = ended
             self.over.set()
             return True
@@ -99,11 +89,9 @@ class Accepted:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: dict[Stream, Lease | None] = {}
-        self._allowed: frozenset[str] | None = None  # None: whomever the transport lets in
 
     def add(self, connection: Stream) -> None:
         with self._lock:
-            self._check(connection.peer)
             surplus = self._surplus(connection.peer)
             self._leases[connection] = None
         if surplus is not None:
@@ -120,51 +108,25 @@ class Accepted:
 
     def mark(self, connection: Stream, lease: Lease | None) -> None:
         with self._lock:
-            self._check(connection.peer)
             if connection not in self._leases:
                 raise StreamClosed(f"the connection of {connection.peer} made way for another")
             del self._leases[connection]  # and to the end of the order
             self._leases[connection] = lease
-
-    def _check(self, peer: str) -> None:
-        if self._allowed is not None and peer not in self._allowed:
-            raise PeerRefused(f"{peer} is not allowed any more")
-
-    def allow(self, identities: Iterable[str]) -> None:
-        with self._lock:
-            self._allowed = allowed = frozenset(identities)
-            idle = [connection for connection, lease in self._leases.items() if lease is None]
-        for connection in idle:
-            if connection.peer not in allowed:
-                connection.close()
 
     def remove(self, connection: Stream) -> None:
         with self._lock:
             self._leases.pop(connection, None)
 
 
-@runtime_checkable
-class Admits(Protocol):
-    def allow(self, peers: Iterable[PeerAddress]) -> None: ...
-
-
-class PooledTransport:
+class PooledTransport(Accepting):
     def __init__(self, transport: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(transport.identity)
         self.transport = transport
-        self.identity = transport.identity
-        self.inbox = Inbox()
         self._clock = clock
         self._idle: dict[str, Opened] = {}
         self._lock = threading.Lock()
         self._accepted = Accepted()
         threading.Thread(target=self._accept_connections, name=f"pool-{self.identity}", daemon=True).start()
-
-    def allow(self, peers: Iterable[PeerAddress]) -> None:
-        """Exactly these may open streams from now on, on connections that exist too. Streams that exist stay."""
-        peers = list(peers)
-        if isinstance(self.transport, Admits):
-            self.transport.allow(peers)
-        self._accepted.allow(peer.identity for peer in peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         self._drop_old()
@@ -206,30 +168,30 @@ class PooledTransport:
         if surplus is not None:
             surplus.connection.close()
 
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
-        return self.inbox.take(channel, timeout_s)
-
     def _accept_connections(self) -> None:
         while True:
             try:
                 connection = self.transport.accept(CHANNEL, timeout_s=None)
             except StreamClosed:  # the transport is
                 return
-            self._receive_connection(connection)
-
-    def _receive_connection(self, connection: Stream) -> None:
-        try:
             self._accepted.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-        except (PeerRefused, RuntimeError) as error:  # RuntimeError: out of threads, others must still get in later
-            log.warning("%s: a connection of %s was not taken: %s", self.identity, connection.peer, error)
-            self._accepted.remove(connection)
-            connection.close()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError as error:  # out of threads: others must still get in later
+                log.warning("%s: a connection of %s was not taken: %s", self.identity, connection.peer, error)
+                self._accepted.remove(connection)
+                connection.close()
 
     def _serve(self, connection: Stream) -> None:
         """One stream after the other, until one is cut or the peer hangs up."""
         try:
-            while self._serve_stream(connection):
+            while True:
+                channel, lease = hear_channel(connection, timeout_s=None), Lease(connection)
+                self._accepted.mark(connection, lease)
+                self.inbox.put(channel, Stream(lease))
+                lease.over.wait()
+                if not lease.ended:
+                    return
                 self._accepted.mark(connection, None)
                 connection.send_reserved(HELLO, timeout_s=ANSWER_S)
         except TransportError as gone:
@@ -238,20 +200,8 @@ class PooledTransport:
         finally:
             self._accepted.remove(connection)
 
-    def _serve_stream(self, connection: Stream) -> bool:
-        """Whether it came to its end, rather than being cut."""
-        channel = hear_channel(connection, timeout_s=None)
-        lease = Lease(connection)
-        self._accepted.mark(connection, lease)
-        self.inbox.put(channel, Stream(lease))
-        lease.over.wait()
-        return lease.ended
-
-    def forget(self, channel: str) -> None:
-        self.inbox.forget(channel)
-
     def close(self) -> None:
-        self.inbox.close()
+        super().close()
         self.transport.close()
 
 

@@ -70,7 +70,7 @@ class ShapedCarrier:
     def __init__(self, inner: Carrier, link: Link, path: Path, random: Random, *, by_stamp: bool = True) -> None:
         self.inner = inner
         self._by_stamp = by_stamp
-        self.peer = inner.peer
+        self.peer, self.bytes_for = inner.peer, inner.bytes_for
         self.link = link
         self.path = path
         self._random = random
@@ -90,13 +90,6 @@ class ShapedCarrier:
     @property
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self.inner.bytes_received
-
-    def bytes_for(self, piece: Piece) -> int:
-        return self.inner.bytes_for(piece)
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
         for part in cut_piece(piece, self.link.piece_bytes):
@@ -122,8 +115,6 @@ class ShapedCarrier:
     def _receive_at_once(self, place: PlacePiece, deadline: Deadline) -> Piece:
         try:
             piece = self.inner.receive(place, deadline)
-        except TransportTimeout:
-            raise
         except TransportError as error:
             raise self._reason(error) from None
         visible_at = self.link.down.reserve_arriving(self.bytes_for(piece), sent_at(piece, time.monotonic()))
@@ -132,16 +123,19 @@ class ShapedCarrier:
 
     def _receive_delayed(self, place: PlacePiece, deadline: Deadline) -> Piece:
         arrival = self._wait_visible(deadline)
+        payload = arrival.piece.payload
         try:
             target = place(arrival.header, arrival.piece.head)
         except FrameError as bad:
             self.close()
             raise FrameError(f"{self.peer}: {bad}") from None
-        target[:] = arrival.piece.payload
+        target[:] = payload
         with self._changed:
             self._arrivals.popleft()
             self._held -= arrival.size
-            self._keep_spare(arrival.piece.payload)
+            if len(payload) >= MIN_SPARE_BYTES:
+                assert isinstance(payload.obj, bytearray)  # from _make_room
+                self._spare.append(payload.obj)
             self._changed.notify_all()
         return replace(arrival.piece, payload=target)
 
@@ -202,11 +196,6 @@ class ShapedCarrier:
         if self._spare and MIN_SPARE_BYTES <= length <= len(self._spare[-1]) <= 2 * length:
             return memoryview(self._spare.pop())[:length]
         return memoryview(bytearray(length))
-
-    def _keep_spare(self, payload: memoryview) -> None:
-        if len(payload) >= MIN_SPARE_BYTES:
-            assert isinstance(payload.obj, bytearray)  # from _make_room
-            self._spare.append(payload.obj)
 
     def _reason(self, error: TransportError | None) -> TransportError:
         if self._cut:

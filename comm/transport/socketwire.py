@@ -1,4 +1,4 @@
-"""A wire over a socket: calls that block up to a deadline, and that any thread may end by closing.
+"""A wire over a socket, plain or with TLS: calls that block up to a deadline, and that any thread may end by closing.
 
 The socket is non-blocking and waiting happens in poll(), which a shutdown of the socket wakes.
 """
@@ -7,7 +7,6 @@ import select
 import socket
 import ssl
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,15 +14,29 @@ from diloco.comm.transport.wire import Deadline, deadline_in, seconds_to
 from diloco.errors import PeerLost, StreamClosed
 
 TURN_BYTES = 1024 * 1024  # for one direction, before the other may have the connection
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+RECORD_BYTES = 16 * 1024
+RECORD_OVERHEAD = 22  # 5 header, 1 content type, 16 tag
+# On an idle connection, a peer that vanished without a word is noticed within half a minute. Not TCP_USER_TIMEOUT for
+# busy ones: it would also cut a peer that is there and merely slow to read.
+PATIENCE = {
+    "TCP_KEEPIDLE": 15,  # seconds
+    "TCP_KEEPALIVE": 15,  # the same, on macOS
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+}
+TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux only
 
 
-class SocketWire(ABC):
-    secure: bool
+class SocketWire:
+    secure = False
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, early: bytes = b"") -> None:
+        """`early` is what had been read of the connection before it came here."""
         connection.setblocking(False)
         self.peer = peer
         self._socket = connection
+        self._early = memoryview(early)
         self._lock = threading.Lock()
         self._closed = False
         self._users = 0  # threads inside a call: the last one out closes the descriptor
@@ -40,20 +53,24 @@ class SocketWire(ABC):
         with self._in_use():
             return self._has_pending() or self._poll(select.POLLIN, deadline)
 
-    @abstractmethod
     def _send_some(self, data: memoryview) -> int:
         """How many bytes went out. Like the others, it raises what the socket does when it would have to wait."""
+        return self._socket.send(data)
 
-    @abstractmethod
     def _read_some(self, view: memoryview) -> int:
         """How many bytes came in; 0 when the connection was cut."""
+        if not self._early:
+            return self._socket.recv_into(view)
+        count = min(len(view), len(self._early))
+        view[:count], self._early = self._early[:count], self._early[count:]
+        return count
 
-    @abstractmethod
     def _has_pending(self) -> bool:
         """Whether bytes are here that the socket does not know of any more."""
+        return bool(self._early)
 
-    @abstractmethod
-    def bytes_for(self, length: int) -> int: ...
+    def bytes_for(self, length: int) -> int:
+        return length
 
     def _all_of(
         self, view: memoryview, some: Callable[[memoryview], int], event: int, deadline: Callable[[], Deadline]
@@ -118,3 +135,68 @@ class SocketWire(ABC):
     def _close_unused(self) -> None:
         if self._closed and not self._users:
             self._socket.close()
+
+
+class TlsWire(SocketWire):
+    """OpenSSL forbids two threads in one connection at the same time and Python 3.11 does not guard it: a lock is held
+    for a few records, and waiting happens outside of it."""
+
+    secure = True
+    _socket: ssl.SSLSocket
+
+    def write(self, data: memoryview, deadline: Deadline) -> None:
+        if len(data) <= RECORD_BYTES:
+            super().write(data, deadline)
+            return
+        self._cork(True)
+        try:
+            super().write(data, deadline)
+        finally:
+            self._cork(False)
+
+    def _cork(self, corked: bool) -> None:
+        """OpenSSL writes record by record. The kernel should send full segments, not wake the peer for each record."""
+        if TCP_CORK is not None:
+            with suppress(OSError):  # on a broken or closed connection, of which the write tells
+                self._socket.setsockopt(socket.IPPROTO_TCP, TCP_CORK, corked)
+
+    def _send_some(self, data: memoryview) -> int:
+        with self._lock:
+            return self._socket.send(data)
+
+    def _read_some(self, view: memoryview) -> int:
+        """Several records where they are at hand: OpenSSL hands them out one by one, thousands in a round. So not by
+        SSLSocket.read, which looks each time whether there still is a TLS layer: here there always is."""
+        filled, size = 0, len(view)
+        read = self._socket._sslobj.read  # type: ignore[attr-defined]
+        with self._lock:
+            while filled < size:
+                try:
+                    count = int(read(size - filled, view[filled:]))
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    if filled:
+                        break
+                    raise
+                except ssl.SSLEOFError:  # we close without a farewell
+                    break
+                if not count:
+                    break
+                filled += count
+        return filled
+
+    def _has_pending(self) -> bool:
+        with self._lock:
+            return bool(self._socket.pending())
+
+    def bytes_for(self, length: int) -> int:
+        return length + RECORD_OVERHEAD * -(-length // RECORD_BYTES)
+
+
+def tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PATIENCE.items():
+        option: int | None = getattr(socket, name, None)
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

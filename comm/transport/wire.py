@@ -8,23 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from diloco.comm.transport.frame import (
-    CONTINUES,
-    HEADER_BYTES,
-    SECURED,
-    Buffer,
-    FrameHeader,
-    Limits,
-    check_piece,
-    pack_header,
-    parse_header,
-)
+from diloco.comm.transport import frame
 from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
 
 STALL_S = 30.0  # a frame that has begun and makes no progress for so long: its sender is lost
 JOIN_BYTES = 16 * 1024  # a header goes out with the payload's beginning: that copy costs less than a TLS record more
 
-PlacePiece = Callable[[FrameHeader, bytes], memoryview]  # (header, head) -> writable view for the piece's payload
+PlacePiece = Callable[[frame.FrameHeader, bytes], memoryview]  # (header, head) -> writable view for the piece's payload
 Deadline = float | None  # a value of time.monotonic()
 
 
@@ -58,12 +48,10 @@ class Wire(Protocol):
 
 
 class Carrier(Protocol):
-    @property
-    def peer(self) -> str: ...
+    peer: str
+
     @property
     def bytes_sent(self) -> int: ...
-    @property
-    def bytes_received(self) -> int: ...
     def send(self, piece: Piece, deadline: Deadline) -> None: ...
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
         """The next piece. The deadline is for its beginning only: TransportTimeout, and nothing was consumed."""
@@ -75,30 +63,26 @@ class Carrier(Protocol):
 class WireCarrier:
     """Pieces over a wire. A piece that has begun may take its time, but not stop for `stall_s`."""
 
-    def __init__(self, wire: Wire, limits: Limits | None = None, *, stall_s: float = STALL_S) -> None:
+    stall_s = STALL_S
+
+    def __init__(self, wire: Wire) -> None:
         self.wire = wire
-        self.limits = limits or Limits()
-        self.stall_s = stall_s
         self.peer = wire.peer
         self.bytes_sent = 0
-        self.bytes_received = 0
         self._failure: TransportError | None = None  # why we closed the wire ourselves, for the other direction
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
-        try:
-            self._send(piece, deadline)
-        except StreamClosed as closed:
-            raise self._failure or closed from None
-
-    def _send(self, piece: Piece, deadline: Deadline) -> None:
-        flags = (CONTINUES if piece.continues else 0) | (SECURED if self.wire.secure else 0)
-        header = pack_header(
+        flags = (frame.CONTINUES if piece.continues else 0) | (frame.SECURED if self.wire.secure else 0)
+        header = frame.pack_header(
             piece.kind, piece.head, piece.payload, rest=piece.rest, flags=flags, stamp_ns=piece.stamp_ns
         )
         joined = _joined_bytes(piece)
-        self.wire.write(memoryview(b"".join((header, piece.head, piece.payload[:joined]))), deadline)
-        if joined < len(piece.payload):
-            self.wire.write(piece.payload[joined:], deadline)
+        try:
+            self.wire.write(memoryview(b"".join((header, piece.head, piece.payload[:joined]))), deadline)
+            if joined < len(piece.payload):
+                self.wire.write(piece.payload[joined:], deadline)
+        except StreamClosed as closed:
+            raise self._failure or closed from None
         self.bytes_sent += self.bytes_for(piece)
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
@@ -116,21 +100,19 @@ class WireCarrier:
             raise
 
     def _receive(self, place: PlacePiece) -> Piece:
-        raw = bytearray(HEADER_BYTES)
+        raw = bytearray(frame.HEADER_BYTES)
         self.wire.read_into(memoryview(raw), self.stall_s)
-        header = parse_header(raw, self.limits)
+        header = frame.parse_header(raw)
         head = bytearray(header.head_length)
         self.wire.read_into(memoryview(head), self.stall_s)
         payload = place(header, bytes(head))
         self.wire.read_into(payload, self.stall_s)
-        check_piece(header, raw, head, payload, secured=self.wire.secure)
-        piece = Piece(header.kind, bytes(head), payload, header.rest, header.continues, header.stamp_ns)
-        self.bytes_received += self.bytes_for(piece)
-        return piece
+        frame.check_piece(header, raw, head, payload, secured=self.wire.secure)
+        return Piece(header.kind, bytes(head), payload, header.rest, header.continues, header.stamp_ns)
 
     def bytes_for(self, piece: Piece) -> int:
         joined = _joined_bytes(piece)
-        first = self.wire.bytes_for(HEADER_BYTES + len(piece.head) + joined)
+        first = self.wire.bytes_for(frame.HEADER_BYTES + len(piece.head) + joined)
         apart = len(piece.payload) - joined
         return first + (self.wire.bytes_for(apart) if apart else 0)
 
@@ -140,10 +122,10 @@ class WireCarrier:
 
 def _joined_bytes(piece: Piece) -> int:
     """How much of the payload is written together with the header."""
-    return min(len(piece.payload), max(0, JOIN_BYTES - HEADER_BYTES - len(piece.head)))
+    return min(len(piece.payload), max(0, JOIN_BYTES - frame.HEADER_BYTES - len(piece.head)))
 
 
-def as_bytes(data: Buffer) -> memoryview:
+def as_bytes(data: frame.Buffer) -> memoryview:
     view = memoryview(data)
     if not view.nbytes:
         return memoryview(bytearray())  # cast() refuses empty views

@@ -1,18 +1,17 @@
 """Trainable parameters, wherever their shards lie, as parts of one flat fp32 vector that the leader has.
 
-Values travel in buckets of at most 64 MiB (buckets.py), so that no accelerator ever holds the whole model twice. All
+Values travel in buckets of at most 64 MiB (layout.py), so that no accelerator ever holds the whole model twice. All
 processes of an island call the same methods in the same order; only the leader has vectors, others pass None.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.island.buckets import LIMIT, Bucket, buckets_of
-from diloco.island.copies import Copies
-from diloco.island.layout import Layout
+from diloco.island.layout import LIMIT, Bucket, Layout, buckets_of
 from diloco.island.mesh import Place
 from diloco.island.parallel import held, overlap, slices
 
@@ -92,19 +91,16 @@ class Shards:
 
     def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
         """The bucket's values on this process' device."""
-        values = self._bring(bucket, vector)
-        if self._place.mesh is not None:
-            dist.broadcast(values, src=0)
-        return values
-
-    def _bring(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
         stretches = bucket.stretches()
         if vector is not None and len(stretches) == 1:
-            return vector[slice(*stretches[0])].to(self._place.device, non_blocking=True)
-        values = torch.empty(bucket.count, device=self._place.device)
-        if vector is not None:
-            for (lo, hi), part in _cut(values, stretches):
-                part.copy_(vector[lo:hi], non_blocking=True)
+            values = vector[slice(*stretches[0])].to(self._place.device, non_blocking=True)
+        else:
+            values = torch.empty(bucket.count, device=self._place.device)
+            if vector is not None:
+                for (lo, hi), part in _cut(values, stretches):
+                    part.copy_(vector[lo:hi], non_blocking=True)
+        if self._place.mesh is not None:
+            dist.broadcast(values, src=0)
         return values
 
 
@@ -113,3 +109,46 @@ def _cut(values: Tensor, stretches: list[tuple[int, int]]) -> Iterator[tuple[tup
     for lo, hi in stretches:
         yield (lo, hi), values[at : at + hi - lo]
         at += hi - lo
+
+
+class Copies:
+    """Between a device and host memory, without training waiting for them; on a CPU there is nothing to wait for.
+
+    What is queued `beside` runs on a stream of its own: after what training had queued by then, and before whatever it
+    queues after `settle`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pending: torch.cuda.Event | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+            self._pending = self._side.record_event(torch.cuda.Event(blocking=True))
+
+    def settle(self) -> None:
+        """Training goes on behind all copies. The device waits for them, nobody here does."""
+        if self._pending is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._pending)
+            self._pending = None
+
+    def mark(self) -> Callable[[], None]:
+        """To be called by any thread that needs what was queued beside up to now."""
+        return _nothing if self._pending is None else self._pending.synchronize
+
+    def mark_training(self) -> Callable[[], None]:
+        """The same for what training has queued up to now."""
+        if self._side is None:
+            return _nothing
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(blocking=True)).synchronize
+
+
+def _nothing() -> None:
+    pass

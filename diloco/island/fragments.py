@@ -1,8 +1,7 @@
 """Which parameters are synchronised together. Blocks are dealt out; what is in no block is a fragment of its own."""
 
 import re
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import pairwise
 
 from diloco.elastic.protocol.ranges import normal
 from diloco.elastic.runtime.fragments import Fragments
@@ -17,7 +16,8 @@ def fragments_of(layout: Layout, count: int, pattern: str, blocks: str) -> Fragm
     """
     if count == 1:
         return Fragments.whole(layout.size)
-    numbers = [_block_number(name, blocks) for name in layout.names]
+    of_block = re.compile(re.escape(blocks) + r"\.(\d+)\.")
+    numbers = [int(found[1]) if (found := of_block.match(name)) else None for name in layout.names]
     depth = max((number for number in numbers if number is not None), default=-1) + 1
     groups, rest = count - 1, any(number is None for number in numbers)
     if depth < groups or not rest:
@@ -25,17 +25,15 @@ def fragments_of(layout: Layout, count: int, pattern: str, blocks: str) -> Fragm
             f"sync.fragments={count}: the model has {depth} blocks, and what is in none of them is a fragment of its "
             f"own: use at most {depth + 1 if rest else 1}"
         )
-    edges = list(accumulate((prod(shape) for shape in layout.shapes), initial=0))
     parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for number, lo_hi in zip(numbers, pairwise(edges), strict=True):
+    for number, lo_hi in zip(numbers, pairwise(layout.edges), strict=True):
         parts[_group(number, groups, depth, pattern)].append(lo_hi)
     return Fragments(tuple(normal(part) for part in parts))
 
 
 def names_of(layout: Layout, fragments: Fragments) -> list[frozenset[str]]:
     """The parameters of each fragment."""
-    starts = accumulate((prod(shape) for shape in layout.shapes), initial=0)
-    where = dict(zip(layout.names, starts, strict=False))
+    where = dict(zip(layout.names, layout.edges, strict=False))
     return [
         frozenset(name for name, start in where.items() if any(lo <= start < hi for lo, hi in ranges))
         for ranges in fragments.ranges
@@ -46,8 +44,3 @@ def _group(number: int | None, groups: int, depth: int, pattern: str) -> int:
     if number is None:
         return groups
     return number % groups if pattern == "strided" else number * groups // depth
-
-
-def _block_number(name: str, blocks: str) -> int | None:
-    found = re.match(re.escape(blocks) + r"\.(\d+)\.", name)
-    return int(found[1]) if found else None

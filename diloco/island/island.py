@@ -24,10 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from diloco.config.schema import InnerConfig, IslandConfig
 from diloco.errors import DeviceError
 from diloco.island.flat import Shards
-from diloco.island.layout import Layout
 from diloco.island.mesh import Place
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
-from diloco.island.parallel import blocks_of, gradient_norm, retie, scale_gradients, shard, tied_names, whole
+from diloco.island.parallel import blocks_of, gradient_norm, local, retie, shard, tied_names, whole
 from diloco.model.build import Network
 
 
@@ -42,7 +41,8 @@ class Island:
             shard(self.module, network.anatomy, place, self.compute_dtype)
         materialise(self.module, place.device)
         if island.activation_checkpointing:
-            _checkpoint_activations(blocks_of(self.module, network.anatomy))
+            for block in blocks_of(self.module, network.anatomy):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self._loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
         if island.compile:
             _refuse_missing_compiler(place.device)
@@ -50,6 +50,7 @@ class Island:
         self.optimizer = build_optimizer(self.module, inner, place.device)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.shards = Shards(self.parameters, place)
+        self.layout = self.shards.layout
         self.tune(inner)
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
         self._fill_everything(network.initial)
@@ -76,7 +77,9 @@ class Island:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = gradient_norm(gradients)
         if self._clip:
-            scale_gradients(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(
+                [local(gradient) for gradient in gradients], (self._clip / (norm + 1e-6)).clamp(max=1.0)
+            )
         self.shards.settle()
         self.skipped += step_if_finite(self.optimizer, norm, lr)
         self.optimizer.zero_grad()
@@ -94,31 +97,26 @@ class Island:
         self.module.train()
         return self.place.mean(torch.stack(losses).mean())
 
-    @property
-    def layout(self) -> Layout:
-        return self.shards.layout
-
-    def read(self, out: Tensor | None) -> None:
-        """Copy the trainable parameters to the leader's flat vector; others pass None. All processes call it."""
-        self.shards.read(out)
-
-    def write(self, vector: Tensor | None) -> None:
-        """Set the trainable parameters from the leader's flat vector. All processes call it."""
-        self.shards.write(vector)
-
     def state(self) -> dict[str, Any]:
         """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.
 
         Not the optimizer's settings: those come from the configuration, so that they may change at a resume.
         """
         model, optimizer = get_state_dict(self.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer["state"], **_random_state(self.place)}
+        state = {"model": model, "optimizer": optimizer["state"], f"rng.{self.place.rank}.cpu": torch.get_rng_state()}
+        if self.place.device.type == "cuda":
+            state[f"rng.{self.place.rank}.cuda"] = torch.cuda.get_rng_state(self.place.device)
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         groups = get_state_dict(self.module, self.optimizer)[1]["param_groups"]
         optimizer = {"state": state["optimizer"], "param_groups": groups}
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
-        _set_random_state(state, self.place)
+        # what is there: a save from another mesh or device has the state of other processes
+        if (cpu := state.get(f"rng.{self.place.rank}.cpu")) is not None:
+            torch.set_rng_state(cpu)
+        if (cuda := state.get(f"rng.{self.place.rank}.cuda")) is not None:
+            torch.cuda.set_rng_state(cuda, self.place.device)
 
     def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         """First values of every parameter, frozen ones too."""
@@ -150,7 +148,8 @@ class Island:
         """Alone, the whole computation with its loss; sharded, block by block, between FSDP's hooks."""
         if self.place.mesh is None:
             self._loss_of = torch.compile(next_token_loss)
-        for block in blocks if self.place.mesh is not None else ():
+            return
+        for block in blocks:
             block.compile()
 
 
@@ -174,26 +173,6 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     retie(module, ties)
     for name, buffer in buffers.items():
         module.get_buffer(name).copy_(buffer)
-
-
-def _checkpoint_activations(blocks: list[nn.Module]) -> None:
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _random_state(place: Place) -> dict[str, Tensor]:
-    state = {f"rng.{place.rank}.cpu": torch.get_rng_state()}
-    if place.device.type == "cuda":
-        state[f"rng.{place.rank}.cuda"] = torch.cuda.get_rng_state(place.device)
-    return state
-
-
-def _set_random_state(state: dict[str, Any], place: Place) -> None:
-    """What is there: a save from another mesh or device has the state of other processes."""
-    if (cpu := state.get(f"rng.{place.rank}.cpu")) is not None:
-        torch.set_rng_state(cpu)
-    if (cuda := state.get(f"rng.{place.rank}.cuda")) is not None:
-        torch.cuda.set_rng_state(cuda, place.device)
 
 
 def _refuse_missing_compiler(device: torch.device) -> None:

@@ -1,10 +1,18 @@
-"""The canonical order of trainable parameters, and where each lies in the flat fp32 vectors of the outer state."""
+"""The canonical order of trainable parameters, and where each lies in the flat fp32 vectors of the outer state.
 
-from collections.abc import Iterable, Iterator
+And how they are cut and grouped to travel: many small ones together, a large one in parts. Pure.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 
 from torch import Tensor, nn
+
+LIMIT = (64 << 20) // 4  # fp32 values in a bucket
+
+Box = tuple[tuple[int, int], ...]  # from, to in each dimension
 
 
 @dataclass(frozen=True)
@@ -24,12 +32,93 @@ class Layout:
         return cls.of((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
     @property
+    def edges(self) -> list[int]:
+        """Where in the flat vector each parameter begins, and where the last one ends."""
+        return list(accumulate(map(prod, self.shapes), initial=0))
+
+    @property
     def size(self) -> int:
-        return sum(prod(shape) for shape in self.shapes)
+        return self.edges[-1]
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter as a view into the flat vector."""
-        start = 0
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            yield name, vector[start : start + prod(shape)].view(shape)
-            start += prod(shape)
+        for name, shape, (lo, hi) in zip(self.names, self.shapes, pairwise(self.edges), strict=True):
+            yield name, vector[lo:hi].view(shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that lies in one stretch of the flat vector."""
+
+    name: str
+    box: Box
+    start: int  # in the flat vector
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(hi - lo for lo, hi in self.box)
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(piece.count for piece in self.pieces)
+
+    def places(self) -> Iterator[tuple[Piece, int, int]]:
+        """Each piece, and where it lies in the bucket."""
+        at = 0
+        for piece in self.pieces:
+            yield piece, at, at + piece.count
+            at += piece.count
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """Of the flat vector, in order."""
+        found: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            lo, hi = piece.start, piece.start + piece.count
+            if found and found[-1][1] == lo:
+                lo = found.pop()[0]
+            found.append((lo, hi))
+        return found
+
+
+def buckets_of(layout: Layout, names: Collection[str] | None, limit: int) -> list[Bucket]:
+    """All parameters or those named, in canonical order."""
+    buckets: list[list[Piece]] = []
+    room = 0
+    for piece in _pieces(layout, names, limit):
+        if not buckets or piece.count > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(piece)
+        room -= piece.count
+    return [Bucket(tuple(pieces)) for pieces in buckets]
+
+
+def _pieces(layout: Layout, names: Collection[str] | None, limit: int) -> Iterator[Piece]:
+    for name, shape, at in zip(layout.names, layout.shapes, layout.edges, strict=False):
+        for box in _boxes(shape, limit) if names is None or name in names else ():
+            piece = Piece(name, box, at)
+            yield piece
+            at += piece.count
+
+
+def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """As few as possible along the first dimension; where one row is too large, row by row along the next."""
+    row = prod(shape[1:])
+    if not shape or shape[0] * row <= limit:
+        yield tuple((0, length) for length in shape)
+    elif row > limit:
+        for index in range(shape[0]):
+            yield from (((index, index + 1), *rest) for rest in _boxes(shape[1:], limit))
+    else:
+        rows = limit // row
+        rest = tuple((0, length) for length in shape[1:])
+        yield from (((lo, min(lo + rows, shape[0])), *rest) for lo in range(0, shape[0], rows))

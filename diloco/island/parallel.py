@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import get_total_norm
 
 from diloco.errors import ModelError
-from diloco.island.buckets import Box
+from diloco.island.layout import Box
 from diloco.island.mesh import Place
-from diloco.model.anatomy import Anatomy
+from diloco.model.build import Anatomy
 
 ATTENTION_IN, FEED_FORWARD_IN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -82,7 +82,8 @@ def check_tensor_parallel(module: nn.Module, anatomy: Anatomy, tp: int) -> None:
             raise ModelError(f"island.tp={tp} needs a Llama-type model; this one has no {name}: use tp=1") from None
 
     part(anatomy.embed), part(anatomy.head)
-    for block, _ in blocks_named(module, anatomy):
+    for number, _ in part(anatomy.blocks).named_children():
+        block = f"{anatomy.blocks}.{number}"
         attention, feed_forward = f"{block}.{anatomy.attention}", f"{block}.{anatomy.feed_forward}"
         head_dim = part(attention).head_dim
         counts = {f"{attention}.{name}": part(f"{attention}.{name}").out_features // head_dim for name in ATTENTION_IN}
@@ -94,13 +95,8 @@ def check_tensor_parallel(module: nn.Module, anatomy: Anatomy, tp: int) -> None:
                 )
 
 
-def blocks_named(module: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
-    container = module.get_submodule(anatomy.blocks)
-    return [(f"{anatomy.blocks}.{name}", block) for name, block in container.named_children()]
-
-
 def blocks_of(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
-    return [block for _, block in blocks_named(module, anatomy)]
+    return list(module.get_submodule(anatomy.blocks).children())
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
@@ -126,10 +122,6 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
         by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
     norms = [whole(get_total_norm(group)) for group in by_mesh.values()]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -56,11 +56,6 @@ class OwnModel:
     def device(self) -> torch.device:
         return next(iter(self.trainable.values())).device
 
-    def vector(self) -> Tensor:
-        values = torch.empty(self.layout.size)
-        self.shards.read(values)
-        return values
-
     def fragments(self, sync: SyncConfig) -> Fragments:
         """By the longest list of modules, which holds the blocks of nearly every deep model."""
         if sync.fragments == 1:

@@ -9,8 +9,22 @@ from torch import Tensor, nn
 
 from diloco.config.schema import ModelConfig
 from diloco.errors import ConfigError, ModelError
-from diloco.model.anatomy import BUILT_IN, Anatomy
 from diloco.model.decoder import Decoder, initial_parameters, shape_of
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where a Llama-type decoder keeps its parts, by module name: for cutting it over a mesh or into fragments."""
+
+    embed: str
+    blocks: str
+    attention: str
+    feed_forward: str
+    head: str
+
+
+BUILT_IN = Anatomy(embed="embed", blocks="blocks", attention="attn", feed_forward="mlp", head="head")
+HF_LLAMA = Anatomy("model.embed_tokens", "model.layers", "self_attn", "mlp", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -27,16 +41,12 @@ def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: 
 
         network = hf_network(config.hf, weights=config.weights, data_vocab=data_vocab, sequence=sequence, seed=seed)
     else:
-        network = _built_in(config, data_vocab, sequence, seed)
+        with parameters_on_meta():
+            decoder = Decoder(shape_of(config, data_vocab, sequence))
+        network = Network(decoder, BUILT_IN, lambda: initial_parameters(decoder, seed), config.preset or "tiny")
     freeze(network.module, config.freeze)
     refuse_float_buffers(network.module)
     return network
-
-
-def _built_in(config: ModelConfig, data_vocab: int, sequence: int, seed: int) -> Network:
-    with parameters_on_meta():
-        module = Decoder(shape_of(config, data_vocab, sequence))
-    return Network(module, BUILT_IN, lambda: initial_parameters(module, seed), config.preset or "tiny")
 
 
 @contextmanager

@@ -173,10 +173,7 @@ def initial_parameters(module: Decoder, seed: int) -> Iterator[tuple[str, Tensor
         if parameter.ndim == 1:
             yield name, torch.ones(parameter.shape)
             continue
-        generator = torch.Generator().manual_seed(_seed_for(seed, name))
+        digest = sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scale = 0.02 * (residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
         yield name, torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)
-
-
-def _seed_for(seed: int, name: str) -> int:
-    return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -9,29 +9,29 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError, MissingExtra, ModelError
-from diloco.model.anatomy import HF_LLAMA, Anatomy
-from diloco.model.build import Network, parameters_on_meta
+from diloco.model.build import HF_LLAMA, Anatomy, Network, parameters_on_meta
 
 
 def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
     transformers = load_transformers("model.hf")
     config = _read_config(transformers, path)
     _refuse_misfit(config, path, data_vocab, sequence)
-    load = weights == "load" or (weights == "auto" and _has_weights(path))
-    if not load and weights != "fresh" and _has_other_weights(path):
+    there = _holds(path, "*.safetensors")
+    load = weights == "load" or (weights == "auto" and there)
+    if not load and weights != "fresh" and _holds(path, "*.bin", "*.pt", "*.pth", "*.ckpt"):
         raise ModelError(
             f"{path} has weights, but not as safetensors: convert them, or set model.weights=fresh to ignore them"
         )
-    if load and not _has_weights(path):
+    if load and not there:
         raise ModelError(f"model.weights=load, but {path} holds no safetensors weights: set model.weights=fresh")
     module = _skeleton(transformers, config, path)
-    name = f"{config.model_type} ({'weights loaded' if load else 'fresh'})"
-    return Network(
-        module,
-        _anatomy(module),
-        lambda: _initial(transformers, config, path if load else None, seed),
-        name,
-    )
+
+    def initial() -> Iterator[tuple[str, Tensor]]:
+        whole = _loaded(transformers, path) if load else _fresh(transformers, config, seed)
+        for name, parameter in whole.named_parameters():
+            yield name, parameter.detach().float()
+
+    return Network(module, _anatomy(module), initial, f"{config.model_type} ({'weights loaded' if load else 'fresh'})")
 
 
 def load_transformers(needed_for: str) -> Any:
@@ -82,20 +82,8 @@ def _skeleton(transformers: Any, config: Any, path: str) -> nn.Module:
     return module.train()
 
 
-def _has_other_weights(path: str) -> bool:
-    return Path(path).is_dir() and any(
-        any(Path(path).glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
-    )
-
-
-def _has_weights(path: str) -> bool:
-    return Path(path).is_dir() and any(Path(path).glob("*.safetensors"))
-
-
-def _initial(transformers: Any, config: Any, folder: str | None, seed: int) -> Iterator[tuple[str, Tensor]]:
-    module = _loaded(transformers, folder) if folder else _fresh(transformers, config, seed)
-    for name, parameter in module.named_parameters():
-        yield name, parameter.detach().float()
+def _holds(path: str, *patterns: str) -> bool:
+    return Path(path).is_dir() and any(any(Path(path).glob(pattern)) for pattern in patterns)
 
 
 def _fresh(transformers: Any, config: Any, seed: int) -> nn.Module:

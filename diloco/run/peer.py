@@ -9,24 +9,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
-from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity, peer_id_of
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.peers.ticket import Ticket, check_greeting
 from diloco.comm.transport.auto import AutoTransport
 from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.inbox import Inbox
 from diloco.comm.transport.libp2p import Libp2pTransport
 from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.link import Path as Way
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.shaped import ShapedTransport
-from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.runtime.driver import Network
 from diloco.errors import DirectoryError, PeerRefused
+
+if TYPE_CHECKING:
+    from diloco.comm.peers.directory import Directory
 
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
@@ -85,8 +86,10 @@ class Peer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _enter(self, *, lonely: bool) -> Directory:
+    def _enter(self, *, lonely: bool) -> "Directory":
         """At its old address where that is free: old tickets name it."""
+        from diloco.comm.peers.directory import Directory  # takes seconds: hivemind
+
         host = self.connection.host
         listen = listen_host(host)
         where: dict[str, Any] = {"listen_host": listen, "listen_port": self._known.own_port(listen)}
