@@ -3,6 +3,8 @@
 import json
 import shutil
 import threading
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ from test_checkpoint_snapshot import written
 from trained_run import Command
 
 from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.journal import NOTHING, Journal, Kind, record_frame
 from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import Frozen, manifests, read_vectors, write_snapshot
 from diloco.comm.peers.ticket import run_id_of
 from diloco.config.schema import Config
 from diloco.elastic.runtime.applier import Applier
 from diloco.errors import SaveError
-from diloco.history.log import find_logs, rows, state_of, verify
+from diloco.history.log import find_logs, newest_state, rows, state_of, verify
 from diloco.report.events import Events
 from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, write_genesis
@@ -151,6 +155,18 @@ def test_damage_ends_with_1_and_is_named(log, command):
     said = command("log", folder.parent, "--verify")
     assert said.code == 1 and "NOT whole" in said.out and "log-00000001.seg, round" in said.out
     assert command("log", folder.parent, "--verify", "--json").code == 1
+
+
+@pytest.mark.parametrize("header", [b'{"of": "another time"}', None])
+def test_a_record_at_the_end_that_cannot_be_read_is_named(log, command, header):
+    """Its frame is whole, so only decoding finds it: garbage, and a record that cannot follow the one before it."""
+    folder, _ = log
+    last = Journal.read(folder).leading_to(newest_state(folder).head.digest)[-1]
+    wrong = replace(last, round=9, digest="f" * 64, parent=last.digest, header=header or last.header, payload=NOTHING)
+    with closing(SegmentWriter(folder, 99)) as segment:
+        segment.write(Kind.RECORD, record_frame(wrong), wrong.header)
+    said = command("log", folder.parent, "--verify")
+    assert said.code == 1 and "NOT whole" in said.out and "the record of round 9" in said.out
 
 
 def test_a_run_without_a_log_is_refused(tmp_path, command):

@@ -108,6 +108,7 @@ def verify(log: Path) -> Findings:
             problems.append(str(damaged))
     points = sorted(points_of(log, journal), key=lambda point: point.kept.state.head)
     replayed = [found for point in points if (found := _replay_checked(point, journal, states, problems))]
+    problems += sorted({point.refused for point in points if point.refused})
     covered = [number for first, last, _ in replayed for number in (first, last)]
     compared = max((count for *_, count in replayed), default=0)
     return Findings(min(covered, default=0), max(covered, default=0), len(points), compared, tuple(problems))

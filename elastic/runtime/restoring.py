@@ -38,13 +38,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Point:
-    """A snapshot, and where its log leads."""
+    """A snapshot, and where its log leads. `refused`: why it leads no further, though there is another record."""
 
     manifest: Manifest
     path: Path
     kept: Kept
     records: tuple[Record, ...]
     end: RunState
+    refused: str = ""
 
 
 def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Origin | None:
@@ -76,15 +77,16 @@ def _setting_aside(path: Path, tell: Tell) -> Iterator[None]:
 def points_of(folder: Path, journal: Journal) -> Iterator[Point]:
     for manifest, path in manifests(folder):
         kept = kept_in(manifest, path)
-        records, state = [], kept.state
+        records, state, refused = [], kept.state, ""
         for entry in journal.chain(manifest.version):
             try:
                 record = record_of(entry)
                 state = state.after(record)
-            except (MessageRefused, RecordInvalid):  # as written by a diloco that had other rules
+            except (MessageRefused, RecordInvalid) as error:  # as written by a diloco that had other rules
+                refused = f"the record of round {entry.round} ({entry.digest[:12]}) cannot be used: {error}"
                 break
             records.append(record)
-        yield Point(manifest, path, kept, tuple(records), state)
+        yield Point(manifest, path, kept, tuple(records), state, refused)
 
 
 def kept_in(manifest: Manifest, path: Path) -> Kept:
