@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
 from diloco.checkpoint.log.background import Pace, Rest, make_way, no_rest
 from diloco.checkpoint.log.tensorfile import PIECE, write_tensors
-from diloco.errors import SaveError
+from diloco.errors import SaveError, first_line
 
 KEEP = 2
 FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
@@ -131,7 +131,8 @@ def write_save(
     try:
         _by_leader(prepare, group)
         with _one_process_is_fine():
-            writer = _InnerWriter(part / "inner", rest)
+            writer = FileSystemWriter(part / "inner")
+            writer.fs = _RestingFiles(rest)
             save(inner, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         _by_leader(finish, group)
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -141,12 +142,6 @@ def write_save(
             f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
         ) from None
     return final
-
-
-class _InnerWriter(FileSystemWriter):
-    def __init__(self, path: Path, rest: Rest) -> None:
-        super().__init__(path)
-        self.fs = _RestingFiles(rest)
 
 
 class _RestingFiles(FileSystem):
@@ -287,7 +282,7 @@ def read_inner(folder: Path, into: dict[str, Any]) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # one error for each process; the first tells enough
         error = next(iter(error.failures.values()))[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first_line(error)
 
 
 @contextmanager

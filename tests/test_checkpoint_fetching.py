@@ -12,9 +12,8 @@ from islands import SMALL, TestIsland
 from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
 
 from diloco.bench.bare import DIGEST, Setting
-from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
-from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.log.store import Begun, Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer
 from diloco.comm.transport.memory import MemoryNetwork

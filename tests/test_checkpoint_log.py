@@ -163,7 +163,7 @@ def test_a_record_at_the_end_that_cannot_be_read_is_named(log, command, header):
     folder, _ = log
     last = Journal.read(folder).leading_to(newest_state(folder).head.digest)[-1]
     wrong = replace(last, round=9, digest="f" * 64, parent=last.digest, header=header or last.header, payload=NOTHING)
-    with closing(SegmentWriter(folder, 99)) as segment:
+    with closing(SegmentWriter(folder)) as segment:
         segment.write(Kind.RECORD, record_frame(wrong), wrong.header)
     said = command("log", folder.parent, "--verify")
     assert said.code == 1 and "NOT whole" in said.out and "the record of round 9" in said.out

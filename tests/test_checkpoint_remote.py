@@ -20,8 +20,7 @@ from trained_run import Command
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
-from diloco.checkpoint.transfer.mirror import Mirror, restore
-from diloco.checkpoint.transfer.remote import Remote
+from diloco.checkpoint.transfer.mirror import Mirror, Remote, restore
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import points_of
 from diloco.errors import RemoteError
@@ -277,7 +276,7 @@ def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp
 
 
 def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.transfer.remote.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("diloco.checkpoint.transfer.mirror.FIRST_WAIT_S", 0.0)
     (tmp_path / "far").write_text("in the way")
     config = small(checkpoint={"remote": f"file://{tmp_path}/far"})
     with pytest.raises(RemoteError, match=r"far/.* cannot be written to \(.*: create the bucket"):

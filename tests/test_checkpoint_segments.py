@@ -20,7 +20,7 @@ def digest(data: bytes) -> str:
 
 
 def write_frames(folder: Path) -> Path:
-    writer = SegmentWriter(folder, 1)
+    writer = SegmentWriter(folder)
     for kind, head, body in KINDS:
         writer.write(kind, head, body)
     writer.close()

@@ -12,9 +12,8 @@ import pytest
 
 from diloco.checkpoint.log.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
 from diloco.checkpoint.transfer import donor
-from diloco.checkpoint.transfer.asking import ask, describe
 from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
-from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, fetch
+from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, ask, describe, fetch
 from diloco.comm.peers import packing
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.frame import Buffer
@@ -212,7 +211,7 @@ def test_a_donor_that_is_given_up_is_hung_up_on_at_once(swarm):
 def test_a_lone_liar_gives_nothing(swarm):
     rotten = bytearray(STATE)
     library = holding(rotten)
-    assert library.get("state").digests == PARCEL.digests
+    assert library.get("state").description() == PARCEL
     rotten[:] = bytes(len(rotten))
     rotten[0] = 1
     swarm.donor("liar", library)

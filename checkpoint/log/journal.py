@@ -9,10 +9,10 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from diloco.checkpoint.log.entries import Entry
 from diloco.checkpoint.log.segments import Damage, Frame, Place, read_body, scan, segment_paths
+from diloco.checkpoint.log.tensorfile import canonical
 from diloco.errors import SaveError
 
 FORMAT = 1
@@ -71,7 +71,8 @@ class Journal:
             found = scan(path)
             for frame in found.frames:
                 journal.take(frame.kind, frame.head, frame.body)
-            damages += [(damage, journal.newest_round) for damage in found.damages]
+            newest = next(reversed(journal.entries.values())).round if journal.entries else 0
+            damages += [(damage, newest) for damage in found.damages]
             if found.torn is not None:
                 size = path.stat().st_size - found.torn
                 text = f"its last {size} bytes are torn: their writer died, or they are damaged"
@@ -79,10 +80,6 @@ class Journal:
         rounds = {entry.payload: entry.round for entry in journal.entries.values()}
         journal.troubles += [_trouble(damage, rounds, newest) for damage, newest in damages]
         return journal
-
-    @property
-    def newest_round(self) -> int:
-        return next(reversed(self.entries.values())).round if self.entries else 0
 
     def take(self, kind: int, head: bytes, body: Place) -> None:
         """A frame that is whole, in the order of writing."""
@@ -158,12 +155,11 @@ class Journal:
 
 
 def header_frame(header: Header) -> bytes:
-    return _json(vars(header))
+    return canonical(vars(header))
 
 
 def record_frame(entry: Entry) -> bytes:
-    named = {name: value for name, value in vars(entry).items() if name != "header"}
-    return _json(named)
+    return canonical({name: value for name, value in vars(entry).items() if name != "header"})
 
 
 def _read_header(path: Path, head: bytes) -> Header:
@@ -174,20 +170,12 @@ def _read_header(path: Path, head: bytes) -> Header:
 
 
 def _trouble(damage: Damage, rounds: dict[str, int], newest: int) -> Trouble:
-    where = f"damaged at byte {damage.offset}"
-    if damage.frame is None:
-        return Trouble(damage.path, f"{where}, after the record of round {newest}")
-    return _trouble_in(damage.frame, damage.path, where, rounds)
-
-
-def _trouble_in(frame: Frame, path: Path, where: str, rounds: dict[str, int]) -> Trouble:
-    match frame.kind:
-        case Kind.PAYLOAD:
-            return Trouble(path, f"the bytes of a result are {where}", rounds.get(frame.head.decode()))
-        case Kind.RECORD:
-            return Trouble(path, f"a record is {where}", json.loads(frame.head)["round"])
+    path, where = damage.path, f"damaged at byte {damage.offset}"
+    match damage.frame:
+        case None:
+            return Trouble(path, f"{where}, after the record of round {newest}")
+        case Frame(Kind.PAYLOAD, head):
+            return Trouble(path, f"the bytes of a result are {where}", rounds.get(head.decode()))
+        case Frame(Kind.RECORD, head):
+            return Trouble(path, f"a record is {where}", json.loads(head)["round"])
     return Trouble(path, where)
-
-
-def _json(tree: Any) -> bytes:
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()

@@ -48,17 +48,14 @@ class Parcel:
     def decode(cls, raw: Buffer) -> "Parcel":
         if len(raw) > MAX_PARCEL_BYTES:
             raise ParcelRefused(f"a description of {len(raw)} bytes, at most {MAX_PARCEL_BYTES} are accepted")
+        reader = Reader(bytes(raw))
         try:
-            return cls._read(Reader(bytes(raw)))
+            name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
+            count = chunk_count(name, size, chunk_bytes)
+            digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
+            reader.finish()
         except Malformed as bad:
             raise ParcelRefused(f"no description of an item: {bad}") from None
-
-    @classmethod
-    def _read(cls, reader: Reader) -> "Parcel":
-        name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
-        count = chunk_count(name, size, chunk_bytes)
-        digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
-        reader.finish()
         return cls(name, size, chunk_bytes, digests)
 
 
@@ -89,10 +86,6 @@ class Item:
     def count(self) -> int:
         return len(self._digests)
 
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        return tuple(self.digest(number) for number in range(self.count))
-
     def digest(self, number: int) -> bytes:
         known = self._digests[number]
         if known is None:  # two threads may both work it out, and find the same
@@ -103,7 +96,7 @@ class Item:
         return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
     def description(self) -> Parcel:
-        return Parcel(self.name, self.size, self.chunk_bytes, self.digests)
+        return Parcel(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
 
 
 class Library:

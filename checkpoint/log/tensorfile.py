@@ -45,9 +45,14 @@ def header(tensors: Mapping[str, Tensor]) -> bytes:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
         tree[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+    text = canonical(tree)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def canonical(tree: Any) -> bytes:
+    """One text for one tree, so that digests of it can be compared."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -11,19 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 
+from diloco import errors
 from diloco.checkpoint.log.library import DIGEST_BYTES, MAX_NAME_BYTES, Item, Library
 from diloco.comm.peers.packing import Malformed, Reader
 from diloco.comm.transport.transport import Frame, Stream, Transport
-from diloco.errors import (
-    FrameError,
-    StreamClosed,
-    TransportError,
-    TransportTimeout,
-)
 
 CHANNEL = "fetch"
 DESCRIBE, WHOLE, CHUNK = 1, 2, 3  # requests
 READY, BUSY, REFUSED, BYTES, NOT_HERE, TOO_LARGE = 11, 12, 13, 14, 15, 16  # a greeting is one of the first three
+REFUSALS: dict[int, tuple[type[errors.TransferFailed], str]] = {
+    BUSY: (errors.DonorBusy, "serves as many as it can"),
+    REFUSED: (errors.TransferFailed, "gives us nothing"),
+    NOT_HERE: (errors.ItemMissing, "does not have it"),
+    TOO_LARGE: (errors.TransferFailed, "has it, too large for one answer: fetch it by chunks"),
+}
 MAX_REQUEST_BYTES = 2 + MAX_NAME_BYTES + 4 + DIGEST_BYTES
 MAX_WHOLE_BYTES = 16 << 20  # larger items go by chunks
 MAX_STREAMS, MAX_STREAMS_OF_ONE = 64, 4
@@ -76,7 +77,7 @@ class Donor:
         try:
             while not self._closed:
                 self._accept_one()
-        except StreamClosed:  # the transport is
+        except errors.StreamClosed:  # the transport is
             pass
         except BaseException as error:
             self.failure = error
@@ -85,7 +86,7 @@ class Donor:
     def _accept_one(self) -> None:
         try:
             stream = self._transport.accept(CHANNEL, timeout_s=SLICE_S)
-        except TransportTimeout:
+        except errors.TransportTimeout:
             return
         refusal = self._admit(stream)
         try:
@@ -93,7 +94,7 @@ class Donor:
                 threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
                 return
             stream.send(refusal, timeout_s=GREETING_S)
-        except (TransportError, RuntimeError) as error:  # RuntimeError: out of threads, others must get in later
+        except (errors.TransportError, RuntimeError) as error:  # RuntimeError: out of threads, others must get in later
             log.warning("%s cannot serve %s: %s", self._transport.identity, stream.peer, error)
         self._let_go(stream)
 
@@ -120,9 +121,9 @@ class Donor:
             while self._may_read(stream.peer):
                 self._answer(stream, stream.receive(_request_only, timeout_s=IDLE_S))
             stream.send(REFUSED, timeout_s=IDLE_S)
-        except (FrameError, Malformed) as bad:
+        except (errors.FrameError, Malformed) as bad:
             log.warning("%s asks for what is no request: %s", stream.peer, bad)
-        except TransportError as gone:
+        except errors.TransportError as gone:
             log.debug("%s has gone: %s", stream.peer, gone)
         except Exception:  # a thread's outermost frame: the owner's on_missing or may_read, say
             log.exception("%s could not be served", stream.peer)
@@ -160,5 +161,5 @@ def _answer_to(kind: int, reader: Reader, item: Item | None) -> tuple[int, bytes
 
 def _request_only(kind: int, head: bytes, length: int) -> memoryview:
     if kind not in (DESCRIBE, WHOLE, CHUNK) or length or len(head) > MAX_REQUEST_BYTES:
-        raise FrameError(f"frame of kind {kind} with {len(head)} and {length} bytes, a request was due")
+        raise errors.FrameError(f"frame of kind {kind} with {len(head)} and {length} bytes, a request was due")
     return memoryview(bytearray())

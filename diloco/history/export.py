@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from diloco.atomic import appearing
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import SaveError
+from diloco.errors import SaveError, first_line
 from diloco.history.load import Trained
 from diloco.model.build import parameters_on_meta
 from diloco.model.decoder import Decoder
@@ -125,5 +125,6 @@ def _complete(out: Path) -> Iterator[Path]:
             part.mkdir()
             yield part
     except (OSError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SaveError(f"{out} could not be written ({reason}): free some space or name another folder") from None
+        raise SaveError(
+            f"{out} could not be written ({first_line(error)}): free some space or name another folder"
+        ) from None

@@ -16,12 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.entries import Entry, payload_name
 from diloco.checkpoint.log.library import Parcel
 from diloco.checkpoint.log.replica import vector_name
-from diloco.checkpoint.transfer.asking import ask, describe
-from diloco.checkpoint.transfer.fetch import MAX_WORKERS, fetch
+from diloco.checkpoint.log.store import Begun
+from diloco.checkpoint.transfer.fetch import MAX_WORKERS, ask, describe, fetch
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Record
