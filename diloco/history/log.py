@@ -23,7 +23,7 @@ from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_o
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
 from diloco.run.folder import OUTER, has_log
-from diloco.run.genesis import FILE, Genesis, Parent, read_genesis
+from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 
@@ -174,10 +174,13 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
 
 def newest_state(log: Path) -> RunState:
     """Where the log leads."""
-    states = [point.end for point in points_of(log, Journal.read(log))]
-    if not states:
+    if not (ends := _ends(log)):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
-    return max(states, key=lambda state: state.head)
+    return max(ends, key=lambda state: state.head)
+
+
+def _ends(log: Path) -> list[RunState]:
+    return [point.end for point in points_of(log, Journal.read(log))]
 
 
 def fragments_in(log: Path) -> tuple[Ranges, ...]:
@@ -193,12 +196,6 @@ def genesis_of(log: Path) -> Genesis:
     return genesis
 
 
-def origin(log: Path) -> Parent | None:
-    """Of a run that was rewound from another one."""
-    genesis = read_genesis(log)
-    return None if genesis is None else genesis.parent
-
-
 def checkout(log: Path, number: int, out: Path) -> Path:
     """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
     if out.exists() and any(out.iterdir()):
@@ -212,5 +209,4 @@ def checkout(log: Path, number: int, out: Path) -> Path:
 
 def furthest(logs: list[Path]) -> Path:
     """Of the islands of a run, the one whose log leads furthest."""
-    heads = {log: [point.end.head for point in points_of(log, Journal.read(log))] for log in logs}
-    return max(logs, key=lambda log: max(heads[log], default=Head(-1, -1, "")))
+    return max(logs, key=lambda log: max((end.head for end in _ends(log)), default=Head(-1, -1, "")))
