@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from islands import SMALL, TestIsland
-from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
+from team import wait_until
+from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding
 
 from diloco.bench.bare import DIGEST, Setting
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
@@ -177,7 +178,7 @@ def test_chunks_make_way_for_rounds(monkeypatch):
     transfer = Transfer(PARCEL, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
     thread = threading.Thread(target=transfer.run, args=(lambda: False, lambda here, size: None))
     thread.start()
-    until(lambda: transfer.bytes_here == SMALL_CHUNK)
+    wait_until(lambda: transfer.bytes_here == SMALL_CHUNK)
     thread.join(0.5)
     assert transfer.bytes_here == SMALL_CHUNK
     hurried.clear()

@@ -295,19 +295,9 @@ def test_who_leaves_waits_until_its_goodbye_may_be_said():
 
 @contextmanager
 def island_alone(tmp_path: Path, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    folder = str(tmp_path / "run" / name)
-    command = [
-        sys.executable,
-        "-m",
-        "diloco",
-        "join",
-        str(tmp_path / "run" / "ticket"),
-        "--name",
-        name,
-        "--dir",
-        folder,
-    ]
-    process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ticket, folder = (str(tmp_path / "run" / file) for file in ("ticket", name))
+    command = [sys.executable, "-m", "diloco", "join", ticket, "--name", name, "--dir", folder, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from test_checkpoint_log import ROUNDS
-from test_checkpoint_log import command as command
 from test_checkpoint_log import log as log
 from test_launcher import wait_until
 

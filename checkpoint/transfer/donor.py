@@ -51,13 +51,10 @@ class Donor:
         *,
         may_read: Callable[[str], bool] = lambda peer: True,
         in_a_hurry: Callable[[], bool] = lambda: False,
-        max_streams: int = MAX_STREAMS,
-        max_streams_of_one: int = MAX_STREAMS_OF_ONE,
     ) -> None:
         self.failure: BaseException | None = None
         self._transport, self._library, self._may_read = transport, library, may_read
         self._in_a_hurry = in_a_hurry
-        self._max_streams, self._max_of_one = max_streams, max_streams_of_one
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -104,7 +101,7 @@ class Donor:
             return REFUSED
         with self._lock:
             of_peer = sum(other.peer == stream.peer for other in self._streams)
-            if self._closed or len(self._streams) >= self._max_streams or of_peer >= self._max_of_one:
+            if self._closed or len(self._streams) >= MAX_STREAMS or of_peer >= MAX_STREAMS_OF_ONE:
                 log.info("%s is too busy for %s", self._transport.identity, stream.peer)
                 return BUSY
             self._streams.add(stream)

@@ -92,7 +92,9 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Participant) -> Start:
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
     store.tell("joined", f"state of round {head.round} from {giver}")
-    return Start(genesis, origin, store, returns=own is not None)
+    device = part.place.outer_device(config.island)
+    vectors = {name: vector.to(device) for name, vector in origin.vectors.items()}
+    return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None)
 
 
 def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer]) -> Answer:

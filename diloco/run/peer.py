@@ -195,9 +195,7 @@ class Peer(LocalPeer):
                     published = time.monotonic()
                 know(self.look())
                 self._known.remember(record.control for record in self.records.values())
-            except DirectoryError as error:  # the others may still be reached; try again
-                log.warning("%s: the directory does not answer: %s", self.connection.name, error)
-            except OSError as error:  # a full disk, no descriptors: that passes, too
+            except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
                 log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
@@ -39,11 +40,11 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
+@dataclass
 class Stop:
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self.pausing = False
-        self.on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
+    asked_at: float | None = None
+    pausing: bool = False
+    on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
 
     @property
     def asked(self) -> bool:

@@ -7,7 +7,7 @@ island alone founds a run of one that nobody else can join (no `Connection`): ot
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,23 +67,18 @@ def _train(entrance: "Entrance", part: Participant) -> Outcome:
     return part.run(lambda: stop.asked, lambda: stop.pausing)
 
 
+@dataclass
 class Entrance:
     """What it opens is closed with the stack, the last first. Only the leader process has a peer."""
 
-    def __init__(
-        self,
-        place: Place,
-        events: Events,
-        stack: ExitStack,
-        connection: Connection | None,
-        build: Build,
-        *,
-        view: bool = True,
-    ) -> None:
-        self.place, self.events, self.stack, self.connection = place, events, stack, connection
-        self._build, self._view = build, view
-        self.stop = Stop()
-        self.ticket: Ticket | None = None
+    place: Place
+    events: Events
+    stack: ExitStack
+    connection: Connection | None
+    build: Build
+    view: bool = True  # of the terminal, and signals: a program of its own has its own
+    stop: Stop = field(default_factory=Stop)
+    ticket: Ticket | None = None
 
     @property
     def closed(self) -> bool:
@@ -91,7 +86,7 @@ class Entrance:
 
     def found(self, config: Config, *, fresh: bool) -> Participant:
         """A new run, with this island as its first. Others join with the ticket that lies in its folder."""
-        part, folder = self._build(config), Path(config.dir)
+        part, folder = self.build(config), Path(config.dir)
         self._open_folder(config, resume=False, fresh=fresh)
         vectors = part.initial_vectors()
         peer, start = None, None
@@ -117,14 +112,14 @@ class Entrance:
                 f"diloco join TICKET --dir {folder}"
             )
         if not self.closed:
-            return self._enter(folder, own_sections(config), self._build, founded_with=config)
-        part = self._build(config)
+            return self._enter(folder, own_sections(config), self.build, founded_with=config)
+        part = self.build(config)
         self._open_folder(config, resume=True, prepare=lambda: branch_if_needed(folder, part))
         return self._enter(folder, own_sections(config), lambda _: part)
 
     def join(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Participant:
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
-        return self._enter(folder, {**own, "checkpoint": checkpoint}, self._build, ticket=ticket)
+        return self._enter(folder, {**own, "checkpoint": checkpoint}, self.build, ticket=ticket)
 
     def _enter(
         self, folder: Path, own: dict[str, Any], build: Build, ticket: Ticket | None = None,
@@ -148,7 +143,7 @@ class Entrance:
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
-        self.place.leader_first(lambda: open_folder(config, self.events, view=self._view, **how))
+        self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
 
     def _founding_peer(self, folder: Path, name: str) -> LocalPeer:
         """The first peer of a run, with a ticket that lets others in; without a connection nobody gets in."""
@@ -182,7 +177,7 @@ class Entrance:
 
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None
-        if self._view:  # a program of its own has handlers of its own
+        if self.view:
             self.stack.enter_context(stop_on_signal(self.stop, loud=self.place.leader, always_pause=self.closed))
         if peer is not None and start is not None:
             warm_up(config.sync.codec)
@@ -193,9 +188,6 @@ class Entrance:
             if earlier is not None:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
-            device = self.place.outer_device(config.island)
-            vectors = {name: vector.to(device) for name, vector in start.origin.vectors.items()}
-            start = replace(start, origin=replace(start.origin, vectors=vectors))
             rounds = self.stack.enter_context(meeting(peer, start, part, incarnation))
             self.stop.on_pause = rounds.pause
         part.join(rounds, self.place.share(earlier))
