@@ -49,13 +49,8 @@ def test_a_snapshot_comes_back_bit_by_bit_whatever_the_size_of_its_files(tmp_pat
         assert (manifest.round, manifest.version, manifest.meta) == (20, "c" * 64, state.meta)
         assert manifest.state == vectors_digest(state.vectors)
         assert len(list(path.glob("*.safetensors"))) == 2 * -(-50 // values)
-
-
-def test_its_files_are_safetensors(tmp_path):
-    state = frozen()
-    path = write_snapshot(tmp_path, state)
-    loaded = load_file(path / "parameters-00000.safetensors")
-    assert torch.equal(loaded["parameters"], state.vectors["parameters"])
+        loaded = load_file(path / "parameters-00000.safetensors")  # as any reader of them does
+        assert torch.equal(loaded["parameters"], state.vectors["parameters"][:values])
 
 
 def test_the_same_state_gives_the_same_bytes_on_every_island(tmp_path):

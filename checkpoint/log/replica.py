@@ -88,13 +88,8 @@ def host_copy(vector: Tensor) -> Tensor:
 
 
 def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
-    return bytes_digest(
-        {
-            name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for name, vector in vectors.items()
-        },
-        rest,
-    )
+    views = {name: memoryview(vector.cpu().view(torch.uint8).numpy()) for name, vector in vectors.items()}  # type: ignore[arg-type]
+    return bytes_digest(views, rest)
 
 
 def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:

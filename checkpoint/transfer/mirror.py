@@ -207,9 +207,10 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     there = remote.sizes()
     if GENESIS in there:
         remote.pull(GENESIS, folder / GENESIS)
-    for _, name in sorted(_orders(folder, remote, there, tell), reverse=True):
+    newest_first = sorted(_manifests(folder, remote, there, tell).items(), key=lambda pair: pair[1].order, reverse=True)
+    for name, manifest in newest_first:
         try:
-            manifest = _pull_snapshot(folder, remote, name)
+            _pull_snapshot(folder / name, remote, manifest)
         except SnapshotDamaged as damaged:
             tell("damaged", str(damaged))
             continue
@@ -219,31 +220,29 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     return None
 
 
-def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> list[tuple[tuple[int, ...], str]]:
+def _manifests(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> dict[str, Manifest]:
     """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
-    found, draft = [], folder / "manifest.part"
+    found, draft = {}, folder / "manifest.part"
     for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
         draft.mkdir(exist_ok=True)
         try:
             remote.pull(name, draft / MANIFEST)
-            found.append((read_manifest(draft).order, name.split("/")[0]))
+            found[name.split("/")[0]] = read_manifest(draft)
         except SnapshotDamaged:
             tell("damaged", f"{remote.url}/{name} is not what was written")
     shutil.rmtree(draft, ignore_errors=True)
     return found
 
 
-def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
-    with appearing(folder / name, part_of(folder / name)) as part:
+def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
+    with appearing(path, part_of(path)) as part:
         part.mkdir()
-        remote.pull(f"{name}/{MANIFEST}", part / MANIFEST)
-        manifest = read_manifest(part)
+        (part / MANIFEST).write_bytes(manifest.encode())  # the very bytes that are there
         for shard in manifest.shards:
             if Path(shard.file).name != shard.file:
-                raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
-            remote.pull(f"{name}/{shard.file}", part / shard.file)
+                raise SnapshotDamaged(f"{path.name}/{MANIFEST} names a file outside of it: {shard.file!r}")
+            remote.pull(f"{path.name}/{shard.file}", part / shard.file)
         read_vectors(part, manifest)
-    return manifest
 
 
 def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
