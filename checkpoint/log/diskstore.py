@@ -136,9 +136,8 @@ class DiskStore(Store):
     def wants_snapshot(self) -> bool:
         """The log has no anchor."""
         with self._changed:
-            coming = self.photographing
             possible = self._segment is not None and time.monotonic() > self._retry_at
-            return possible and not self._anchored and not coming
+            return possible and not self._anchored and not self.photographing
 
     def _hand_in(self, job: Job) -> None:
         with self._changed:
@@ -213,8 +212,7 @@ class DiskStore(Store):
         while True:
             with self._changed:
                 self._busy = False
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._jobs or self._closing)
                 jobs, self._jobs = self._jobs, []
                 self._busy = bool(jobs)
             if not jobs:
@@ -320,8 +318,7 @@ class DiskStore(Store):
         while True:
             with self._changed:
                 self._photographing = False
-                while self._frozen is None and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._frozen is not None or self._closing)
                 frozen, self._frozen = self._frozen, None
                 self._photographing = frozen is not None
             if frozen is None:

@@ -85,7 +85,10 @@ class Journal:
         """A frame that is whole, in the order of writing."""
         match kind:
             case Kind.HEADER:
-                self.headers[body.path] = _read_header(body.path, head)
+                tree = json.loads(head)
+                if (was := tree["format"]) != FORMAT:
+                    raise SaveError(f"{body.path} has format {was}, this diloco writes {FORMAT}: use the same version")
+                self.headers[body.path] = Header(**tree)
             case Kind.MEMORY:
                 self.memory = head
             case Kind.PAYLOAD:
@@ -160,13 +163,6 @@ def header_frame(header: Header) -> bytes:
 
 def record_frame(entry: Entry) -> bytes:
     return canonical({name: value for name, value in vars(entry).items() if name != "header"})
-
-
-def _read_header(path: Path, head: bytes) -> Header:
-    tree = json.loads(head)
-    if tree["format"] != FORMAT:
-        raise SaveError(f"{path} has format {tree['format']}, this diloco writes {FORMAT}: use the same version")
-    return Header(**tree)
 
 
 def _trouble(damage: Damage, rounds: dict[str, int], newest: int) -> Trouble:

@@ -80,11 +80,8 @@ class Item:
         self.data = as_bytes(data).toreadonly()
         self.size = len(self.data)
         self.chunk_bytes = chunk_bytes
-        self._digests: list[bytes | None] = [None] * chunk_count(name, self.size, chunk_bytes)
-
-    @property
-    def count(self) -> int:
-        return len(self._digests)
+        self.count = chunk_count(name, self.size, chunk_bytes)
+        self._digests: list[bytes | None] = [None] * self.count
 
     def digest(self, number: int) -> bytes:
         known = self._digests[number]
