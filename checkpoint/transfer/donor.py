@@ -40,19 +40,14 @@ log = logging.getLogger(__name__)
 class Donor:
     """Serves a library on a transport until `close()`; after that the transport has no donor any more.
 
-    `failure` is why nobody is accepted any more, if that is so. While the owner is `in_a_hurry` (a round needs its
-    uplink), each stream sends for a third of the time only. With much less, a newcomer would fall behind for ever.
+    While the owner is `in_a_hurry` (a round needs its uplink), each stream sends for a third of the time only. With
+    much less, a newcomer would fall behind for ever.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        library: Library,
-        *,
-        may_read: Callable[[str], bool] = lambda peer: True,
+        self, transport: Transport, library: Library, *, may_read: Callable[[str], bool] = lambda peer: True,
         in_a_hurry: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.failure: BaseException | None = None
+    ) -> None:  # fmt: skip
         self._transport, self._library, self._may_read = transport, library, may_read
         self._in_a_hurry = in_a_hurry
         self._streams: set[Stream] = set()
@@ -76,8 +71,7 @@ class Donor:
                 self._accept_one()
         except errors.StreamClosed:  # the transport is
             pass
-        except BaseException as error:
-            self.failure = error
+        except BaseException:
             log.exception("%s gives nothing to others any more", self._transport.identity)
 
     def _accept_one(self) -> None:
