@@ -176,7 +176,7 @@ def test_chunks_make_way_for_rounds(monkeypatch):
     donor = Donor(network.transport("a"), holding(STATE), in_a_hurry=hurried.is_set)
     out = bytearray(len(STATE))
     transfer = Transfer(PARCEL, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
-    thread = threading.Thread(target=transfer.run, args=(lambda: False, lambda here, size: None))
+    thread = threading.Thread(target=transfer.run)
     thread.start()
     wait_until(lambda: transfer.bytes_here == SMALL_CHUNK)
     thread.join(0.5)

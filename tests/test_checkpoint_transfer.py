@@ -13,7 +13,7 @@ from team import wait_until
 from diloco.checkpoint.log.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
 from diloco.checkpoint.transfer import donor
 from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
-from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, ask, describe, fetch
+from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, ask, describe
 from diloco.comm.peers import packing
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.frame import Buffer
@@ -66,11 +66,11 @@ class Swarm:
 
     def transfer(self, parcel: Parcel = PARCEL, patience_s: float = 30.0) -> Transfer:
         """Into memory of its own."""
-        return Transfer(parcel, self.addresses, self.me, memoryview(bytearray(parcel.size)), set(), patience_s)
+        return Transfer(parcel, self.addresses, self.me, memoryview(bytearray(parcel.size)), patience_s=patience_s)
 
     def fetch(self, parcel: Parcel = PARCEL, patience_s: float = 30.0) -> Transfer:
         transfer = self.transfer(parcel, patience_s)
-        transfer.run(lambda here, size: None)
+        transfer.run()
         return transfer
 
     def ask(self, donor: str, name: str = "state", limit: int = 9, timeout_s: float = SOON) -> bytes:
@@ -155,8 +155,9 @@ def test_over_tls_nothing_stays_open():
     out = bytearray(len(STATE))
     parcel = describe(me, addresses["a"], "state", SOON)
     assert ask(me, addresses["b"], "state", limit=len(STATE), timeout_s=SOON) == STATE
-    taken = fetch(parcel, addresses, me, memoryview(out))
-    assert out == STATE and sum(taken.values()) == len(STATE)
+    transfer = Transfer(parcel, addresses, me, memoryview(out))
+    transfer.run()
+    assert out == STATE and sum(transfer.taken.values()) == len(STATE)
     wait_until(lambda: threading.active_count() <= threads and open_files() <= files)
 
     for source in donors:
@@ -186,7 +187,7 @@ def test_a_donor_that_dies_midway_costs_nothing_but_what_was_under_way(swarm):
     swarm.watched("mortal", Countdown(3, then=die))
     swarm.watched("other", lambda: died.wait(SOON))
     transfer = swarm.transfer()
-    transfer.run(lambda here, size: None)
+    transfer.run()
     assert transfer.out == STATE
     assert 0 < transfer.taken["mortal"] <= 2 * SMALL_CHUNK and sum(transfer.taken.values()) == len(STATE)
     assert set(transfer.failures) == {"mortal"}
@@ -215,7 +216,7 @@ def test_a_lone_liar_gives_nothing(swarm):
     swarm.donor("liar", rotten(b"\x01" + bytes(len(STATE) - 1)))
     transfer = swarm.transfer()
     with pytest.raises(TransferFailed, match="liar sent wrong bytes") as failed:
-        transfer.run(lambda here, size: None)
+        transfer.run()
     assert set(failed.value.failures) == {"liar"} and not any(transfer.out)
 
 
@@ -259,7 +260,7 @@ def test_a_donor_that_stalls_is_given_up_after_the_patience(swarm, how):
     swarm.by_hand("stalls", how)
     transfer = swarm.transfer(patience_s=0.2)
     with pytest.raises(TransferFailed, match=r"stalls has completed no answer for 0\.2 s"):
-        transfer.run(lambda here, size: None)
+        transfer.run()
     assert not transfer.have
 
 
@@ -287,7 +288,7 @@ def test_a_chunk_that_two_donors_send_is_taken_once(swarm):
     parcel = Item("state", data, SMALL_CHUNK).description()
     transports = [swarm.peer(name) for name in "abcd"]
     transfer = swarm.transfer(parcel)
-    thread = threading.Thread(target=transfer.run, args=(lambda here, size: None,))
+    thread = threading.Thread(target=transfer.run)
     thread.start()
     streams = [transport.accept(CHANNEL, timeout_s=SOON) for transport in transports]
     for stream in streams:
@@ -336,10 +337,11 @@ def test_a_fetch_goes_on_from_what_it_has(swarm):
     missing = set(range(count)) - have
     for number in missing:
         out[PARCEL.chunk(number)] = bytes(SMALL_CHUNK)
-    taken = fetch(PARCEL, swarm.addresses, swarm.me, memoryview(out), have=have)
+    transfer = Transfer(PARCEL, swarm.addresses, swarm.me, memoryview(out), have)
+    transfer.run()
     assert out == STATE and have == set(range(count))
-    assert asked.count == len(missing) and taken == {"a": len(missing) * SMALL_CHUNK}
-    assert fetch(PARCEL, {}, swarm.me, memoryview(out), have=have) == {}  # nothing to do, nobody needed
+    assert asked.count == len(missing) and transfer.taken == {"a": len(missing) * SMALL_CHUNK}
+    Transfer(PARCEL, {}, swarm.me, memoryview(out), have).run()  # nothing to do, nobody needed
 
 
 def test_not_here(swarm):
@@ -359,12 +361,12 @@ def test_not_here(swarm):
 def test_nobody_to_ask_and_nobody_there(swarm):
     out = memoryview(bytearray(len(STATE)))
     with pytest.raises(TransferFailed, match="nobody to ask"):
-        fetch(PARCEL, {}, swarm.me, out)
+        Transfer(PARCEL, {}, swarm.me, out).run()
     with pytest.raises(TransferFailed, match="ghost is not there") as failed:
-        fetch(PARCEL, {"ghost": PeerAddress("ghost")}, swarm.me, out)
+        Transfer(PARCEL, {"ghost": PeerAddress("ghost")}, swarm.me, out).run()
     assert set(failed.value.failures) == {"ghost"}
     with pytest.raises(ValueError, match="needs"):
-        fetch(PARCEL, {}, swarm.me, out[1:])
+        Transfer(PARCEL, {}, swarm.me, out[1:])
 
 
 def test_spare_donors_step_in_for_every_one_that_fails(swarm):

@@ -169,13 +169,16 @@ class Line:
 
 
 class Transfer:
-    """One fetch. `run()` blocks; `taken` says how many bytes each donor gave, `failures` who was given up and why."""
+    """Fills `out` from all donors at once. A donor that is lost, refuses, sends wrong bytes or completes no chunk for
+    `patience_s` is left out from then on. `have` are the chunks that are in `out` already, and those that have come:
+    with it, a transfer can be taken up again. `taken` says how many bytes each donor gave, `failures` who was given up
+    and why."""
 
     def __init__(
-        self, parcel: Parcel, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview, have: set[int],
-        patience_s: float,
+        self, parcel: Parcel, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
+        have: set[int] | None = None, *, patience_s: float = 30.0,
     ) -> None:  # fmt: skip
-        self.parcel, self.out, self.have = parcel, as_bytes(out), have
+        self.parcel, self.out, self.have = parcel, as_bytes(out), set() if have is None else have
         if self.out.readonly or len(self.out) != parcel.size:
             raise ValueError(f"{parcel.name!r} needs {parcel.size} bytes to write to, not {len(self.out)}")
         self.taken = dict.fromkeys(donors, 0)
@@ -192,8 +195,9 @@ class Transfer:
         self._connecting: set[threading.Thread] = set()
         self._error: BaseException | None = None
 
-    def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """It is called in this thread, about ten times a second; while it takes its time, no stall is noticed."""
+    def run(self, on_progress: Callable[[int, int], None] = lambda here, size: None) -> None:
+        """TransferFailed when no donor remains. `on_progress` is called in this thread, about ten times a second; while
+        it takes its time, no stall is noticed."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._working)]
         try:
             for thread in threads:
@@ -333,24 +337,6 @@ class Transfer:
                 self.taken[line.name] += len(chunk)
                 self.bytes_here += len(chunk)
                 self._changed.notify_all()
-
-
-def fetch(
-    parcel: Parcel,
-    donors: Mapping[str, PeerAddress],
-    transport: Transport,
-    out: memoryview,
-    *,
-    have: set[int] | None = None,
-    on_progress: Callable[[int, int], None] = lambda here, size: None,
-    patience_s: float = 30.0,
-) -> dict[str, int]:
-    """Fills `out` from all donors at once and says how many bytes each gave. A donor that is lost, refuses, sends wrong
-    bytes or completes no chunk for `patience_s` is left out from then on; TransferFailed when none remains. `have` are
-    the chunks that are in `out` already, and those that have come: with it, a fetch can be taken up again."""
-    transfer = Transfer(parcel, donors, transport, out, set() if have is None else have, patience_s)
-    transfer.run(on_progress)
-    return transfer.taken
 
 
 def _into(room: memoryview) -> Place:
