@@ -97,17 +97,16 @@ def verify(log: Path) -> Findings:
     problems = [str(trouble) for trouble in journal.troubles]
     if read_genesis(log) is None:
         problems.append(f"{FILE} is damaged or missing")
-    states = dict(journal.states)
     for path in snapshots(log):
         try:
             manifest = read_manifest(path)
             if vectors_digest(read_vectors(path, manifest)) != manifest.state:
                 raise SnapshotDamaged(f"{path} does not hold the state that it says")
-            states[manifest.version] = manifest.state
+            journal.states[manifest.version] = manifest.state  # what the log leads to must be that
         except SnapshotDamaged as damaged:
             problems.append(str(damaged))
     points = sorted(points_of(log, journal), key=lambda point: point.kept.state.head)
-    replayed = [found for point in points if (found := _replay_checked(point, journal, states, problems))]
+    replayed = [found for point in points if (found := _replay_checked(point, journal, problems))]
     problems += sorted({point.refused for point in points if point.refused})
     covered = [number for first, last, _ in replayed for number in (first, last)]
     compared = max((count for *_, count in replayed), default=0)
@@ -130,21 +129,18 @@ def _place(trouble: Trouble) -> tuple[Path, int | None, str]:
     return trouble.path, trouble.torn, "" if trouble.torn is not None else trouble.text
 
 
-def _replay_checked(
-    point: Point, journal: Journal, states: dict[str, str], problems: list[str]
-) -> tuple[int, int, int] | None:
+def _replay_checked(point: Point, journal: Journal, problems: list[str]) -> tuple[int, int, int] | None:
     """First and last round, and how many digests were compared on the way."""
     told: list[str] = []
-    known = Journal(journal.entries, journal.children, journal.payloads, states)
     try:
         vectors = read_vectors(point.path, point.manifest)
     except SnapshotDamaged:
         return None  # it was named
-    state = replay(point, vectors, known, _run(point), lambda what, text: told.append(text))
+    state = replay(point, vectors, journal, _run(point), lambda what, text: told.append(text))
     problems += [text for text in told if text not in problems]
     if state is None:
         return None
-    on_the_way = {record.digest for record in point.records} & states.keys()
+    on_the_way = {record.digest for record in point.records} & journal.states.keys()
     return point.kept.state.head.round, state.head.round, len(on_the_way)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -145,28 +145,14 @@ def remote_of(peer: LocalPeer, config: Config) -> Remote | None:
     return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
 
 
-@contextmanager
-def mirrored(peer: LocalPeer, store: DiskStore, config: Config) -> Iterator[None]:
-    """For as long as it is open, what the store writes is copied; the rest of it when the store has been closed."""
-    remote = remote_of(peer, config)
-    mirror = None if remote is None else Mirror(store.folder, remote, peer.id, store.tell)
-    try:
-        yield
-    finally:
-        store.close()
-        if mirror is not None:
-            mirror.close()
-
-
 def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
     every = config.checkpoint.snapshot_every * len(fragments)
     return Run(genesis.raw, genesis.digest, fragments, apply_record, every)
 
 
-@contextmanager
-def meeting(peer: LocalPeer, start: Start, part: Participant, incarnation: int | None = None) -> Iterator[Rounds]:
-    """Among the others, for as long as it is open; as a new incarnation, unless one goes on."""
-    config, origin = part.config, start.origin
+def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, incarnation: int | None) -> Rounds:
+    """Take part among the others until the stack is closed; as a new incarnation, unless one goes on."""
+    config, origin, store = part.config, start.origin, start.store
     inbox = Inbox(Path(config.dir))
 
     def tell(note: Note) -> None:
@@ -191,18 +177,19 @@ def meeting(peer: LocalPeer, start: Start, part: Participant, incarnation: int |
 
     run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part)
     incarnation = incarnation or new_incarnation(peer.id, origin.state)
-    with (
-        mirrored(peer, start.store, config),
-        open_island(
-            run, origin, options, peer.network(), incarnation=incarnation, store=start.store, tell=tell, prepare=prepare
-        ) as driver,
-    ):
-        peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
-        peer.is_member = lambda other: other in driver.applied.roster
-        peer.publish()
-        driver.know(peer.look())
-        peer.watch(look)
-        yield Rounds(driver, config, peer.name_of)
+    if (remote := remote_of(peer, config)) is not None:  # the rest is copied when the store has been closed
+        stack.callback(Mirror(store.folder, remote, peer.id, store.tell).close)
+    stack.callback(store.close)
+    island = open_island(
+        run, origin, options, peer.network(), incarnation=incarnation, store=store, tell=tell, prepare=prepare
+    )
+    driver = stack.enter_context(island)
+    peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
+    peer.is_member = lambda other: other in driver.applied.roster
+    peer.publish()
+    driver.know(peer.look())
+    peer.watch(look)
+    return Rounds(driver, config, peer.name_of)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import OUTER, OWNER_KEY, has_log, open_folder
 from diloco.run.genesis import Genesis, own_sections, read_genesis
-from diloco.run.join import Start, find_start, known_genesis, leased_incarnation, meeting, open_store
+from diloco.run.join import Start, find_start, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import Connection, LocalPeer, Peer
 from diloco.run.signals import Stop, stop_on_signal
 from diloco.train.participant import Participant
@@ -188,7 +188,7 @@ class Entrance:
             if earlier is not None:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
-            rounds = self.stack.enter_context(meeting(peer, start, part, incarnation))
+            rounds = meet(self.stack, peer, start, part, incarnation)
             self.stop.on_pause = rounds.pause
         part.join(rounds, self.place.share(earlier))
         return part
