@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.log.background import Pace, Rest, make_way, no_rest
-from diloco.checkpoint.log.tensorfile import PIECE, write_tensors
+from diloco.checkpoint.log.writing import PIECE, Pace, Rest, make_way, no_rest, write_tensors
 from diloco.errors import SaveError, first_line
 
 KEEP = 2

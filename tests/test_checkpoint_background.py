@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco.checkpoint.log.background import REST, Pace
-from diloco.checkpoint.log.tensorfile import DTYPES, PIECE, write_tensors
+from diloco.checkpoint.log.writing import DTYPES, PIECE, REST, Pace, write_tensors
 from diloco.checkpoint.save import Saver, read_inner, read_outer, write_save
 
 FACTS = {"round": 1}
@@ -45,12 +44,12 @@ def test_rests_many_times_as_long_as_it_worked_unless_somebody_waits(monkeypatch
     pace.begin()
     work(0.02)
     pace.hurry()
-    monkeypatch.setattr("diloco.checkpoint.log.background.REST", 1e9)
+    monkeypatch.setattr("diloco.checkpoint.log.writing.REST", 1e9)
     pace.rest()  # at once, or it would never come back
 
 
 def test_rests_no_more_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.checkpoint.log.background.REST", 1e9)
+    monkeypatch.setattr("diloco.checkpoint.log.writing.REST", 1e9)
     pace = Pace(seconds=0.0)
     pace.begin()
     work(0.02)
@@ -77,7 +76,7 @@ def test_a_save_rests_after_every_few_megabytes_of_either_file(tmp_path: Path) -
 
 
 def test_who_waits_for_a_save_does_not_wait_for_its_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.checkpoint.log.background.REST", 1e9)  # without hurry it would rest for ever
+    monkeypatch.setattr("diloco.checkpoint.log.writing.REST", 1e9)  # without hurry it would rest for ever
     written: list[Path] = []
     saver = Saver(tmp_path, lambda step, path, seconds: written.append(path), pytest.fail)  # type: ignore[arg-type]
     saver.begin(1, inner={"w": torch.rand(PIECE)}, outer={"parameters": torch.rand(PIECE)}, facts=FACTS)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import NOTHING, Journal
+from diloco.checkpoint.log.journal import NOTHING, Entry, Journal
 from diloco.checkpoint.log.segments import SegmentWriter, read_body, scan, segment_paths
 
 BASE = "base"

@@ -20,8 +20,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import Header, Journal
+from diloco.checkpoint.log.journal import Entry, Header, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import scan
 from diloco.checkpoint.log.snapshot import Frozen, read_manifest, read_vectors, write_snapshot

@@ -16,13 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.log.background import Pace, make_way
-from diloco.checkpoint.log.entries import Entry, payload_name
-from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
-from diloco.checkpoint.log.library import Item
+from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.log.library import Item, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
 from diloco.checkpoint.log.snapshot import DAMAGED, Frozen, clean, manifests, remove, write_snapshot
 from diloco.checkpoint.log.store import Begun, Store
+from diloco.checkpoint.log.writing import Pace, make_way
 from diloco.comm.transport.frame import Buffer
 
 KEEP = 2  # snapshots, and the log since the older one

@@ -10,13 +10,23 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from diloco.checkpoint.log.entries import Entry
 from diloco.checkpoint.log.segments import Damage, Frame, Place, read_body, scan, segment_paths
-from diloco.checkpoint.log.tensorfile import canonical
+from diloco.checkpoint.log.writing import canonical
 from diloco.errors import SaveError
 
 FORMAT = 1
 NOTHING = hashlib.sha256(b"").hexdigest()  # the result of a record that changes no vector
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Opaque here: a digest that names its parent's, a header, and the digest of the result's bytes."""
+
+    round: int
+    digest: str
+    parent: str
+    header: bytes
+    payload: str  # name of the bytes in the library: their SHA-256
 
 
 class Kind(IntEnum):

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.background import Rest, no_rest
 from diloco.checkpoint.log.library import Library
-from diloco.checkpoint.log.tensorfile import PIECE
+from diloco.checkpoint.log.writing import PIECE, Rest, no_rest
 
 PIN_S = 120.0  # after its last use, a pinned copy makes way
 FRESH_S = 3.0  # so long, newcomers are given the copy that is there

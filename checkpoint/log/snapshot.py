@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from diloco.atomic import PART, appearing, sync_path
-from diloco.checkpoint.log.background import Rest, no_rest
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.tensorfile import PIECE, canonical, header, write_tensors
+from diloco.checkpoint.log.writing import PIECE, Rest, canonical, header, no_rest, write_tensors
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import SnapshotDamaged
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, Parcel
 from diloco.checkpoint.log.snapshot import Frozen
 from diloco.comm.transport.frame import Buffer

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.entries import Entry, payload_name
-from diloco.checkpoint.log.library import Parcel
+from diloco.checkpoint.log.journal import Entry
+from diloco.checkpoint.log.library import Parcel, payload_name
 from diloco.checkpoint.log.replica import vector_name
 from diloco.checkpoint.log.store import Begun
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, ask, describe

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
 from diloco.elastic.protocol.messages import Memory
