@@ -149,35 +149,29 @@ class _RestingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            yield _RestingFile(stream, self._rest) if mode == "wb" else stream
+        with _RestingFile(path, self._rest) if mode == "wb" else super().create_stream(path, mode) as stream:
+            yield stream
 
 
-class _RestingFile(io.BufferedIOBase):
+class _RestingFile(io.BufferedWriter):
     """Of the many small writes of a tensor, whoever writes rests after each few megabytes."""
 
-    def __init__(self, inside: io.IOBase, rest: Rest) -> None:
-        self._inside, self._rest, self._since = inside, rest, 0
+    def __init__(self, path: str | os.PathLike[str], rest: Rest) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._rest, self._since = rest, 0
 
-    def write(self, data: Any) -> int:
-        written: int = self._inside.write(data)
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
         self._since += written
         if self._since >= PIECE:
             self._since = 0
             self._rest()
         return written
 
-    def tell(self) -> int:
-        return self._inside.tell()
-
-    def flush(self) -> None:
-        if not self._inside.closed:
-            self._inside.flush()
-
     def fileno(self) -> int:
         """Whoever asks is about to sync."""
         self.flush()
-        return self._inside.fileno()
+        return super().fileno()
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,6 @@ MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description
 MAX_NAME_BYTES = 255
 DIGEST_BYTES = 32
 MAX_PARCEL_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
-
 KEEP_PAYLOADS = 16
 KEEP_HEADERS = 10_000
 MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again

@@ -207,9 +207,14 @@ class Transfer:
                 self._cut_silent_lines()
             on_progress(self.bytes_here, self.parcel.size)
         finally:
-            self._finish()
-            for thread in threads:
-                self._join(thread)
+            with self._changed:
+                self._over.set()
+                self._changed.notify_all()
+            for line in self._lines:
+                line.close()
+            for thread in threads:  # one that still connects is left: it closes what it gets, and cannot reach `out`
+                while thread.is_alive() and thread not in self._connecting:
+                    thread.join(SLICE_S)
 
     def _wait(self) -> bool:
         """For a change. False when all is here."""
@@ -237,18 +242,6 @@ class Transfer:
                 return  # our own doing, or a consequence of the first reason
             self.failures[line.name] = reason
         log.warning("%r is not fetched from %s any more: %s", self.parcel.name, line.name, reason)
-
-    def _finish(self) -> None:
-        with self._changed:
-            self._over.set()
-            self._changed.notify_all()
-        for line in self._lines:
-            line.close()
-
-    def _join(self, thread: threading.Thread) -> None:
-        """One that still connects is left behind: it closes what it gets, and `out` is out of its reach."""
-        while thread.is_alive() and thread not in self._connecting:
-            thread.join(SLICE_S)
 
     def _work(self) -> None:
         try:
