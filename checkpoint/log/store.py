@@ -1,4 +1,5 @@
-"""Where an island keeps its log and its snapshots. This one keeps nothing; `diskstore.py` has the one that does."""
+"""Where an island keeps its log and its snapshots, and a download that has begun. `Store` keeps nothing; `diskstore.py`
+has the one that does."""
 
 import hashlib
 import logging
