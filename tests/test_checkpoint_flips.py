@@ -68,7 +68,8 @@ def named_at_load(file: Path, folder: Path) -> bool:
     if file.name == FILE:
         return read_genesis(folder) is None
     if file.suffix == ".seg":
-        return any(file.name in str(trouble) for trouble in Journal.read(folder).troubles)
+        (trouble,) = Journal.read(folder).troubles
+        return trouble.path == file and str(trouble).startswith(file.name) and "damaged" in str(trouble)
     try:
         read_vectors(file.parent, read_manifest(file.parent))
     except SnapshotDamaged as damaged:
