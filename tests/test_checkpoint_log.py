@@ -141,7 +141,7 @@ def test_damage_ends_with_1_and_is_named(log, command):
 
 @pytest.mark.parametrize("header", [b'{"of": "another time"}', None])
 def test_a_record_at_the_end_that_cannot_be_read_is_named(log, command, header):
-    """Its frame is whole, so only decoding finds it: garbage, and a record that cannot follow the one before it."""
+    """Its frame is whole, so only decoding finds it: garbage, and another record than its digest says."""
     folder, _ = log
     last = Journal.read(folder).leading_to(newest_state(folder).head.digest)[-1]
     wrong = replace(last, round=9, digest="f" * 64, parent=last.digest, header=header or last.header, payload=NOTHING)
