@@ -73,7 +73,7 @@ class Swarm:
         transfer.run()
         return transfer
 
-    def ask(self, donor: str, name: str = "state", limit: int = 9, timeout_s: float = SOON) -> bytes:
+    def ask(self, donor: str, name: str = "state", limit: int = SMALL_CHUNK, timeout_s: float = SOON) -> bytes:
         return ask(self.me, PeerAddress(donor), name, limit=limit, timeout_s=timeout_s)
 
     def describe(self, donor: str, name: str = "state", timeout_s: float = SOON) -> Parcel:
