@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.log.background import Pace, Rest, make_way, no_rest
-from diloco.checkpoint.log.tensorfile import PIECE, write_tensors
-from diloco.errors import SaveError
+from diloco.checkpoint.log.writing import PIECE, Pace, Rest, make_way, no_rest, write_tensors
+from diloco.errors import SaveError, first_line
 
 KEEP = 2
 FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
@@ -131,7 +130,8 @@ def write_save(
     try:
         _by_leader(prepare, group)
         with _one_process_is_fine():
-            writer = _InnerWriter(part / "inner", rest)
+            writer = FileSystemWriter(part / "inner")
+            writer.fs = _RestingFiles(rest)
             save(inner, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         _by_leader(finish, group)
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -143,47 +143,35 @@ def write_save(
     return final
 
 
-class _InnerWriter(FileSystemWriter):
-    def __init__(self, path: Path, rest: Rest) -> None:
-        super().__init__(path)
-        self.fs = _RestingFiles(rest)
-
-
 class _RestingFiles(FileSystem):
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            yield _RestingFile(stream, self._rest) if mode == "wb" else stream
+        with _RestingFile(path, self._rest) if mode == "wb" else super().create_stream(path, mode) as stream:
+            yield stream
 
 
-class _RestingFile(io.BufferedIOBase):
+class _RestingFile(io.BufferedWriter):
     """Of the many small writes of a tensor, whoever writes rests after each few megabytes."""
 
-    def __init__(self, inside: io.IOBase, rest: Rest) -> None:
-        self._inside, self._rest, self._since = inside, rest, 0
+    def __init__(self, path: str | os.PathLike[str], rest: Rest) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._rest, self._since = rest, 0
 
-    def write(self, data: Any) -> int:
-        written: int = self._inside.write(data)
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
         self._since += written
         if self._since >= PIECE:
             self._since = 0
             self._rest()
         return written
 
-    def tell(self) -> int:
-        return self._inside.tell()
-
-    def flush(self) -> None:
-        if not self._inside.closed:
-            self._inside.flush()
-
     def fileno(self) -> int:
         """Whoever asks is about to sync."""
         self.flush()
-        return self._inside.fileno()
+        return super().fileno()
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -287,7 +275,7 @@ def read_inner(folder: Path, into: dict[str, Any]) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # one error for each process; the first tells enough
         error = next(iter(error.failures.values()))[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first_line(error)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from diloco.island.mesh import Place
 from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
-from diloco.run.folder import has_log, release
+from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.peer import Connection, host_towards, own_name
 from diloco.run.start import Entrance
 from diloco.train.user_loop import Run
@@ -78,19 +78,22 @@ def connect(
         if isinstance(where, str):
             run = _join(enter, connection, where, dir)
         else:
-            run = _found(enter(None if alone else _at_home(connection)), _in_folder(where, dir), own, fresh=fresh)
+            here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
+            run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
         run.begin()
         with closing(run.saver):
             yield run
             run.leave(pause=alone)
 
 
-def _found(entrance: Entrance, config: Config, own: OwnModel, *, fresh: bool) -> Run:
+def _found(entrance: Entrance, config: Config, dir: str | Path | None, own: OwnModel, *, fresh: bool) -> Run:
     """A new run; or, where the folder holds one that was founded there, that one again."""
+    if dir is not None:
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": str(dir)})})
     own.fragments(config.sync)  # refuses what cannot work, before anything on disk is touched
     folder = Path(config.dir)
     entrance.stack.callback(release, folder)
-    founded_here = has_log(folder) and (folder / "owner.key").exists()
+    founded_here = has_log(folder) and (folder / OWNER_KEY).exists()
     left_alone = entrance.closed and bool(saves(folder))
     if not fresh and (founded_here or left_alone):
         run = cast(Run, entrance.resume(config))
@@ -119,10 +122,6 @@ def _join(enter: Callable[[Connection], Entrance], connection: Connection, text:
     return run
 
 
-def _at_home(connection: Connection) -> Connection:
-    return replace(connection, name=connection.name or "island-1", host=connection.host or "127.0.0.1")
-
-
 def _read(where: str | Path | Mapping[str, Any] | Config) -> str | Config:
     """A ticket, or the configuration of a run to be founded."""
     if isinstance(where, Config):
@@ -141,12 +140,6 @@ def _parse(tree: Mapping[str, Any]) -> Config:
     """Warm-up is of the built-in optimizer: left unsaid, its default does not stand against a short run."""
     inner = tree.get("inner")
     return parse_config({**tree, "inner": {"warmup": 0, **inner} if isinstance(inner, Mapping) else inner})
-
-
-def _in_folder(config: Config, dir: str | Path | None) -> Config:
-    if dir is None:
-        return config
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": str(dir)})})
 
 
 def _connection(

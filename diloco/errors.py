@@ -220,12 +220,6 @@ class TransferFailed(DilocoError):
         self.failures = dict(failures or {})
 
 
-class TransferStopped(TransferFailed):
-    """This side gave a fetch up. It can be taken up again where it was."""
-
-    code = "transfer-stopped"
-
-
 class ItemMissing(TransferFailed):
     """A peer does not have an item, or another one of that name. Ask somebody else."""
 
@@ -254,3 +248,8 @@ class JoinRefused(DilocoError):
     """This machine cannot take part in the run as it is. Nothing was changed."""
 
     code = "join"
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in a line; the name of its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

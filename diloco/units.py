@@ -6,7 +6,7 @@ import re
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z/]*)\s*$")
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 MAX_DELAY_S = 10.0
@@ -24,7 +24,7 @@ def parse_rate(value: object) -> float:
 
 def parse_duration(value: object) -> float:
     """Seconds: `80ms`, `5s`, `2min`; a bare number is seconds."""
-    return _parse(value, DURATION_UNITS, "a duration such as 80ms, 5s or 2min", bare=1.0)
+    return _parse(value, DURATION_UNITS, "a duration such as 80ms, 5s or 2min")
 
 
 def parse_link(value: str) -> tuple[float, float]:
@@ -51,7 +51,7 @@ def parse_count(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         number: float = value
     else:
-        number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M", bare=1.0)
+        number = _parse(value, COUNT_UNITS, "a whole number such as 2000 or 25M")
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
     if number > MAX_COUNT:
@@ -73,30 +73,21 @@ def parse_share(value: str) -> float:
     return share
 
 
-def _parse(value: object, units: dict[str, float], expected: str, bare: float | None = None) -> float:
+def _parse(value: object, units: dict[str, float], expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"write {expected}")
+    number, unit = str(value), ""
     if isinstance(value, str):
-        number, unit = _split(value, expected)
-    else:
-        number, unit = float(str(value)), ""  # an int that no float can hold is infinite
-    if unit == "" and "" not in units:
-        if bare is None:
-            raise ValueError(f"the unit is missing; write {expected}")
-        units = {"": bare}
+        if (match := _NUMBER.match(value)) is None:
+            raise ValueError(f"write {expected}")
+        number, unit = match[1].replace("_", ""), match[2].lower().removesuffix("/s")
     if unit not in units:
-        raise ValueError(f"unknown unit {unit!r}; write {expected}")
-    quantity = number * units[unit]
+        problem = f"unknown unit {unit!r}" if unit else "the unit is missing"
+        raise ValueError(f"{problem}; write {expected}")
+    quantity = float(number) * units[unit]  # an int that no float can hold is infinite
     if not math.isfinite(quantity) or quantity < 0:
         raise ValueError(f"must be finite and not negative; write {expected}")
     return quantity
-
-
-def _split(text: str, expected: str) -> tuple[float, str]:
-    match = _NUMBER.match(text)
-    if match is None:
-        raise ValueError(f"write {expected}")
-    return float(match[1].replace("_", "")), match[2].lower().removesuffix("/s")
 
 
 def format_rate(bits_per_s: float) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import segment_paths
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.elastic.protocol.ledger import Ledger
@@ -98,6 +99,10 @@ def work(folder: Path, pipe: Connection, calls: int) -> None:
         with lock:
             pipe.send(message)
 
+    def say_durable() -> None:
+        newest = segment_paths(folder)[-1]
+        say("durable", store.durable, newest.name, newest.stat().st_size)
+
     if calls:
         die_at(calls)
     told: list[tuple[str, str]] = []
@@ -117,6 +122,6 @@ def work(folder: Path, pipe: Connection, calls: int) -> None:
         applier.append(record)
         state = state.after(record)
         written = threading.Event()
-        store.then(lambda: say("durable", store.durable, *store.written()))
+        store.then(say_durable)
         store.then(written.set)
         written.wait()

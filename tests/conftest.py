@@ -63,6 +63,15 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return use_torch
 
 
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """`command("export", run, "out")` in this process and in a folder of its own."""
+    from trained_run import Command
+
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
+
+
 def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The real command in a real process."""
     command = [sys.executable, "-m", "diloco", *arguments]

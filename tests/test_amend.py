@@ -29,17 +29,7 @@ from diloco.run.join import options_for
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.faults import FIRST_STREAMING, amendments_of
 from diloco.simulate.virtual.world import owner
-from diloco.train.amend import (
-    FOLDER,
-    Inbox,
-    InForce,
-    amended,
-    changed,
-    check,
-    in_words,
-    read_amendment,
-    write_amendment,
-)
+from diloco.train import amend
 from diloco.train.rounds import Rounds
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
@@ -237,7 +227,7 @@ def test_a_chain_with_a_change_that_does_not_work_here_ends_the_island_with_one_
         Node("B", state, options_for(small()), now=0.0, incarnation=1)
     with pytest.raises(ConfigError, match=error):
         Node("B", STATE, options_for(small()), now=0.0, incarnation=1).caught_up(state, 0.1)
-    assert in_words(amendment)  # `diloco log` shows it
+    assert amend.in_words(amendment)  # `diloco log` shows it
 
 
 def test_what_may_be_decided_already_is_confirmed(small):
@@ -288,13 +278,13 @@ def test_half_of_the_seeds_have_amendments():
 
 
 def test_a_configuration_follows_its_amendments(small):
-    config, force = small(), InForce(small())
+    config, force = small(), amend.InForce(small())
     both = (Amendment(1, '{"inner.lr":0.5,"outer.lr":0.1}'), Amendment(2, '{"inner.lr":0.25}'))
-    assert amended(config, both) == changed(config, {"inner.lr": 0.25, "outer.lr": 0.1})
+    assert amend.amended(config, both) == amend.changed(config, {"inner.lr": 0.25, "outer.lr": 0.1})
     assert force.at(both).inner.lr == force.now.inner.lr == 0.25 and force.at(()) == config
-    assert in_words(both[0]) == "inner.lr=0.5, outer.lr=0.1"
+    assert amend.in_words(both[0]) == "inner.lr=0.5, outer.lr=0.1"
     with pytest.raises(ConfigError, match=r"change 1 of the run's settings does not work here .*inner.lr"):
-        amended(config, (Amendment(1, '{"inner.lr":-1}'),))
+        amend.amended(config, (Amendment(1, '{"inner.lr":-1}'),))
 
 
 @pytest.mark.parametrize(
@@ -317,21 +307,19 @@ def test_a_configuration_follows_its_amendments(small):
 )
 def test_what_cannot_change_is_refused_with_the_reason(small, change, reason):
     with pytest.raises(ConfigError) as refused:
-        check(small(), [change], own_loop=False)
+        amend.check(small(), [change], own_loop=False)
     assert reason in str(refused.value)
 
 
 def test_some_changes_depend_on_the_run(small):
-    assert check(small(), ["inner.lr=1e-4", "inner.steps=2k"], own_loop=False) == {
-        "inner.lr": 1e-4,
-        "inner.steps": 2000,
-    }
-    assert check(small(), ["inner.steps=20"], own_loop=True) == {"inner.steps": 20}
+    both = amend.check(small(), ["inner.lr=1e-4", "inner.steps=2k"], own_loop=False)
+    assert both == {"inner.lr": 1e-4, "inner.steps": 2000}
+    assert amend.check(small(), ["inner.steps=20"], own_loop=True) == {"inner.steps": 20}
     with pytest.raises(ConfigError, match="the program that trains"):
-        check(small(), ["inner.lr=1e-4"], own_loop=True)
+        amend.check(small(), ["inner.lr=1e-4"], own_loop=True)
     growing = small(sync={"growth": 1e-3, "fragments": 2})
     with pytest.raises(ConfigError, match="when each fragment takes its turn"):
-        check(growing, ["inner.lr=1e-4"], own_loop=False)
+        amend.check(growing, ["inner.lr=1e-4"], own_loop=False)
 
 
 # how they get to an island
@@ -339,19 +327,19 @@ def test_some_changes_depend_on_the_run(small):
 
 def test_changes_wait_in_a_folder_each_number_once(tmp_path):
     key = Identity.load(tmp_path / "owner.key")
-    inbox = Inbox(tmp_path)
+    inbox = amend.Inbox(tmp_path)
     assert list(inbox.new()) == []
-    one = write_amendment(tmp_path, key, 1, {"outer.lr": 0.5, "inner.lr": 1e-4})
+    one = amend.write_amendment(tmp_path, key, 1, {"outer.lr": 0.5, "inner.lr": 1e-4})
     assert one is not None and one.is_by(key.public_key.hex()) and one.changes == '{"inner.lr":0.0001,"outer.lr":0.5}'
-    assert write_amendment(tmp_path, key, 1, {"inner.lr": 9.0}) is None
+    assert amend.write_amendment(tmp_path, key, 1, {"inner.lr": 9.0}) is None
     assert list(inbox.new()) == [one] and list(inbox.new()) == []
-    damaged = tmp_path / FOLDER / "000002.json"
+    damaged = tmp_path / amend.FOLDER / "000002.json"
     damaged.write_text("[2]")
     (refused,) = inbox.new()
     assert isinstance(refused, SaveError) and "000002.json is no change" in str(refused)
     with pytest.raises(SaveError, match="remove it"):
-        read_amendment(damaged)
-    assert [path.name for path in (tmp_path / FOLDER).iterdir() if path.name.startswith(".")] == []
+        amend.read_amendment(damaged)
+    assert [path.name for path in (tmp_path / amend.FOLDER).iterdir() if path.name.startswith(".")] == []
 
 
 def test_one_line_tells_it_whoever_tells_it():
@@ -402,12 +390,13 @@ def test_every_island_heeds_a_change_from_its_record_on(small):
     rates = [[p.settings.lr for p in part if p.contributions] for part in (proposals[: at + 1], proposals[at + 1 :])]
     assert 0.125 not in rates[0] and set(rates[1]) == {0.125}
     assert [proposal.step for proposal in proposals][-1] == 40 == drivers["A"].applied.step
-    new = changed(config, changes).inner
+    new = amend.changed(config, changes).inner
     for name, trainer in team.trainers.items():
         steps = {e["step"]: e["lr"] for e in team.heard[name].events if e["event"] == "step"}
         assert max(steps) == 40
         assert steps[4] == learning_rate(config.inner, 4) and steps[40] == learning_rate(new, 40)
-        assert [e["text"] for e in team.heard[name].events if e["event"] == "amended"] == [in_words(team.amendment)]
+        told = [e["text"] for e in team.heard[name].events if e["event"] == "amended"]
+        assert told == [amend.in_words(team.amendment)]
         assert {group["weight_decay"] for group in trainer.island.optimizer.param_groups} == {0.0}
 
 

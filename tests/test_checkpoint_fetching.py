@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from islands import SMALL, TestIsland
-from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding, until
+from team import wait_until
+from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding
 
 from diloco.bench.bare import DIGEST, Setting
-from diloco.checkpoint.log.begun import Begun
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
-from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.log.store import Begun, Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer
 from diloco.comm.transport.memory import MemoryNetwork
@@ -176,9 +176,9 @@ def test_chunks_make_way_for_rounds(monkeypatch):
     donor = Donor(network.transport("a"), holding(STATE), in_a_hurry=hurried.is_set)
     out = bytearray(len(STATE))
     transfer = Transfer(PARCEL, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
-    thread = threading.Thread(target=transfer.run, args=(lambda: False, lambda here, size: None))
+    thread = threading.Thread(target=transfer.run)
     thread.start()
-    until(lambda: transfer.bytes_here == SMALL_CHUNK)
+    wait_until(lambda: transfer.bytes_here == SMALL_CHUNK)
     thread.join(0.5)
     assert transfer.bytes_here == SMALL_CHUNK
     hurried.clear()

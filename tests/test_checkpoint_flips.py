@@ -2,28 +2,25 @@
 does an island that starts."""
 
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from checkpoint_writer import following
-from test_checkpoint_snapshot import written
+from test_checkpoint_log import write_log
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import read_manifest, read_vectors, snapshots
-from diloco.comm.peers.ticket import run_id_of
-from diloco.elastic.runtime.applier import Applier, Run
+from diloco.elastic.runtime.applier import Run
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import SnapshotDamaged
 from diloco.history.log import verify
 from diloco.island.layout import Layout
-from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
+from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.simulate.virtual.world import owner
 from diloco.train.outer import apply_record
 
@@ -36,25 +33,7 @@ def log(small, tmp_path) -> tuple[Path, Run]:
     """With a snapshot before the first round and after the second."""
     genesis, folder = Genesis.of(small(), Layout(("w",), ((VALUES,),)), None, "A").signed(owner()), tmp_path / "log"
     run = Run(genesis.raw, genesis.digest, Fragments.whole(VALUES), apply_record, 2)
-    store = DiskStore(folder, lambda what, text: None, keep=0)
-    write_genesis(folder, run_id_of(owner().public_key), genesis)
-    state = genesis.state()
-    store.begin(genesis.digest, state.head.digest, 0, known=False)
-    vectors = {"parameters": torch.randn(VALUES), "momentum": torch.zeros(VALUES)}
-    applier = Applier(run, state, vectors, store, lambda *_: None)
-    thread = threading.Thread(target=applier.apply_all)
-    thread.start()
-    for _ in range(ROUNDS):
-        record, payload = following(state, VALUES)
-        applier.hold(record.payload, payload)
-        applier.append(record)
-        state = state.after(record)
-        with applier.changed:
-            applier.changed.wait_for(lambda state=state: applier.applied == state)
-        written(store)
-    applier.stop()
-    thread.join()
-    store.close()
+    write_log(folder, genesis, run, {"parameters": torch.randn(VALUES), "momentum": torch.zeros(VALUES)}, ROUNDS)
     return folder, run
 
 
@@ -89,7 +68,8 @@ def named_at_load(file: Path, folder: Path) -> bool:
     if file.name == FILE:
         return read_genesis(folder) is None
     if file.suffix == ".seg":
-        return any(file.name in str(trouble) for trouble in Journal.read(folder).troubles)
+        (trouble,) = Journal.read(folder).troubles
+        return trouble.path == file and str(trouble).startswith(file.name) and "damaged" in str(trouble)
     try:
         read_vectors(file.parent, read_manifest(file.parent))
     except SnapshotDamaged as damaged:

@@ -15,13 +15,11 @@ import torch
 from alone import train
 from test_checkpoint_segments import BASE, chain, opened, write
 from test_checkpoint_snapshot import frozen, photograph, settle
-from trained_run import Command
 
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
-from diloco.checkpoint.transfer.mirror import Mirror, restore
-from diloco.checkpoint.transfer.remote import Remote
+from diloco.checkpoint.transfer.mirror import Mirror, Remote, restore
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import points_of
 from diloco.errors import RemoteError
@@ -71,16 +69,25 @@ def remote(request, endpoint, tmp_path) -> Remote:
     return Remote(f"file://{tmp_path}/far/{name}" if request.param == "file" else f"memory://{name}/run")
 
 
-@pytest.fixture
-def command(monkeypatch, capsys) -> Command:
-    return Command(monkeypatch, capsys)
+class Told(list):
+    """What a store or a mirror has to say."""
+
+    def __call__(self, what: str, text: str) -> None:
+        self.append((what, text))
 
 
-def told(_: list[tuple[str, str]]):
-    return lambda what, text: _.append((what, text))
+def mirror_of(folder: Path, remote: Remote, told: Told | None = None, *, every_s: float = 3600) -> Mirror:
+    """By default it copies when it is asked to, or closed."""
+    return Mirror(folder, remote, folder.name, Told() if told is None else told, every_s=every_s)
 
 
-def island(folder: Path, records, *, until: int):
+def copied(folder: Path, remote: Remote, records=None, *, until: int = 5) -> None:
+    """An island that has been copied to an address."""
+    island(folder, records or chain(5), until=until)
+    mirror_of(folder, remote).close()
+
+
+def island(folder: Path, records, *, until: int = 5) -> None:
     """A log with a snapshot before its first and after its fourth record."""
     store, _ = opened(folder)
     photograph(store, 0, BASE)
@@ -90,17 +97,15 @@ def island(folder: Path, records, *, until: int):
     photograph(store, 4, records[3][0].digest)
     write(store, records[4:until])
     store.close()
-    return store
 
 
 def test_an_empty_disk_is_filled_from_a_remote_store_to_the_last_round(tmp_path, remote):
     records = chain(9)
     remote.check()
     for name, until in (("A", 7), ("B", 9)):
-        island(tmp_path / name, records, until=until)
-        Mirror(tmp_path / name, remote, name, told([]), every_s=3600).close()
-    story: list[tuple[str, str]] = []
-    manifest = restore(tmp_path / "new", remote, told(story))
+        copied(tmp_path / name, remote, records, until=until)
+    story = Told()
+    manifest = restore(tmp_path / "new", remote, story)
     assert manifest is not None and manifest.round == 4
     (found, path), *more = manifests(tmp_path / "new")
     assert more == []
@@ -117,7 +122,7 @@ def test_only_what_is_closed_is_copied_and_what_is_pruned_here_goes_there(tmp_pa
     photograph(store, 0, BASE)
     write(store, records[:4], rotate=True)
     settle(store)
-    mirror = Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600)
+    mirror = mirror_of(tmp_path / "A", remote)
     mirror.copy(finished=False)
     before = set(remote.sizes())
     assert {name for name in before if "/log-" in name} == {f"A/log-{number:08}.seg" for number in range(1, 5)}
@@ -135,8 +140,8 @@ def test_only_what_is_closed_is_copied_and_what_is_pruned_here_goes_there(tmp_pa
 
 
 def test_an_upload_that_was_cut_short_is_done_again(tmp_path, remote):
-    island(tmp_path / "A", chain(5), until=5)
-    mirror = Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600)
+    island(tmp_path / "A", chain(5))
+    mirror = mirror_of(tmp_path / "A", remote)
     mirror.copy(finished=True)
     sizes = remote.sizes()
     name = next(name for name in sizes if "/log-" in name)
@@ -148,28 +153,27 @@ def test_an_upload_that_was_cut_short_is_done_again(tmp_path, remote):
     assert remote.sizes() == sizes
 
 
-def test_damage_in_a_remote_store_is_told_of_and_an_older_snapshot_serves(tmp_path):
-    far, story = tmp_path / "far", []
-    island(tmp_path / "A", chain(5), until=5)
+@pytest.mark.parametrize("file", ["manifest.json", "parameters-00000.safetensors"])
+def test_damage_in_a_remote_store_is_told_of_and_an_older_snapshot_serves(tmp_path, file):
+    far, story = tmp_path / "far", Told()
     remote = Remote(f"file://{far}")
-    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
-    newest = max(far.glob("snapshot-*"))
-    (newest / "manifest.json").write_bytes(b"{}")
-    manifest = restore(tmp_path / "new", remote, told(story))
+    copied(tmp_path / "A", remote)
+    damaged = max(far.glob("snapshot-*")) / file
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    manifest = restore(tmp_path / "new", remote, story)
     assert manifest is not None and manifest.round == 0
-    assert [what for what, _ in story] == ["damaged", "restored"]
+    assert [what for what, _ in story] == ["damaged", "restored"] and file in story[0][1]
     assert [entry.round for entry in Journal.read(tmp_path / "new").chain(BASE)] == [1, 2, 3, 4, 5]
 
 
 def test_a_log_with_a_wrong_result_does_not_take_the_place_of_one_that_leads_further(tmp_path):
     """Whole by its checksums, but not what its record says."""
-    records, story = chain(9), []
+    records, story = chain(9), Told()
     wrong = [(record, b"wrong" if record.round == 6 else payload) for record, payload in records]
     remote = Remote(f"file://{tmp_path}/far")
     for name, of, until in (("A", records, 7), ("B", wrong, 9)):
-        island(tmp_path / name, of, until=until)
-        Mirror(tmp_path / name, remote, name, told([]), every_s=3600).close()
-    restore(tmp_path / "new", remote, told(story))
+        copied(tmp_path / name, remote, of, until=until)
+    restore(tmp_path / "new", remote, story)
     assert [entry.round for entry in Journal.read(tmp_path / "new").chain(records[3][0].digest)] == [5, 6, 7]
     assert "round 7 from" in story[0][1] and story[0][1].endswith("and 3 rounds after it")
 
@@ -181,27 +185,27 @@ def test_the_snapshot_of_the_heaviest_branch_is_restored_whatever_its_round(tmp_
     photograph(store, 7, "b" * 64, (200, 7))
     store.close()
     remote = Remote(f"file://{tmp_path}/far")
-    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
-    manifest = restore(tmp_path / "new", remote, told([]))
+    mirror_of(tmp_path / "A", remote).close()
+    manifest = restore(tmp_path / "new", remote, Told())
     assert manifest is not None and manifest.round == 7
     assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == ["snapshot-00000007-bbbbbbbb"]
 
 
 def test_what_is_pruned_while_it_is_copied_is_no_failure(tmp_path, monkeypatch):
-    story: list[tuple[str, str]] = []
-    island(tmp_path / "A", chain(5), until=5)
+    story = Told()
+    island(tmp_path / "A", chain(5))
     remote = Remote(f"file://{tmp_path}/far", tries=1)
-    mirror = Mirror(tmp_path / "A", remote, "A", told(story), every_s=3600)
+    mirror = mirror_of(tmp_path / "A", remote, story)
     paths = segment_paths(tmp_path / "A")
     paths[0].unlink()
     with monkeypatch.context() as before:
         before.setattr("diloco.checkpoint.transfer.mirror.segment_paths", lambda folder: paths)
         mirror.close()
-    assert story == [] and restore(tmp_path / "new", remote, told([])) is not None
+    assert story == [] and restore(tmp_path / "new", remote, Told()) is not None
 
 
 def test_nothing_there_is_nothing_restored(tmp_path, remote):
-    assert restore(tmp_path / "new", remote, told([])) is None
+    assert restore(tmp_path / "new", remote, Told()) is None
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -221,11 +225,11 @@ def test_missing_credentials_are_named_at_once(endpoint, monkeypatch):
 
 def test_a_store_that_is_away_is_asked_again_told_of_once_and_caught_up_with(tmp_path):
     """The endpoint is down, then up."""
-    far, story, waits = tmp_path / "far", [], []
+    far, story, waits = tmp_path / "far", Told(), []
     far.write_text("in the way")
-    island(tmp_path / "A", chain(5), until=5)
+    island(tmp_path / "A", chain(5))
     remote = Remote(f"file://{far}/run", tries=3, wait=waits.append)
-    mirror = Mirror(tmp_path / "A", remote, "A", told(story), every_s=0.05)
+    mirror = mirror_of(tmp_path / "A", remote, story, every_s=0.05)
     while len(waits) < 6:
         time.sleep(0.01)
     assert waits[:2] == [0.5, 1.0]  # with growing patience
@@ -234,7 +238,7 @@ def test_a_store_that_is_away_is_asked_again_told_of_once_and_caught_up_with(tmp
         time.sleep(0.01)
     mirror.close()
     assert [what for what, _ in story] == ["remote failing", "remote again"]
-    assert restore(tmp_path / "new", remote, told([])) is not None
+    assert restore(tmp_path / "new", remote, Told()) is not None
 
 
 def test_an_address_that_nobody_knows():
@@ -245,13 +249,12 @@ def test_an_address_that_nobody_knows():
 def test_a_shard_outside_of_its_folder_is_refused(tmp_path):
     """Whoever may write to a bucket may not write to our disk."""
     far = tmp_path / "far"
-    island(tmp_path / "A", chain(5), until=5)
     remote = Remote(f"file://{far}")
-    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    copied(tmp_path / "A", remote)
     for snapshot in far.glob("snapshot-*"):
         evil(snapshot / "manifest.json")
-    story: list[tuple[str, str]] = []
-    assert restore(tmp_path / "new", remote, told(story)) is None
+    story = Told()
+    assert restore(tmp_path / "new", remote, story) is None
     assert all("names a file outside of it" in text for _, text in story) and len(story) == 2
 
 
@@ -273,11 +276,11 @@ def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp
     assert {path.name: path.read_bytes() for path in log.iterdir()} == {
         path.name: path.read_bytes() for path in segment_paths(own)
     }
-    assert restore(tmp_path / "new", Remote(f"file://{run}"), told([])) is not None
+    assert restore(tmp_path / "new", Remote(f"file://{run}"), Told()) is not None
 
 
 def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco.checkpoint.transfer.remote.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("diloco.checkpoint.transfer.mirror.FIRST_WAIT_S", 0.0)
     (tmp_path / "far").write_text("in the way")
     config = small(checkpoint={"remote": f"file://{tmp_path}/far"})
     with pytest.raises(RemoteError, match=r"far/.* cannot be written to \(.*: create the bucket"):
@@ -322,21 +325,8 @@ def test_what_cannot_be_restored_is_refused_with_the_address(tmp_path, endpoint,
     assert "s3://no-such-bucket/runs cannot be read" in command.refused("restore", "s3://no-such-bucket/runs", out)
     assert "s3://bucket/nothing holds no run" in command.refused("restore", "s3://bucket/nothing", out)
     remote = Remote(f"file://{tmp_path}/far/one")
-    island(tmp_path / "A", chain(5), until=5)
-    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
+    copied(tmp_path / "A", remote)
     assert "one/genesis.json is damaged or missing" in command.refused("restore", remote.url, out)
-    Mirror(tmp_path / "A", Remote(f"file://{tmp_path}/far/two"), "A", told([]), every_s=3600).close()
+    mirror_of(tmp_path / "A", Remote(f"file://{tmp_path}/far/two")).close()
     assert "holds several runs, choose one: file://" in command.refused("restore", f"file://{tmp_path}/far", out)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "back"))] == []
-
-
-def test_a_damaged_shard_in_a_remote_store_is_named_and_an_older_snapshot_serves(tmp_path):
-    far, story = tmp_path / "far", []
-    island(tmp_path / "A", chain(5), until=5)
-    remote = Remote(f"file://{far}")
-    Mirror(tmp_path / "A", remote, "A", told([]), every_s=3600).close()
-    shard = next(max(far.glob("snapshot-*")).glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    manifest = restore(tmp_path / "new", remote, told(story))
-    assert manifest is not None and manifest.round == 0
-    assert story[0][0] == "damaged" and shard.name in story[0][1]

@@ -20,7 +20,7 @@ from test_launcher import events_of, islands, last_agreed, pids, processes_at, r
 
 from diloco.bench.bare import DIGEST
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import manifests, snapshots
 from diloco.checkpoint.log.store import Store
@@ -95,7 +95,7 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
 @pytest.mark.parametrize(("rounds", "story"), [(4, "rounds"), (10, "the whole state of round")])
 def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path, monkeypatch, rounds, story):
     """From their disks: nobody has that much in memory. Where that is more than the whole state, it takes that."""
-    monkeypatch.setattr("diloco.checkpoint.log.entries.KEEP_PAYLOADS", 2)
+    monkeypatch.setattr("diloco.checkpoint.log.library.KEEP_PAYLOADS", 2)
     with living(tmp_path, pace_s=0.15) as (network, team):
         at_round(team, 3)
         away = team.pop()
@@ -121,16 +121,22 @@ def damage(path: Path, position: int) -> None:
     path.write_bytes(raw)
 
 
+def damage_result(folder: Path, number: int) -> tuple[Entry, Path]:
+    """Of that round; its record, and the file that it lies in."""
+    journal = Journal.read(folder)
+    hurt = next(entry for entry in journal.entries.values() if entry.round == number)
+    place = journal.payloads[hurt.payload]
+    damage(place.path, place.offset + 100)
+    return hurt, place.path
+
+
 def test_a_damaged_record_is_named_and_fetched_from_peers(tmp_path):
     with living(tmp_path, keep=0) as (_, team):
         at_round(team, 14)
-    journal = Journal.read(tmp_path / "B")
-    hurt = next(entry for entry in journal.entries.values() if entry.round == 7)
-    place = journal.payloads[hurt.payload]
-    damage(place.path, place.offset + 100)
+    _, path = damage_result(tmp_path / "B", 7)
     with living(tmp_path, life=2, keep=0) as (_, team):
         (trouble,) = team[1].told
-        assert trouble[0] == "damaged" and f"{place.path.name}, round 7: the bytes of a result" in trouble[1]
+        assert trouble[0] == "damaged" and f"{path.name}, round 7: the bytes of a result" in trouble[1]
         assert team[1].restored.state.head.round >= 13  # the snapshot of round 10 needs no round 7
         wait_for(lambda: any(note.kind == "mended" for note in team[1].notes), team)
     chain = Journal.read(tmp_path / "B").chain(DIGEST)
@@ -154,13 +160,10 @@ def test_a_peer_that_has_lost_a_late_result_gives_its_whole_state(tmp_path):
     """After a restart its last results are on its disk, not in its memory."""
     with living(tmp_path, ("A",)) as (_, (island,)):
         at_round([island], 8)
-    journal = Journal.read(tmp_path / "A")
-    hurt = next(entry for entry in journal.entries.values() if entry.round == 6)
-    network = MemoryNetwork()
-    kept = Kept("A", network, tmp_path, 2)
+    kept = Kept("A", MemoryNetwork(), tmp_path, 2)
     try:
         assert kept.driver.log.after(DIGEST) is not None
-        damage(journal.payloads[hurt.payload].path, journal.payloads[hurt.payload].offset)
+        hurt, _ = damage_result(tmp_path / "A", 6)
         assert kept.driver.library.get(f"payload/{hurt.payload}") is None
         assert kept.driver.log.after(DIGEST) is None
         assert kept.driver.log.after(hurt.digest)[0].round == 7
@@ -172,9 +175,7 @@ def test_a_peer_that_has_lost_a_late_result_gives_its_whole_state(tmp_path):
 def test_a_record_that_is_damaged_after_the_last_snapshot_comes_from_peers(tmp_path):
     with living(tmp_path) as (_, team):
         at_round(team, 8)
-    journal = Journal.read(tmp_path / "B")
-    hurt = next(entry for entry in journal.entries.values() if entry.round == 5)
-    damage(journal.payloads[hurt.payload].path, journal.payloads[hurt.payload].offset)
+    damage_result(tmp_path / "B", 5)
     with living(tmp_path, life=2) as (_, team):
         assert team[1].restored.state.head.round == 4
         at_round(team, 12)
@@ -243,6 +244,11 @@ class Gate(Store):
         else:
             self.waiting.append(act)
 
+    def release(self) -> None:
+        self.open = True
+        while self.waiting:
+            self.waiting.pop(0)()
+
 
 def two_islands(network: MemoryNetwork, second: Store) -> list[TestIsland]:
     stores = {"A": Store(), "B": second}
@@ -262,9 +268,7 @@ def test_nothing_is_said_before_it_is_durable_but_signs_of_life():
         said.clear()
         wait_for(lambda: len(said) > 5, team)
         assert set(said) == {Heartbeat}
-        gate.open = True
-        while gate.waiting:
-            gate.waiting.pop(0)()
+        gate.release()
         at_round(team, max(island.state.head.round for island in team) + 3)
 
 
@@ -286,28 +290,16 @@ def test_who_leaves_waits_until_its_goodbye_may_be_said():
         leaving.start()
         wait_for(lambda: any(isinstance(getattr(act, "args", [0])[-1], Goodbye) for act in gate.waiting), team)
         leaving.join(0.2)  # were it not to wait, it would be over
-        gate.open = True
-        while gate.waiting:
-            gate.waiting.pop(0)()
+        gate.release()
         leaving.join(30)
         assert at_the_end == [True]
 
 
 @contextmanager
 def island_alone(tmp_path: Path, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    folder = str(tmp_path / "run" / name)
-    command = [
-        sys.executable,
-        "-m",
-        "diloco",
-        "join",
-        str(tmp_path / "run" / "ticket"),
-        "--name",
-        name,
-        "--dir",
-        folder,
-    ]
-    process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ticket, folder = (str(tmp_path / "run" / file) for file in ("ticket", name))
+    command = [sys.executable, "-m", "diloco", "join", ticket, "--name", name, "--dir", folder, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:

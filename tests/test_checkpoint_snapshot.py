@@ -49,22 +49,8 @@ def test_a_snapshot_comes_back_bit_by_bit_whatever_the_size_of_its_files(tmp_pat
         assert (manifest.round, manifest.version, manifest.meta) == (20, "c" * 64, state.meta)
         assert manifest.state == vectors_digest(state.vectors)
         assert len(list(path.glob("*.safetensors"))) == 2 * -(-50 // values)
-
-
-def test_its_files_are_safetensors(tmp_path):
-    state = frozen()
-    path = write_snapshot(tmp_path, state)
-    loaded = load_file(path / "parameters-00000.safetensors")
-    assert torch.equal(loaded["parameters"], state.vectors["parameters"])
-
-
-def test_the_same_state_gives_the_same_bytes_on_every_island(tmp_path):
-    paths = []
-    for island in ("one", "two"):
-        (tmp_path / island).mkdir()
-        paths.append(write_snapshot(tmp_path / island, frozen()))
-    one, two = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
-    assert one == two and paths[0].name == paths[1].name
+        loaded = load_file(path / "parameters-00000.safetensors")  # as any reader of them does
+        assert torch.equal(loaded["parameters"], state.vectors["parameters"][:values])
 
 
 def test_any_changed_byte_is_found_and_its_file_named(tmp_path):

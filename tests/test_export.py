@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALL, run_cli
-from trained_run import TEXT, Command, byte_pairs, train
+from trained_run import TEXT, byte_pairs, train
 
 from diloco.checkpoint.save import saves
 from diloco.config.file import parse_config
@@ -20,12 +20,6 @@ from diloco.model.decoder import Decoder, Shape
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(60).view(2, 30) * 4 % 256
-
-
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capsys)
 
 
 def load(folder: Path):

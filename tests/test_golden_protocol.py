@@ -20,10 +20,9 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import Header, Journal
+from diloco.checkpoint.log.journal import Entry, Header, Journal
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import scan, segment_path
+from diloco.checkpoint.log.segments import scan
 from diloco.checkpoint.log.snapshot import Frozen, read_manifest, read_vectors, write_snapshot
 from diloco.comm.peers import record as peer_record
 from diloco.comm.peers.identity import PRIVATE_HEADER, Identity
@@ -303,12 +302,12 @@ def write_segment() -> bytes:
         store.append(entry())
         store.vouch(record().digest, vectors_digest(VECTORS))
         store.close()
-        return segment_path(Path(folder), 1).read_bytes()
+        return (Path(folder) / "log-00000001.seg").read_bytes()
 
 
 def read_segment(raw: bytes) -> tuple[object, ...]:
     with TemporaryDirectory() as folder:
-        path = segment_path(Path(folder), 1)
+        path = Path(folder) / "log-00000001.seg"
         path.write_bytes(raw)
         journal, frames = Journal.read(Path(folder)), scan(path).frames
         kept = list(journal.headers.values()), decode(Memory, journal.memory), journal.payload(record().payload)

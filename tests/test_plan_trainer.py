@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from diloco.bench import real
 from diloco.bench.speed import measure
-from diloco.checkpoint.log.entries import KEEP_PAYLOADS
+from diloco.checkpoint.log.library import KEEP_PAYLOADS
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from test_checkpoint_log import ROUNDS
-from test_checkpoint_log import command as command
 from test_checkpoint_log import log as log
 from test_launcher import wait_until
 
@@ -22,7 +21,7 @@ from diloco.comm.peers.ticket import run_id_of
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
-from diloco.history.log import find_logs, newest_state, origin, rows, state_of, verify
+from diloco.history.log import find_logs, newest_state, rows, state_of, verify
 from diloco.history.rewind import rewind
 from diloco.island.fragments import fragments_of
 from diloco.island.layout import Layout
@@ -222,7 +221,7 @@ def test_the_commands_say_what_happened_and_what_next(log, command):
     new = folder.parent.with_name("run-round-5")
     assert f"{new} is a new run that begins with round 5 of {folder.parent}, at step 5" in said.out
     assert f"diloco run {new}/config.yaml --resume" in said.out
-    parent = origin(new / OUTER)
+    parent = read_genesis(new / OUTER).parent
     assert isinstance(parent, Parent)
     assert f"rewound: it begins with round 5 (step 5, {parent.chain[:12]})" in command("log", new).out
     changed = command("set", new, "inner.lr=1e-3", "inner.steps=11")

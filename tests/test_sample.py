@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from trained_run import TEXT, Command, byte_pairs, train
+from trained_run import TEXT, byte_pairs, train
 
 from diloco.cli.sample import HARMLESS
 from diloco.data.tokenizer import load_tokenizer
@@ -21,12 +21,6 @@ from diloco.history.sample import Choice, choose, continued, spoken
 transformers = pytest.importorskip("transformers")
 GREEDY = Choice(temperature=0)
 BYTES = load_tokenizer("bytes")
-
-
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capsys)
 
 
 def test_the_likeliest_tokens_are_those_that_transformers_finds(run):

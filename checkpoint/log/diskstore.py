@@ -16,21 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.log.background import Pace, make_way
-from diloco.checkpoint.log.begun import Begun
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
-from diloco.checkpoint.log.library import Item
-from diloco.checkpoint.log.pruning import prune
-from diloco.checkpoint.log.results import Results
-from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_number, segment_paths
-from diloco.checkpoint.log.snapshot import Frozen, clean, manifests, write_snapshot
-from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.log.library import Item, payload_name
+from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
+from diloco.checkpoint.log.snapshot import DAMAGED, Frozen, clean, manifests, remove, write_snapshot
+from diloco.checkpoint.log.store import Begun, Store
+from diloco.checkpoint.log.writing import Pace, make_way
 from diloco.comm.transport.frame import Buffer
 
 KEEP = 2  # snapshots, and the log since the older one
 SEGMENT_BYTES = 256 << 20
 RETRY_S = 5.0  # after the disk has refused
+CACHED = 4  # results of long ago: a peer asks for one chunk after the other
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str, str], None]  # what happened, in which words
@@ -73,7 +70,7 @@ class DiskStore(Store):
         self._memory = self.journal.memory
         self._retry_at = 0.0
         self._changed = threading.Condition()
-        self._results = Results(self.journal, self._changed, tell)
+        self._items: dict[str, Item] = {}
         self._jobs: list[Job] = []
         self._frozen: Frozen | None = None
         self._pace = Pace()
@@ -138,9 +135,8 @@ class DiskStore(Store):
     def wants_snapshot(self) -> bool:
         """The log has no anchor."""
         with self._changed:
-            coming = self.photographing
             possible = self._segment is not None and time.monotonic() > self._retry_at
-            return possible and not self._anchored and not coming
+            return possible and not self._anchored and not self.photographing
 
     def _hand_in(self, job: Job) -> None:
         with self._changed:
@@ -177,12 +173,23 @@ class DiskStore(Store):
             return entry is not None and self.journal.has(entry.payload)
 
     def item(self, payload: str) -> Item | None:
-        return self._results.item(payload)
-
-    def written(self) -> tuple[str, int]:
-        """The file being written, and how much of it."""
-        segment = self._segment
-        return ("", 0) if segment is None else (segment.path.name, segment.size)
+        """Read back from the log, and checked. None where it is not here, or not what was written, which is told."""
+        with self._changed:
+            item, place = self._items.get(payload), self.journal.payloads.get(payload)
+        if item is not None or place is None:
+            return item
+        if (raw := self.journal.payload(payload)) is None:
+            with self._changed:
+                self.journal.payloads.pop(payload, None)
+            if place.path.exists():
+                self.tell("damaged", f"{place.path.name}: the bytes of result {payload[:12]} are damaged")
+            return None
+        item = Item(payload_name(payload), raw)
+        with self._changed:
+            self._items[payload] = item
+            for oldest in list(self._items)[:-CACHED]:
+                del self._items[oldest]
+        return item
 
     def broken_after(self) -> str | None:
         versions = [manifest.version for manifest, _ in manifests(self.folder)]
@@ -204,8 +211,7 @@ class DiskStore(Store):
         while True:
             with self._changed:
                 self._busy = False
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._jobs or self._closing)
                 jobs, self._jobs = self._jobs, []
                 self._busy = bool(jobs)
             if not jobs:
@@ -265,8 +271,7 @@ class DiskStore(Store):
                 self._stretch.add(self._head[0])
 
     def _open_segment(self) -> None:
-        number = max(map(segment_number, segment_paths(self.folder)), default=0) + 1
-        self._segment = SegmentWriter(self.folder, number)
+        self._segment = SegmentWriter(self.folder)
         header = header_frame(Header(self._genesis, *self._head))
         place = self._segment.write(Kind.HEADER, header)
         if self._memory is not None:
@@ -312,8 +317,7 @@ class DiskStore(Store):
         while True:
             with self._changed:
                 self._photographing = False
-                while self._frozen is None and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._frozen is not None or self._closing)
                 frozen, self._frozen = self._frozen, None
                 self._photographing = frozen is not None
             if frozen is None:
@@ -343,6 +347,21 @@ class DiskStore(Store):
             self._anchored = self._anchored or frozen.version in self._stretch
         self._hand_in(Job())  # what was written since is durable from now on
         try:
-            prune(self.folder, self.journal, self._changed, self._keep)
+            self._prune()
         except OSError as error:
             log.warning("%s: old snapshots and segments stay: %s", self.folder, error)
+
+    def _prune(self) -> None:
+        """Keep the last snapshots and the log since the oldest of them. Those that cannot be read count for nothing."""
+        found = manifests(self.folder)
+        if not self._keep or len(found) < self._keep:  # 0 keeps everything
+            return
+        for path in [*(path for _, path in found[: -self._keep]), *self.folder.glob(f"snapshot-*{DAMAGED}")]:
+            remove(path)
+        oldest = found[-self._keep][0].version
+        with self._changed:
+            paths, headers = segment_paths(self.folder), self.journal.headers
+            follows = [path in headers and headers[path].base == oldest for path in paths]
+            for path in paths[: follows.index(True)] if any(follows) else []:
+                path.unlink()
+                self.journal.forget(path)

@@ -9,14 +9,24 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
-from diloco.checkpoint.log.entries import Entry
 from diloco.checkpoint.log.segments import Damage, Frame, Place, read_body, scan, segment_paths
+from diloco.checkpoint.log.writing import canonical
 from diloco.errors import SaveError
 
 FORMAT = 1
 NOTHING = hashlib.sha256(b"").hexdigest()  # the result of a record that changes no vector
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Opaque here: a digest that names its parent's, a header, and the digest of the result's bytes."""
+
+    round: int
+    digest: str
+    parent: str
+    header: bytes
+    payload: str  # name of the bytes in the library: their SHA-256
 
 
 class Kind(IntEnum):
@@ -71,7 +81,8 @@ class Journal:
             found = scan(path)
             for frame in found.frames:
                 journal.take(frame.kind, frame.head, frame.body)
-            damages += [(damage, journal.newest_round) for damage in found.damages]
+            newest = next(reversed(journal.entries.values())).round if journal.entries else 0
+            damages += [(damage, newest) for damage in found.damages]
             if found.torn is not None:
                 size = path.stat().st_size - found.torn
                 text = f"its last {size} bytes are torn: their writer died, or they are damaged"
@@ -80,15 +91,14 @@ class Journal:
         journal.troubles += [_trouble(damage, rounds, newest) for damage, newest in damages]
         return journal
 
-    @property
-    def newest_round(self) -> int:
-        return next(reversed(self.entries.values())).round if self.entries else 0
-
     def take(self, kind: int, head: bytes, body: Place) -> None:
         """A frame that is whole, in the order of writing."""
         match kind:
             case Kind.HEADER:
-                self.headers[body.path] = _read_header(body.path, head)
+                tree = json.loads(head)
+                if (was := tree["format"]) != FORMAT:
+                    raise SaveError(f"{body.path} has format {was}, this diloco writes {FORMAT}: use the same version")
+                self.headers[body.path] = Header(**tree)
             case Kind.MEMORY:
                 self.memory = head
             case Kind.PAYLOAD:
@@ -158,36 +168,20 @@ class Journal:
 
 
 def header_frame(header: Header) -> bytes:
-    return _json(vars(header))
+    return canonical(vars(header))
 
 
 def record_frame(entry: Entry) -> bytes:
-    named = {name: value for name, value in vars(entry).items() if name != "header"}
-    return _json(named)
-
-
-def _read_header(path: Path, head: bytes) -> Header:
-    tree = json.loads(head)
-    if tree["format"] != FORMAT:
-        raise SaveError(f"{path} has format {tree['format']}, this diloco writes {FORMAT}: use the same version")
-    return Header(**tree)
+    return canonical({name: value for name, value in vars(entry).items() if name != "header"})
 
 
 def _trouble(damage: Damage, rounds: dict[str, int], newest: int) -> Trouble:
-    where = f"damaged at byte {damage.offset}"
-    if damage.frame is None:
-        return Trouble(damage.path, f"{where}, after the record of round {newest}")
-    return _trouble_in(damage.frame, damage.path, where, rounds)
-
-
-def _trouble_in(frame: Frame, path: Path, where: str, rounds: dict[str, int]) -> Trouble:
-    match frame.kind:
-        case Kind.PAYLOAD:
-            return Trouble(path, f"the bytes of a result are {where}", rounds.get(frame.head.decode()))
-        case Kind.RECORD:
-            return Trouble(path, f"a record is {where}", json.loads(frame.head)["round"])
+    path, where = damage.path, f"damaged at byte {damage.offset}"
+    match damage.frame:
+        case None:
+            return Trouble(path, f"{where}, after the record of round {newest}")
+        case Frame(Kind.PAYLOAD, head):
+            return Trouble(path, f"the bytes of a result are {where}", rounds.get(head.decode()))
+        case Frame(Kind.RECORD, head):
+            return Trouble(path, f"a record is {where}", json.loads(head)["round"])
     return Trouble(path, where)
-
-
-def _json(tree: Any) -> bytes:
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()

@@ -1,4 +1,5 @@
-"""What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each.
+"""What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each;
+and the records whose results are among them.
 
 A `Parcel` describes an item: whoever has the right one can take the chunks from anybody. It comes from peers, so it is
 checked, and its sizes are bounded, before anything of that size is made.
@@ -8,7 +9,9 @@ import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
+from diloco.checkpoint.log.journal import Entry
 from diloco.comm.peers import packing
 from diloco.comm.peers.packing import Malformed, Reader
 from diloco.comm.transport.frame import Buffer
@@ -21,6 +24,9 @@ MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description
 MAX_NAME_BYTES = 255
 DIGEST_BYTES = 32
 MAX_PARCEL_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
+KEEP_PAYLOADS = 16
+KEEP_HEADERS = 10_000
+MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again
 
 
 @dataclass(frozen=True)
@@ -48,17 +54,14 @@ class Parcel:
     def decode(cls, raw: Buffer) -> "Parcel":
         if len(raw) > MAX_PARCEL_BYTES:
             raise ParcelRefused(f"a description of {len(raw)} bytes, at most {MAX_PARCEL_BYTES} are accepted")
+        reader = Reader(bytes(raw))
         try:
-            return cls._read(Reader(bytes(raw)))
+            name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
+            count = chunk_count(name, size, chunk_bytes)
+            digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
+            reader.finish()
         except Malformed as bad:
             raise ParcelRefused(f"no description of an item: {bad}") from None
-
-    @classmethod
-    def _read(cls, reader: Reader) -> "Parcel":
-        name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
-        count = chunk_count(name, size, chunk_bytes)
-        digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
-        reader.finish()
         return cls(name, size, chunk_bytes, digests)
 
 
@@ -83,15 +86,8 @@ class Item:
         self.data = as_bytes(data).toreadonly()
         self.size = len(self.data)
         self.chunk_bytes = chunk_bytes
-        self._digests: list[bytes | None] = [None] * chunk_count(name, self.size, chunk_bytes)
-
-    @property
-    def count(self) -> int:
-        return len(self._digests)
-
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        return tuple(self.digest(number) for number in range(self.count))
+        self.count = chunk_count(name, self.size, chunk_bytes)
+        self._digests: list[bytes | None] = [None] * self.count
 
     def digest(self, number: int) -> bytes:
         known = self._digests[number]
@@ -103,7 +99,7 @@ class Item:
         return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
     def description(self) -> Parcel:
-        return Parcel(self.name, self.size, self.chunk_bytes, self.digests)
+        return Parcel(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
 
 
 class Library:
@@ -144,3 +140,55 @@ class Library:
     def names(self) -> list[str]:
         with self._lock:
             return sorted(self._items)
+
+
+class OuterLog:
+    """What was committed, in order, on one branch; with the bytes of the last records, older ones are stored. For any
+    thread."""
+
+    def __init__(self, library: Library, stored: Callable[[str], bool] = lambda payload: False) -> None:
+        """`stored`: whether the bytes with this digest are kept elsewhere."""
+        self._library, self._stored = library, stored
+        self._entries: list[Entry] = []
+        self._lock = threading.Lock()
+
+    def append(self, entry: Entry) -> None:
+        with self._lock:
+            assert not self._entries or self._entries[-1].digest == entry.parent, "a log is one chain"
+            self._entries.append(entry)
+            del self._entries[:-KEEP_HEADERS]
+            self._drop_old_payloads()
+
+    def replace(self, entries: list[Entry]) -> None:
+        """Another branch."""
+        with self._lock:
+            self._entries = list(entries)
+            self._drop_old_payloads()
+
+    def _drop_old_payloads(self) -> None:
+        """Those of attempts that came to nothing, too."""
+        kept = {payload_name(entry.payload) for entry in self._entries[-KEEP_PAYLOADS:]}
+        for name in self._library.names():
+            if name.startswith(payload_name("")) and name not in kept:
+                self._library.drop(name)
+
+    def after(self, digest: str) -> list[Entry] | None:
+        """What follows this entry, or the beginning of it, if its bytes are all still here; None where they are not."""
+        with self._lock:
+            entries = list(self._entries)
+        index = next((i for i, entry in enumerate(entries) if entry.parent == digest), None)
+        if index is None:
+            return [] if entries and entries[-1].digest == digest else None
+        in_memory = set(self._library.names())
+        if not all(payload_name(e.payload) in in_memory or self._stored(e.payload) for e in entries[index:]):
+            return None
+        sizes = accumulate(len(entry.header) for entry in entries[index:])
+        return [entry for entry, size in zip(entries[index:], sizes, strict=True) if size <= MAX_AFTER]
+
+    def entries(self) -> list[Entry]:
+        with self._lock:
+            return list(self._entries)
+
+
+def payload_name(digest: str) -> str:
+    return f"payload/{digest}"

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.background import Rest, no_rest
 from diloco.checkpoint.log.library import Library
-from diloco.checkpoint.log.tensorfile import PIECE
+from diloco.checkpoint.log.writing import PIECE, Rest, no_rest
 
 PIN_S = 120.0  # after its last use, a pinned copy makes way
 FRESH_S = 3.0  # so long, newcomers are given the copy that is there
@@ -27,8 +26,7 @@ class Replica:
         self.vectors, self.library = dict(vectors), library
         self.version, self.meta = version, meta
         self._lock = threading.Condition()
-        self._pins: dict[str, tuple[float, float]] = {}  # when made, when last asked for
-        self._pinned_meta: dict[str, bytes] = {}
+        self._pins: dict[str, tuple[float, float, bytes]] = {}  # when made, when last asked for, and its meta
 
     def apply(self, change: Callable[[Mapping[str, Tensor]], None], version: str, meta: bytes) -> None:
         with self._lock:
@@ -59,23 +57,22 @@ class Replica:
         with self._lock:
             now = time.monotonic()
             self._unpin_old()
-            version = version or self._fresh(now) or self.version
+            fresh = (pinned for pinned, (made, _, _) in self._pins.items() if now - made < FRESH_S)
+            version = version or next(fresh, self.version)
             if version not in self._pins:
                 if version != self.version:
                     return None
                 for name, vector in self.vectors.items():
                     self.library.put(vector_name(version, name), memoryview(host_copy(vector).numpy()))  # type: ignore[arg-type]
-                self._pinned_meta[version] = self.meta
-            self._pins[version] = self._pins.get(version, (now, now))[0], now
-            return self._pinned_meta[version]
-
-    def _fresh(self, now: float) -> str:
-        return next((version for version, (made, _) in self._pins.items() if now - made < FRESH_S), "")
+                self._pins[version] = now, now, self.meta
+            made, _, meta = self._pins[version]
+            self._pins[version] = made, now, meta
+            return meta
 
     def _unpin_old(self) -> None:
-        for version, (_, used_at) in list(self._pins.items()):
+        for version, (_, used_at, _) in list(self._pins.items()):
             if time.monotonic() - used_at > PIN_S:
-                del self._pins[version], self._pinned_meta[version]
+                del self._pins[version]
                 for name in self.vectors:
                     self.library.drop(vector_name(version, name))
 
@@ -90,13 +87,8 @@ def host_copy(vector: Tensor) -> Tensor:
 
 
 def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
-    return bytes_digest(
-        {
-            name: memoryview(vector.cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for name, vector in vectors.items()
-        },
-        rest,
-    )
+    views = {name: memoryview(vector.cpu().view(torch.uint8).numpy()) for name, vector in vectors.items()}  # type: ignore[arg-type]
+    return bytes_digest(views, rest)
 
 
 def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:

@@ -7,7 +7,7 @@ that is no whole frame was being written when its writer died: a torn tail.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,14 +71,6 @@ def segment_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("log-*.seg"))
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"log-{number:08}.seg"
-
-
-def segment_number(path: Path) -> int:
-    return int(path.stem.removeprefix("log-"))
-
-
 def scan(path: Path) -> Scan:
     """All of a file, every byte checked. Nothing is changed."""
     found = Scan()
@@ -86,8 +78,7 @@ def scan(path: Path) -> Scan:
         size, position = path.stat().st_size, 0
         while position < size:
             frame = _frame_at(file.fileno(), path, position, size)
-            whole = frame is not None and _body_is_whole(file.fileno(), frame.body)
-            if frame is not None and whole:
+            if frame is not None and _body_is_whole(file.fileno(), frame.body):
                 found.frames.append(frame)
                 position = frame.end
                 continue
@@ -113,17 +104,14 @@ def _frame_at(file: int, path: Path, start: int, size: int) -> Frame | None:
         return None
     rest = os.pread(file, head_bytes + CHECK.size, start + FIXED.size)
     head = rest[:head_bytes]
-    if len(rest) < head_bytes + CHECK.size or rest[head_bytes:] != _check(fixed, head):
+    if len(rest) < head_bytes + CHECK.size or rest[head_bytes:] != _check([fixed, head]):
         return None
     return Frame(kind, head, start, Place(path, body_at, body_bytes))
 
 
 def _body_is_whole(file: int, place: Place) -> bool:
-    check = xxhash.xxh3_64()
-    for part in _parts(file, place.offset, place.length):
-        check.update(part)
     stored = os.pread(file, CHECK.size, place.offset + place.length)
-    return stored == CHECK.pack(check.intdigest())
+    return stored == _check(_parts(file, place.offset, place.length))
 
 
 def _parts(file: int, offset: int, length: int) -> Iterator[bytes]:
@@ -154,16 +142,17 @@ def read_body(place: Place) -> bytes | None:
     """None where the bytes are not those that were written, or are gone."""
     with suppress(OSError), place.path.open("rb") as file:
         raw = b"".join(_parts(file.fileno(), place.offset, place.length))
-        if os.pread(file.fileno(), CHECK.size, place.offset + place.length) == _check(raw):
+        if os.pread(file.fileno(), CHECK.size, place.offset + place.length) == _check([raw]):
             return raw
     return None
 
 
 class SegmentWriter:
-    """One new file. Any OSError ends its use: `abandon` then takes back what was not synced."""
+    """The next file. Any OSError ends its use: `abandon` then takes back what was not synced."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.path = segment_path(folder, number)
+    def __init__(self, folder: Path) -> None:
+        number = max((int(path.stem.removeprefix("log-")) for path in segment_paths(folder)), default=0) + 1
+        self.path = folder / f"log-{number:08}.seg"
         self.size = self._synced = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -176,10 +165,10 @@ class SegmentWriter:
         """Not durable before `sync`."""
         view = as_bytes(body)
         fixed = FIXED.pack(MAGIC, kind, len(head), len(view))
-        self._write(fixed + head + _check(fixed, head))
+        self._write(fixed + head + _check([fixed, head]))
         place = Place(self.path, self.size, len(view))
         self._write(view)
-        self._write(_check(view))
+        self._write(_check([view]))
         return place
 
     def _write(self, data: Buffer) -> None:
@@ -218,7 +207,7 @@ def cut(path: Path, length: int) -> None:
         os.fsync(file.fileno())
 
 
-def _check(*parts: Buffer) -> bytes:
+def _check(parts: Iterable[Buffer]) -> bytes:
     check = xxhash.xxh3_64()
     for part in parts:
         check.update(part)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from diloco.atomic import PART, appearing, sync_path
-from diloco.checkpoint.log.background import Rest, no_rest
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.tensorfile import PIECE, header, write_tensors
+from diloco.checkpoint.log.writing import PIECE, Rest, canonical, header, no_rest, write_tensors
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import SnapshotDamaged
 
@@ -58,12 +57,12 @@ class Manifest:
     meta: Any
     vectors: dict[str, int]  # values of each
     state: str  # digest of all vectors
-    shards: tuple[Shard, ...]
+    shards: list[Shard]
 
     def encode(self) -> bytes:
         """With its own digest; one text for one manifest, so that every byte counts."""
         tree = asdict(self)
-        return _json({**tree, "digest": hashlib.sha256(_json(tree)).hexdigest()}) + b"\n"
+        return canonical({**tree, "digest": hashlib.sha256(canonical(tree)).hexdigest()}) + b"\n"
 
 
 def snapshots(folder: Path) -> list[Path]:
@@ -78,16 +77,16 @@ def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VA
         return final
     with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
-        shards = [
-            _write_shard(part, name, start, vector[start : start + shard_values], f"{start // shard_values:05}", rest)
-            for name, vector in sorted(frozen.vectors.items())
-            for start in range(0, len(vector), shard_values)
-        ]
-        sizes = {name: len(vector) for name, vector in sorted(frozen.vectors.items())}
+        shards = []
+        for name, vector in sorted(frozen.vectors.items()):
+            for start in range(0, len(vector), shard_values):
+                values = vector[start : start + shard_values]
+                file, digest = f"{name}-{start // shard_values:05}.safetensors", hashlib.sha256()
+                write_tensors(part / file, {name: values}, rest, digest.update)
+                shards.append(Shard(file, name, start, len(values), digest.hexdigest()))
+        sizes = {name: len(vector) for name, vector in frozen.vectors.items()}
         state = vectors_digest(frozen.vectors, rest)
-        manifest = Manifest(
-            FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, tuple(shards)
-        )  # fmt: skip
+        manifest = Manifest(FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, shards)
         (part / "manifest.json").write_bytes(manifest.encode())
         sync_path(part / "manifest.json")
     return final
@@ -98,22 +97,14 @@ def part_of(snapshot: Path) -> Path:
     return snapshot.with_name(snapshot.name + PART)
 
 
-def _write_shard(folder: Path, name: str, start: int, values: Tensor, number: str, rest: Rest) -> Shard:
-    file, digest = f"{name}-{number}.safetensors", hashlib.sha256()
-    write_tensors(folder / file, {name: values}, rest, digest.update)
-    return Shard(file, name, start, len(values), digest.hexdigest())
-
-
 def read_manifest(snapshot: Path) -> Manifest:
     path = snapshot / "manifest.json"
     try:
         raw = path.read_bytes() if path.stat().st_size <= MAX_MANIFEST else b""
         tree = json.loads(raw)
-        shards = tuple(Shard(**shard) for shard in tree["shards"])
-        manifest = Manifest(
-            tree["format"], tree["round"], tree["version"], tuple(tree["order"]), tree["meta"], tree["vectors"],
-            tree["state"], shards,
-        )  # fmt: skip
+        del tree["digest"]
+        shards = [Shard(**shard) for shard in tree["shards"]]
+        manifest = Manifest(**{**tree, "order": tuple(tree["order"]), "shards": shards})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({type(error).__name__})") from None
     if manifest.encode() != raw:
@@ -175,7 +166,3 @@ def clean(folder: Path) -> None:
     """What a writer left when it died."""
     for path in [path for path in folder.glob("snapshot-*") if path.suffix in (PART, GONE)]:
         remove(path)
-
-
-def _json(tree: Any) -> bytes:
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()

@@ -11,19 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 
+from diloco import errors
 from diloco.checkpoint.log.library import DIGEST_BYTES, MAX_NAME_BYTES, Item, Library
 from diloco.comm.peers.packing import Malformed, Reader
 from diloco.comm.transport.transport import Frame, Stream, Transport
-from diloco.errors import (
-    FrameError,
-    StreamClosed,
-    TransportError,
-    TransportTimeout,
-)
 
 CHANNEL = "fetch"
 DESCRIBE, WHOLE, CHUNK = 1, 2, 3  # requests
 READY, BUSY, REFUSED, BYTES, NOT_HERE, TOO_LARGE = 11, 12, 13, 14, 15, 16  # a greeting is one of the first three
+REFUSALS: dict[int, tuple[type[errors.TransferFailed], str]] = {
+    BUSY: (errors.DonorBusy, "serves as many as it can"),
+    REFUSED: (errors.TransferFailed, "gives us nothing"),
+    NOT_HERE: (errors.ItemMissing, "does not have it"),
+    TOO_LARGE: (errors.TransferFailed, "has it, too large for one answer: fetch it by chunks"),
+}
 MAX_REQUEST_BYTES = 2 + MAX_NAME_BYTES + 4 + DIGEST_BYTES
 MAX_WHOLE_BYTES = 16 << 20  # larger items go by chunks
 MAX_STREAMS, MAX_STREAMS_OF_ONE = 64, 4
@@ -39,24 +40,16 @@ log = logging.getLogger(__name__)
 class Donor:
     """Serves a library on a transport until `close()`; after that the transport has no donor any more.
 
-    `failure` is why nobody is accepted any more, if that is so. While the owner is `in_a_hurry` (a round needs its
-    uplink), each stream sends for a third of the time only. With much less, a newcomer would fall behind for ever.
+    While the owner is `in_a_hurry` (a round needs its uplink), each stream sends for a third of the time only. With
+    much less, a newcomer would fall behind for ever.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        library: Library,
-        *,
-        may_read: Callable[[str], bool] = lambda peer: True,
+        self, transport: Transport, library: Library, *, may_read: Callable[[str], bool] = lambda peer: True,
         in_a_hurry: Callable[[], bool] = lambda: False,
-        max_streams: int = MAX_STREAMS,
-        max_streams_of_one: int = MAX_STREAMS_OF_ONE,
-    ) -> None:
-        self.failure: BaseException | None = None
+    ) -> None:  # fmt: skip
         self._transport, self._library, self._may_read = transport, library, may_read
         self._in_a_hurry = in_a_hurry
-        self._max_streams, self._max_of_one = max_streams, max_streams_of_one
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -76,16 +69,15 @@ class Donor:
         try:
             while not self._closed:
                 self._accept_one()
-        except StreamClosed:  # the transport is
+        except errors.StreamClosed:  # the transport is
             pass
-        except BaseException as error:
-            self.failure = error
+        except BaseException:
             log.exception("%s gives nothing to others any more", self._transport.identity)
 
     def _accept_one(self) -> None:
         try:
             stream = self._transport.accept(CHANNEL, timeout_s=SLICE_S)
-        except TransportTimeout:
+        except errors.TransportTimeout:
             return
         refusal = self._admit(stream)
         try:
@@ -93,7 +85,7 @@ class Donor:
                 threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
                 return
             stream.send(refusal, timeout_s=GREETING_S)
-        except (TransportError, RuntimeError) as error:  # RuntimeError: out of threads, others must get in later
+        except (errors.TransportError, RuntimeError) as error:  # RuntimeError: out of threads, others must get in later
             log.warning("%s cannot serve %s: %s", self._transport.identity, stream.peer, error)
         self._let_go(stream)
 
@@ -103,7 +95,7 @@ class Donor:
             return REFUSED
         with self._lock:
             of_peer = sum(other.peer == stream.peer for other in self._streams)
-            if self._closed or len(self._streams) >= self._max_streams or of_peer >= self._max_of_one:
+            if self._closed or len(self._streams) >= MAX_STREAMS or of_peer >= MAX_STREAMS_OF_ONE:
                 log.info("%s is too busy for %s", self._transport.identity, stream.peer)
                 return BUSY
             self._streams.add(stream)
@@ -120,9 +112,9 @@ class Donor:
             while self._may_read(stream.peer):
                 self._answer(stream, stream.receive(_request_only, timeout_s=IDLE_S))
             stream.send(REFUSED, timeout_s=IDLE_S)
-        except (FrameError, Malformed) as bad:
+        except (errors.FrameError, Malformed) as bad:
             log.warning("%s asks for what is no request: %s", stream.peer, bad)
-        except TransportError as gone:
+        except errors.TransportError as gone:
             log.debug("%s has gone: %s", stream.peer, gone)
         except Exception:  # a thread's outermost frame: the owner's on_missing or may_read, say
             log.exception("%s could not be served", stream.peer)
@@ -160,5 +152,5 @@ def _answer_to(kind: int, reader: Reader, item: Item | None) -> tuple[int, bytes
 
 def _request_only(kind: int, head: bytes, length: int) -> memoryview:
     if kind not in (DESCRIBE, WHOLE, CHUNK) or length or len(head) > MAX_REQUEST_BYTES:
-        raise FrameError(f"frame of kind {kind} with {len(head)} and {length} bytes, a request was due")
+        raise errors.FrameError(f"frame of kind {kind} with {len(head)} and {length} bytes, a request was due")
     return memoryview(bytearray())

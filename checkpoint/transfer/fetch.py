@@ -1,4 +1,5 @@
-"""A large item from several donors at once: faster ones give more, and one that vanishes costs the chunks in flight."""
+"""What donors are asked for: one answer of one of them (a small item, the description of a large one), or a large item
+from several at once, of whom faster ones give more, and one that vanishes costs the chunks in flight."""
 
 import hashlib
 import logging
@@ -6,29 +7,109 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from diloco.checkpoint.log.library import MAX_NAME_BYTES, Parcel
-from diloco.checkpoint.transfer.asking import hear, unless_busy, up_to
-from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, READY, SLICE_S
+from diloco import errors
+from diloco.checkpoint.log.library import MAX_NAME_BYTES, MAX_PARCEL_BYTES, Parcel
+from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, DESCRIBE, READY, REFUSALS, SLICE_S, WHOLE
 from diloco.comm.peers import packing
-from diloco.comm.transport.transport import PeerAddress, Place, Stream, Transport
-from diloco.comm.transport.wire import as_bytes, deadline_in
-from diloco.errors import (
-    DonorBusy,
-    FrameError,
-    TransferFailed,
-    TransferStopped,
-    TransportError,
-    WrongBytes,
-)
+from diloco.comm.transport.transport import Frame, PeerAddress, Place, Stream, Transport
+from diloco.comm.transport.wire import Deadline, as_bytes, deadline_in, seconds_to
 
 MAX_WORKERS = 8
 MAX_ASKED = 8  # chunks asked for in advance of a donor: a long way must not leave the link empty
 MAX_HOLDERS = 2  # donors asked for one chunk at the end: more would share our link for nothing
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def ask(transport: Transport, address: PeerAddress, name: str, *, limit: int, timeout_s: float) -> bytes:
+    """One small item (16 MiB at most) from one peer, all of it within the time; else TransferFailed."""
+    frame = _one_answer(transport, address, WHOLE, name, limit, timeout_s)
+    if hashlib.sha256(frame.payload).digest() != frame.head:
+        raise errors.WrongBytes(f"{name!r}: what {address.identity} sent is not what its digest says")
+    return bytes(frame.payload)
+
+
+def describe(transport: Transport, address: PeerAddress, name: str, timeout_s: float) -> Parcel:
+    """What one peer says of its item. Whoever makes room for it first compares the size with what it expects."""
+    frame = _one_answer(transport, address, DESCRIBE, name, MAX_PARCEL_BYTES, timeout_s)
+    try:
+        parcel = Parcel.decode(frame.payload)
+    except errors.ParcelRefused as bad:
+        raise errors.ParcelRefused(f"{name!r} of {address.identity}: {bad}") from None
+    if parcel.name != name:
+        raise errors.ParcelRefused(f"{name!r} of {address.identity}: it describes {parcel.name!r}")
+    return parcel
+
+
+def _one_answer(
+    transport: Transport, address: PeerAddress, kind: int, name: str, limit: int, timeout_s: float
+) -> Frame:
+    deadline, request = deadline_in(timeout_s), packing.text(name, MAX_NAME_BYTES)
+
+    def attempt() -> Frame:
+        stream = transport.connect(address, CHANNEL, timeout_s=seconds_to(deadline) or 0.0)
+        with _closed_at(deadline, stream):
+            hear(stream, READY, up_to(0), name)
+            stream.send(kind, request)
+            return hear(stream, BYTES, up_to(limit), name)
+
+    try:
+        return unless_busy(attempt, deadline, threading.Event())
+    except errors.TransportError as error:
+        reason = str(error) if seconds_to(deadline) else f"not all of it came within {timeout_s} s"
+        raise errors.TransferFailed(f"{name!r} of {address.identity}: {reason}", {address.identity: reason}) from None
+
+
+@contextmanager
+def _closed_at(deadline: Deadline, stream: Stream) -> Iterator[None]:
+    """However slowly a peer sends: closing the stream is what ends a frame that has begun."""
+    timer = threading.Timer(seconds_to(deadline) or 0.0, stream.close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        stream.close()
+
+
+def unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Event) -> T:
+    """Again and again until the deadline, as long as the donor is busy; and then that is the reason."""
+    busy: errors.DonorBusy | None = None
+    while True:
+        try:
+            return attempt()
+        except errors.DonorBusy as error:
+            busy = error
+        except errors.TransportError:
+            if busy is None or seconds_to(deadline):
+                raise
+        if not seconds_to(deadline) or over.wait(SLICE_S):
+            raise busy
+
+
+def hear(stream: Stream, kind: int, place: Place, name: str) -> Frame:
+    """The donor's next frame, if it is of that kind."""
+    frame = stream.receive(place)
+    if frame.kind == kind:
+        return frame
+    error, reason = REFUSALS.get(frame.kind, (errors.TransferFailed, f"answers with a frame of kind {frame.kind}"))
+    raise error(f"{name!r}: {stream.peer} {reason}", {stream.peer: reason})
+
+
+def up_to(limit: int) -> Place:
+    def place(kind: int, head: bytes, length: int) -> memoryview:
+        if length > (limit if kind == BYTES else 0):
+            raise errors.FrameError(f"frame of kind {kind} with {length} bytes, at most {limit} were asked for")
+        return memoryview(bytearray(length))
+
+    return place
 
 
 class Board:
@@ -88,22 +169,18 @@ class Line:
 
 
 class Transfer:
-    """One fetch. `run()` blocks; `taken` says how many bytes each donor gave, `failures` who was given up and why."""
+    """Fills `out` from all donors at once. A donor that is lost, refuses, sends wrong bytes or completes no chunk for
+    `patience_s` is left out from then on. `have` are the chunks that are in `out` already, and those that have come:
+    with it, a transfer can be taken up again. `taken` says how many bytes each donor gave, `failures` who was given up
+    and why."""
 
     def __init__(
-        self,
-        parcel: Parcel,
-        donors: Mapping[str, PeerAddress],
-        transport: Transport,
-        out: memoryview,
-        *,
-        have: set[int] | None = None,
-        patience_s: float = 30.0,
-    ) -> None:
-        self.parcel, self.out = parcel, as_bytes(out)
+        self, parcel: Parcel, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
+        have: set[int] | None = None, *, patience_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        self.parcel, self.out, self.have = parcel, as_bytes(out), set() if have is None else have
         if self.out.readonly or len(self.out) != parcel.size:
             raise ValueError(f"{parcel.name!r} needs {parcel.size} bytes to write to, not {len(self.out)}")
-        self.have = set() if have is None else have
         self.taken = dict.fromkeys(donors, 0)
         self.failures: dict[str, str] = {}
         self._transport, self._patience_s = transport, patience_s
@@ -118,22 +195,26 @@ class Transfer:
         self._connecting: set[threading.Thread] = set()
         self._error: BaseException | None = None
 
-    def run(self, stop: Callable[[], bool], on_progress: Callable[[int, int], None]) -> None:
-        """Both are called in this thread, about ten times a second; while they take their time, no stall is noticed."""
+    def run(self, on_progress: Callable[[int, int], None] = lambda here, size: None) -> None:
+        """TransferFailed when no donor remains. `on_progress` is called in this thread, about ten times a second; while
+        it takes its time, no stall is noticed."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._working)]
         try:
             for thread in threads:
                 thread.start()
             while self._wait():
                 on_progress(self.bytes_here, self.parcel.size)
-                if stop():
-                    raise TransferStopped(f"{self.parcel.name!r}: stopped with {self.bytes_here} bytes here")
                 self._cut_silent_lines()
             on_progress(self.bytes_here, self.parcel.size)
         finally:
-            self._finish()
-            for thread in threads:
-                self._join(thread)
+            with self._changed:
+                self._over.set()
+                self._changed.notify_all()
+            for line in self._lines:
+                line.close()
+            for thread in threads:  # one that still connects is left: it closes what it gets, and cannot reach `out`
+                while thread.is_alive() and thread not in self._connecting:
+                    thread.join(SLICE_S)
 
     def _wait(self) -> bool:
         """For a change. False when all is here."""
@@ -144,7 +225,7 @@ class Transfer:
                 raise self._error
             if not self._working:
                 reasons = "; ".join(self.failures.values()) or "nobody to ask"
-                raise TransferFailed(f"{self.parcel.name!r} cannot be had: {reasons}", self.failures)
+                raise errors.TransferFailed(f"{self.parcel.name!r} cannot be had: {reasons}", self.failures)
             self._changed.wait(SLICE_S)
         return True
 
@@ -161,18 +242,6 @@ class Transfer:
                 return  # our own doing, or a consequence of the first reason
             self.failures[line.name] = reason
         log.warning("%r is not fetched from %s any more: %s", self.parcel.name, line.name, reason)
-
-    def _finish(self) -> None:
-        with self._changed:
-            self._over.set()
-            self._changed.notify_all()
-        for line in self._lines:
-            line.close()
-
-    def _join(self, thread: threading.Thread) -> None:
-        """One that still connects is left behind: it closes what it gets, and `out` is out of its reach."""
-        while thread.is_alive() and thread not in self._connecting:
-            thread.join(SLICE_S)
 
     def _work(self) -> None:
         try:
@@ -193,7 +262,7 @@ class Transfer:
         try:
             deadline = deadline_in(self._patience_s)
             self._take_from(line, unless_busy(lambda: self._connect(line), deadline, self._over))
-        except (TransferFailed, TransportError) as error:
+        except (errors.TransferFailed, errors.TransportError) as error:
             self._give_up(line, str(error))
         finally:
             line.close()
@@ -208,7 +277,7 @@ class Transfer:
             line.close()
         try:
             hear(stream, READY, up_to(0), self.parcel.name)
-        except DonorBusy:
+        except errors.DonorBusy:
             line.close()
             raise
         line.since = math.inf
@@ -229,7 +298,7 @@ class Transfer:
             chunk = room[: len(self.out[self.parcel.chunk(number)])]
             hear(stream, BYTES, _into(chunk), self.parcel.name)
             if hashlib.sha256(chunk).digest() != self.parcel.digests[number]:
-                raise WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")
+                raise errors.WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")
             self._deliver(line, chunk)
 
     def _ask_ahead(self, line: Line, stream: Stream) -> bool:
@@ -263,29 +332,10 @@ class Transfer:
                 self._changed.notify_all()
 
 
-def fetch(
-    parcel: Parcel,
-    donors: Mapping[str, PeerAddress],
-    transport: Transport,
-    out: memoryview,
-    *,
-    have: set[int] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[int, int], None] | None = None,
-    patience_s: float = 30.0,
-) -> dict[str, int]:
-    """Fills `out` from all donors at once and says how many bytes each gave. A donor that is lost, refuses, sends wrong
-    bytes or completes no chunk for `patience_s` is left out from then on; TransferFailed when none remains. `have` are
-    the chunks that are in `out` already, and those that have come: with it, a fetch can be taken up again."""
-    transfer = Transfer(parcel, donors, transport, out, have=have, patience_s=patience_s)
-    transfer.run(stop, on_progress or (lambda here, size: None))
-    return transfer.taken
-
-
 def _into(room: memoryview) -> Place:
     def place(kind: int, head: bytes, length: int) -> memoryview:
         if length != (len(room) if kind == BYTES else 0):
-            raise FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")
+            raise errors.FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")
         return room[:length]
 
     return place

@@ -8,22 +8,110 @@ segments that are closed are copied: what a remote store lacks is the log since 
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, TypeVar
 
 from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import Manifest, part_of, read_manifest, read_vectors, snapshots
-from diloco.checkpoint.transfer.remote import Remote
-from diloco.errors import RemoteError, SnapshotDamaged
+from diloco.errors import RemoteError, SnapshotDamaged, first_line
 
 EVERY_S = 10.0
 MANIFEST = "manifest.json"
 GENESIS = "genesis.json"
+TRIES = 5
+FIRST_WAIT_S = 0.5  # doubled each time
+HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "NoSuchBucket", "InvalidAccessKeyId", "AccessDenied")
 
 Tell = Callable[[str, str], None]
+Result = TypeVar("Result")
+
+
+class Remote:
+    """A folder at an fsspec URL: `s3://bucket/runs/mine`, `gs://…`, `file:///mnt/shared`, `memory://…`.
+
+    Objects appear whole or not at all where the service does it so (S3, GCS). Whatever is read back has digests of its
+    own.
+    """
+
+    def __init__(
+        self, url: str, *, tries: int = TRIES, wait: Callable[[float], object] = time.sleep, **options: Any
+    ) -> None:
+        """`wait` is called between two tries; `options` go to the file system."""
+        try:
+            from fsspec.core import url_to_fs
+
+            own_folders = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}  # others have none
+            self._files, self._root = url_to_fs(url, **own_folders, **options)
+        except ImportError as missing:
+            extra = " (pip install 'diloco[s3]')" if url.startswith("s3:") else ""
+            raise RemoteError(
+                f"checkpoint.remote={url} needs a package that is not installed: {missing}{extra}"
+            ) from None
+        except ValueError as error:
+            raise RemoteError(f"checkpoint.remote={url} is no address that fsspec knows: {error}") from None
+        self.url = url.rstrip("/")
+        self._tries, self._wait = tries, wait
+
+    def check(self) -> None:
+        """That it can be written to and read: better now than after a day."""
+        self._do("be written to", lambda: self._files.pipe_file(f"{self._root}/.check", b"diloco"))
+        self.sizes()
+
+    def sizes(self) -> dict[str, int]:
+        """All objects by name."""
+        return self._do("be read", self._list)
+
+    def _list(self) -> dict[str, int]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.find(self._root, detail=True)
+        except FileNotFoundError:
+            bucket = self._root.split("/")[0]
+            if bucket and not self._files.exists(bucket):
+                raise
+            return {}
+        cut = len(self._root.rstrip("/")) + 1
+        return {path[cut:]: int(info["size"]) for path, info in found.items() if not path.endswith("/.check")}
+
+    def push(self, local: Path, name: str) -> None:
+        self._do(f"take {name}", lambda: self._files.put_file(str(local), f"{self._root}/{name}"))
+
+    def pull(self, name: str, local: Path) -> None:
+        """To a file that appears at once."""
+        with appearing(local) as part:
+            self._do(f"give {name}", lambda: self._files.get_file(f"{self._root}/{name}", str(part)))
+
+    def remove(self, name: str) -> None:
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(f"{self._root}/{name}")
+
+        self._do(f"delete {name}", delete)
+
+    def _do(self, what: str, act: Callable[[], Result]) -> Result:
+        """Every service has exceptions of its own: all are told in our words, with theirs as the reason."""
+        for tried in range(1, self._tries + 1):
+            try:
+                return act()
+            except Exception as error:
+                if _hopeless(error) or tried == self._tries:
+                    reason = f"{type(error).__name__}: {first_line(error)}"
+                    advice = "create the bucket, or mend the address or the credentials"
+                    raise RemoteError(f"{self.url} cannot {what} ({reason}): {advice}") from error
+                self._wait(FIRST_WAIT_S * 2 ** (tried - 1))
+        raise AssertionError("unreachable")
+
+
+def _hopeless(error: Exception) -> bool:
+    """Trying again would not help."""
+    words = f"{type(error).__name__} {error}"
+    return isinstance(error, PermissionError | FileNotFoundError) or any(sign in words for sign in HOPELESS)
 
 
 class Mirror:
@@ -119,9 +207,10 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     there = remote.sizes()
     if GENESIS in there:
         remote.pull(GENESIS, folder / GENESIS)
-    for _, name in sorted(_orders(folder, remote, there, tell), reverse=True):
+    newest_first = sorted(_manifests(folder, remote, there, tell).items(), key=lambda pair: pair[1].order, reverse=True)
+    for name, manifest in newest_first:
         try:
-            manifest = _pull_snapshot(folder, remote, name)
+            _pull_snapshot(folder / name, remote, manifest)
         except SnapshotDamaged as damaged:
             tell("damaged", str(damaged))
             continue
@@ -131,31 +220,29 @@ def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
     return None
 
 
-def _orders(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> list[tuple[tuple[int, ...], str]]:
+def _manifests(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> dict[str, Manifest]:
     """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
-    found, draft = [], folder / "manifest.part"
+    found, draft = {}, folder / "manifest.part"
     for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
         draft.mkdir(exist_ok=True)
         try:
             remote.pull(name, draft / MANIFEST)
-            found.append((read_manifest(draft).order, name.split("/")[0]))
+            found[name.split("/")[0]] = read_manifest(draft)
         except SnapshotDamaged:
             tell("damaged", f"{remote.url}/{name} is not what was written")
     shutil.rmtree(draft, ignore_errors=True)
     return found
 
 
-def _pull_snapshot(folder: Path, remote: Remote, name: str) -> Manifest:
-    with appearing(folder / name, part_of(folder / name)) as part:
+def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
+    with appearing(path, part_of(path)) as part:
         part.mkdir()
-        remote.pull(f"{name}/{MANIFEST}", part / MANIFEST)
-        manifest = read_manifest(part)
+        (part / MANIFEST).write_bytes(manifest.encode())  # the very bytes that are there
         for shard in manifest.shards:
             if Path(shard.file).name != shard.file:
-                raise SnapshotDamaged(f"{name}/{MANIFEST} names a file outside of it: {shard.file!r}")
-            remote.pull(f"{name}/{shard.file}", part / shard.file)
+                raise SnapshotDamaged(f"{path.name}/{MANIFEST} names a file outside of it: {shard.file!r}")
+            remote.pull(f"{path.name}/{shard.file}", part / shard.file)
         read_vectors(part, manifest)
-    return manifest
 
 
 def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
@@ -180,7 +267,7 @@ def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) ->
     genesis = next(iter(journal.headers.values())).genesis
     for path in segment_paths(folder):
         path.unlink()
-    writer = SegmentWriter(folder, 1)
+    writer = SegmentWriter(folder)
     writer.write(Kind.HEADER, header_frame(Header(genesis, manifest.version, manifest.round)))
     for entry in entries:
         payload = journal.payload(entry.payload)

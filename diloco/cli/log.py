@@ -29,7 +29,8 @@ def log(
     With --verify, anything that is damaged is named and the exit code is 1. The run may go on meanwhile.
     """
     from diloco.history.log import checkout as write_checkout
-    from diloco.history.log import find_logs, furthest, names_of, origin, rows
+    from diloco.history.log import find_logs, furthest, names_of, rows
+    from diloco.run.genesis import read_genesis
 
     logs = find_logs(run)
     if checkout is not None:
@@ -40,8 +41,9 @@ def log(
         check(logs, as_json=json)
     else:
         longest = furthest(logs)
-        if (parent := origin(longest)) is not None and not json:
-            say(f"rewound: it begins with {parent}")
+        genesis = read_genesis(longest)
+        if genesis is not None and genesis.parent is not None and not json:
+            say(f"rewound: it begins with {genesis.parent}")
         show(rows(longest), names_of(logs), as_json=json)
 
 

@@ -43,12 +43,10 @@ def run(
     """
     from diloco.config.file import load_config
     from diloco.launch.plan import Plan
-    from diloco.run.folder import islands_in
+    from diloco.run.folder import islands_to_start
 
-    if resume and fresh:
-        raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
     loaded = load_config(config, set_ or [])
-    islands = islands or (islands_in(Path(loaded.dir)) if resume else 0)
+    islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume)
     start = run_command if islands == 0 else one_island if islands == 1 else many_islands
     start(plan, fresh=fresh)

@@ -30,7 +30,7 @@ def sample(
 
     Takes those of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
     """
-    from diloco.history.load import begins_with, find_run, load_trained, tokenizer_of
+    from diloco.history.load import find_run, load_trained, tokenizer_of
     from diloco.history.sample import Choice, continued, encode_prompt, spoken
     from diloco.island.mesh import pick_device
 
@@ -42,7 +42,7 @@ def sample(
         print(f"note: {why}", file=sys.stderr)
     speech = tokenizer_of(trained, tokenizer)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # a shell may pass any bytes
-    row = encode_prompt(prompt, speech, begins_with(trained.config, speech))
+    row = encode_prompt(prompt, speech, trained.config.data)
     if len(row) > trained.context:
         print(
             f"note: of the prompt's {len(row)} tokens the model sees the last {trained.context}, its whole context",

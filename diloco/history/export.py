@@ -5,8 +5,6 @@ The built-in model is Qwen3's architecture (Llama's, with QK-norm) under shorter
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from safetensors import SafetensorError
 
 from diloco.atomic import appearing
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import SaveError
+from diloco.errors import SaveError, first_line
 from diloco.history.load import Trained
 from diloco.model.build import parameters_on_meta
 from diloco.model.decoder import Decoder
@@ -54,21 +52,33 @@ def _written_by_export(out: Path) -> set[str]:
 
 def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
     """Writes all of `out` or nothing; returns the architecture's name. `refuse_target` comes first."""
-    with _complete(out.resolve()) as part:
-        if isinstance(trained.module, Decoder):
-            model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
-        else:
-            model = _as_it_came(trained)
-        model.save_pretrained(part, max_shard_size=SHARD)
-        if trained.config.model.hf is not None:
-            settings = Path(trained.config.model.hf) / "generation_config.json"
-            if settings.is_file():
-                shutil.copyfile(settings, part / settings.name)
-        if tokenizer is not None:
-            tokenizer.save(part)
-        _write_about(trained, part)
-        for path in part.iterdir():  # safetensors makes files for their owner only
-            path.chmod((part / ABOUT).stat().st_mode)
+    out = out.resolve()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(out) as part:
+            part.mkdir()
+            return _write(trained, part, tokenizer)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(
+            f"{out} could not be written ({first_line(error)}): free some space or name another folder"
+        ) from None
+
+
+def _write(trained: Trained, part: Path, tokenizer: Tokenizer | None) -> str:
+    if isinstance(trained.module, Decoder):
+        model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
+    else:
+        model = _as_it_came(trained)
+    model.save_pretrained(part, max_shard_size=SHARD)
+    if trained.config.model.hf is not None:
+        settings = Path(trained.config.model.hf) / "generation_config.json"
+        if settings.is_file():
+            shutil.copyfile(settings, part / settings.name)
+    if tokenizer is not None:
+        tokenizer.save(part)
+    _write_about(trained, part)
+    for path in part.iterdir():  # safetensors makes files for their owner only
+        path.chmod((part / ABOUT).stat().st_mode)
     return str(model.config.model_type)
 
 
@@ -114,16 +124,3 @@ def _write_about(trained: Trained, part: Path) -> None:
         "files": sorted(path.name for path in part.iterdir()),
     }  # fmt: skip
     (part / ABOUT).write_text(json.dumps(about, indent=1))
-
-
-@contextmanager
-def _complete(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when it is complete; errors say what to do."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(out) as part:
-            part.mkdir()
-            yield part
-    except (OSError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SaveError(f"{out} could not be written ({reason}): free some space or name another folder") from None

@@ -142,8 +142,3 @@ def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
             "give the one that the run was trained with, by --tokenizer"
         )
     return tokenizer
-
-
-def begins_with(config: Config, tokenizer: Tokenizer) -> int | None:
-    """The token that training put before each document; None where documents followed each other without one."""
-    return tokenizer.end if source_kind(config.data).separated(config.data) else None

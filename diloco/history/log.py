@@ -23,7 +23,7 @@ from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_o
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
 from diloco.run.folder import OUTER, has_log
-from diloco.run.genesis import FILE, Genesis, Parent, read_genesis
+from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 
@@ -97,17 +97,17 @@ def verify(log: Path) -> Findings:
     problems = [str(trouble) for trouble in journal.troubles]
     if read_genesis(log) is None:
         problems.append(f"{FILE} is damaged or missing")
-    states = dict(journal.states)
     for path in snapshots(log):
         try:
             manifest = read_manifest(path)
             if vectors_digest(read_vectors(path, manifest)) != manifest.state:
                 raise SnapshotDamaged(f"{path} does not hold the state that it says")
-            states[manifest.version] = manifest.state
+            journal.states[manifest.version] = manifest.state  # what the log leads to must be that
         except SnapshotDamaged as damaged:
             problems.append(str(damaged))
     points = sorted(points_of(log, journal), key=lambda point: point.kept.state.head)
-    replayed = [found for point in points if (found := _replay_checked(point, journal, states, problems))]
+    replayed = [found for point in points if (found := _replay_checked(point, journal, problems))]
+    problems += sorted({point.refused for point in points if point.refused})
     covered = [number for first, last, _ in replayed for number in (first, last)]
     compared = max((count for *_, count in replayed), default=0)
     return Findings(min(covered, default=0), max(covered, default=0), len(points), compared, tuple(problems))
@@ -129,21 +129,18 @@ def _place(trouble: Trouble) -> tuple[Path, int | None, str]:
     return trouble.path, trouble.torn, "" if trouble.torn is not None else trouble.text
 
 
-def _replay_checked(
-    point: Point, journal: Journal, states: dict[str, str], problems: list[str]
-) -> tuple[int, int, int] | None:
+def _replay_checked(point: Point, journal: Journal, problems: list[str]) -> tuple[int, int, int] | None:
     """First and last round, and how many digests were compared on the way."""
     told: list[str] = []
-    known = Journal(journal.entries, journal.children, journal.payloads, states)
     try:
         vectors = read_vectors(point.path, point.manifest)
     except SnapshotDamaged:
         return None  # it was named
-    state = replay(point, vectors, known, _run(point), lambda what, text: told.append(text))
+    state = replay(point, vectors, journal, _run(point), lambda what, text: told.append(text))
     problems += [text for text in told if text not in problems]
     if state is None:
         return None
-    on_the_way = {record.digest for record in point.records} & states.keys()
+    on_the_way = {record.digest for record in point.records} & journal.states.keys()
     return point.kept.state.head.round, state.head.round, len(on_the_way)
 
 
@@ -173,10 +170,13 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
 
 def newest_state(log: Path) -> RunState:
     """Where the log leads."""
-    states = [point.end for point in points_of(log, Journal.read(log))]
-    if not states:
+    if not (ends := _ends(log)):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
-    return max(states, key=lambda state: state.head)
+    return max(ends, key=lambda state: state.head)
+
+
+def _ends(log: Path) -> list[RunState]:
+    return [point.end for point in points_of(log, Journal.read(log))]
 
 
 def fragments_in(log: Path) -> tuple[Ranges, ...]:
@@ -192,12 +192,6 @@ def genesis_of(log: Path) -> Genesis:
     return genesis
 
 
-def origin(log: Path) -> Parent | None:
-    """Of a run that was rewound from another one."""
-    genesis = read_genesis(log)
-    return None if genesis is None else genesis.parent
-
-
 def checkout(log: Path, number: int, out: Path) -> Path:
     """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
     if out.exists() and any(out.iterdir()):
@@ -211,5 +205,4 @@ def checkout(log: Path, number: int, out: Path) -> Path:
 
 def furthest(logs: list[Path]) -> Path:
     """Of the islands of a run, the one whose log leads furthest."""
-    heads = {log: [point.end.head for point in points_of(log, Journal.read(log))] for log in logs}
-    return max(logs, key=lambda log: max(heads[log], default=Head(-1, -1, "")))
+    return max(logs, key=lambda log: max((end.head for end in _ends(log)), default=Head(-1, -1, "")))

@@ -11,8 +11,7 @@ from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Kind, header_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import Manifest
-from diloco.checkpoint.transfer.mirror import restore
-from diloco.checkpoint.transfer.remote import Remote
+from diloco.checkpoint.transfer.mirror import Remote, restore
 from diloco.config.file import render_config
 from diloco.errors import RemoteError, SaveError
 from diloco.history.log import Findings, verify
@@ -59,7 +58,7 @@ def _finish(draft: Path, folder: Path, remote: Remote, manifest: Manifest) -> No
     if genesis is None:
         raise RemoteError(f"{remote.url}/{FILE} is damaged or missing: copy {OUTER}/{FILE} of any island there")
     if not segment_paths(draft / OUTER):
-        segment = SegmentWriter(draft / OUTER, 1)
+        segment = SegmentWriter(draft / OUTER)
         segment.write(Kind.HEADER, header_frame(Header(genesis.digest, manifest.version, manifest.round)))
         segment.close()
     config = genesis.configure({"checkpoint": {"dir": str(folder)}})

@@ -6,25 +6,20 @@ the old log are not taken for its members), and the outer state of that round as
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from diloco.atomic import appearing
-from diloco.checkpoint.log.replica import vectors_digest
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, load_config, overrides_tree, render_config
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
-from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError, SaveError
 from diloco.history.log import find_logs, fragments_in, furthest, genesis_of, state_of
-from diloco.run.branch import refuse_other_state, updates_at, write_branch
+from diloco.run.branch import goes_on, refuse_other_state, released, write_branch
 from diloco.run.folder import OUTER, has_log
-from diloco.run.genesis import Genesis, Parent, own_sections, shared_of
+from diloco.run.genesis import Genesis, own_sections
 from diloco.train.amend import amended, changed
 
 
@@ -54,14 +49,17 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
     try:
         with appearing(out, durable=True) as draft:
             homes = [draft] if islands == 1 else [draft / f"island-{n}" for n in range(1, islands + 1)]
-            first = _found(homes[0], genesis, state, vectors, config, fragments_in(log))
+            homes[0].mkdir(parents=True, exist_ok=True)
+            founder = Identity.load(homes[0] / "identity.key").peer_id
+            new = goes_on(genesis, state, vectors, config, founder, released(state.ledger))
+            new = write_branch(homes[0], new, vectors, fragments_in(log))
             for home in homes[1:]:
                 shutil.copytree(homes[0] / OUTER, home / OUTER)
             for place in {draft, *homes}:
                 (place / "config.yaml").write_text(render_config(config), encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{out} cannot be written ({error.strerror}): nothing was changed") from None
-    return Branch(out, source, first, islands)
+    return Branch(out, source, new, islands)
 
 
 def _run_of(island: Path) -> tuple[Path, int]:
@@ -86,24 +84,3 @@ def _config(island: Path, genesis: Genesis, state: RunState, overrides: list[str
             f"take an earlier round, or train on with --set inner.steps={2 * state.step}"
         )
     return config
-
-
-def _found(
-    home: Path, old: Genesis, state: RunState, vectors: dict[str, Tensor], config: Config, fragments: tuple[Ranges, ...]
-) -> Genesis:
-    """An island's folder with the first snapshot of a run that has no other records yet."""
-    home.mkdir(parents=True, exist_ok=True)
-    founder = Identity.load(home / "identity.key")
-    parent = Parent(
-        old.digest, state.head.round, state.head.digest, vectors_digest(vectors), state.head.tokens, state.step,
-        updates_at(config, state.step, state.updates), _returned(state.ledger),
-    )  # fmt: skip
-    draft = replace(old, config=shared_of(config), founder=founder.peer_id)
-    return write_branch(home, home / OUTER, draft, parent, vectors, fragments)
-
-
-def _returned(ledger: Ledger) -> Ledger:
-    """What was consumed stays so; what somebody had leased is to be had again."""
-    for holder, _ in ledger.leases:
-        ledger = ledger.release(holder)
-    return ledger

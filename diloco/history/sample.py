@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diloco.config.schema import DataConfig
+from diloco.data.source import source_kind
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, ModelError
 
@@ -25,10 +27,11 @@ class Choice:
     seed: int = 0
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, begin: int | None) -> list[int]:
-    """`begin` stands before a document's first token, and is all there is to start from where the prompt is empty."""
+def encode_prompt(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[int]:
+    """Where the prompt is empty, there is only what training put before each document, if it did."""
     if prompt:
         return np.asarray(tokenizer.encode([prompt])[0]).tolist()
+    begin = tokenizer.end if source_kind(data).separated(data) else None
     if begin is None:
         raise ConfigError("the prompt is empty, and this model has no token that begins a text: give a few characters")
     return [begin]

@@ -32,7 +32,7 @@ from diloco.elastic.protocol.wire import to_plain
 from diloco.elastic.runtime.applier import Kept, Run
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, SaveError
-from diloco.run.folder import OUTER, has_log
+from diloco.run.folder import OUTER, OWNER_KEY, has_log, numbered
 from diloco.run.genesis import PROTOCOL, Genesis, Parent, read_genesis, shared_of, write_genesis
 from diloco.train.amend import amended
 from diloco.train.optimizers import optimizer_named
@@ -64,17 +64,34 @@ def updates_at(config: Config, step: int, updates: int) -> int:
     return schedule.behind(step) if isinstance(schedule, Schedule) else updates
 
 
-def write_branch(
-    home: Path, outer: Path, draft: Genesis, parent: Parent, vectors: dict[str, Tensor], fragments: tuple[Ranges, ...]
+def released(ledger: Ledger) -> Ledger:
+    """What was consumed stays so; what somebody had leased is to be had again."""
+    for holder, _ in ledger.leases:
+        ledger = ledger.release(holder)
+    return ledger
+
+
+def goes_on(
+    old: Genesis, state: RunState, vectors: dict[str, Tensor], config: Config, founder: str, ledger: Ledger
 ) -> Genesis:
+    """A run that begins at a round of an old one, with this configuration. It is not signed yet."""
+    head, updates = state.head, updates_at(config, state.step, state.updates)
+    parent = Parent(
+        old.digest, head.round, head.digest, vectors_digest(vectors), head.tokens, state.step, updates, ledger
+    )  # fmt: skip
+    return replace(old, protocol=PROTOCOL, config=shared_of(config), founder=founder, parent=parent)
+
+
+def write_branch(home: Path, draft: Genesis, vectors: dict[str, Tensor], fragments: tuple[Ranges, ...]) -> Genesis:
     """Write a genesis, signed with the owner's key in `home`, and the first snapshot of a run without other records."""
+    outer = home / OUTER
     outer.mkdir(parents=True)
-    owner = Identity.load(home / "owner.key")
-    genesis = replace(draft, protocol=PROTOCOL, parent=parent).signed(owner)
+    owner = Identity.load(home / OWNER_KEY)
+    genesis = draft.signed(owner)
     write_genesis(outer, run_id_of(owner.public_key), genesis)
     begin = genesis.state()
     head, kept = begin.head, to_plain(Kept(genesis.digest, begin, fragments))
-    segment = SegmentWriter(outer, 1)
+    segment = SegmentWriter(outer)
     segment.write(Kind.HEADER, header_frame(Header(genesis.digest, head.digest, head.round)))
     segment.close()
     write_snapshot(outer, Frozen(head.round, head.digest, (head.tokens, head.round), kept, vectors))
@@ -111,30 +128,20 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     before = amended(old.configure({}), state.amendments)
     refuse_other_state(before, part.config, f"the state of round {state.head.round}")
     refuse_ended(part.config, state.step, f"round {state.head.round}")
-    updates = updates_at(part.config, state.step, state.updates)
-    ledger = _kept_by(state, holder)
-    parent = Parent(
-        old.digest, state.head.round, state.head.digest, vectors_digest(own.vectors), state.head.tokens, state.step,
-        updates, ledger,
-    )  # fmt: skip
-    draft = replace(old, config=shared_of(part.config), founder=holder.partition("#")[0])
+    founder = holder.partition("#")[0]
+    # what this island had leased it holds on to, under its new name
+    mine = normal(lent for name, lease in state.ledger.leases if name.startswith(f"{founder}#") for lent in lease)
+    ledger = released(state.ledger)
+    ledger = _leased(replace(ledger, free=minus(ledger.free, mine)), holder, mine)
+    draft = goes_on(old, state, own.vectors, part.config, founder, ledger)
     marks = [[incarnation, fragment, mark] for (_, incarnation, fragment), mark in state.marks]
     versions = [state.version(fragment).digest for fragment in range(len(part.fragments))]
-    _write_new(folder, draft, parent, own.vectors, part, {"marks": marks, "versions": versions})
+    _write_new(folder, draft, own.vectors, part, {"marks": marks, "versions": versions})
 
 
 def refuse_ended(config: Config, step: int, where: str) -> None:
     if step > config.inner.steps:
         raise SaveError(f"{where} is past inner.steps={config.inner.steps}: raise inner.steps to go on")
-
-
-def _kept_by(state: RunState, holder: str) -> Ledger:
-    """What was consumed stays so; what this island had leased it holds on to, under its new name."""
-    me, ledger = holder.partition("#")[0], state.ledger
-    mine = normal(part for name, lease in ledger.leases if name.startswith(f"{me}#") for part in lease)
-    for name, _ in ledger.leases:
-        ledger = ledger.release(name)
-    return _leased(replace(ledger, free=minus(ledger.free, mine)), holder, mine)
 
 
 def _leased(ledger: Ledger, holder: str, ranges: Ranges) -> Ledger:
@@ -155,7 +162,7 @@ def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder
         "an island alone", facts["round"], save_digest(save), vectors_digest(vectors), tokens, facts["outer_step"],
         updates, ledger,
     )  # fmt: skip
-    _write_new(folder, draft, parent, vectors, part, {"marks": [], "versions": []})
+    _write_new(folder, replace(draft, parent=parent), vectors, part, {"marks": [], "versions": []})
 
 
 def _with_samples(draft: Genesis, config: Config, position: int, holder: str, used: Ranges) -> Ledger:
@@ -192,19 +199,14 @@ def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> N
 
 
 def _write_new(
-    folder: Path,
-    draft: Genesis,
-    parent: Parent,
-    vectors: dict[str, Tensor],
-    part: Participant,
-    contained: dict[str, Any],
+    folder: Path, draft: Genesis, vectors: dict[str, Tensor], part: Participant, contained: dict[str, Any]
 ) -> None:
     """`contained`: what the parent's state contains of this island's progress, for whoever resumes from a save."""
     new = folder / NEW
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        write_branch(new, new / OUTER, draft, parent, vectors, part.fragments.ranges)
+        write_branch(new, draft, vectors, part.fragments.ranges)
         (new / OUTER / CONTAINED).write_text(json.dumps(contained))
         (new / READY).touch()
         sync_path(new)
@@ -214,23 +216,16 @@ def _write_new(
 
 def _put_in_force(folder: Path) -> None:
     """Let a branch that is whole take the place of the log, which is kept. Dying in between, it is done next time."""
-    new, outer, key = folder / NEW, folder / OUTER, folder / "owner.key"
+    new, outer, key = folder / NEW, folder / OUTER, folder / OWNER_KEY
     if not (new / READY).exists():
         return
     if (new / OUTER).exists():
         if outer.exists():
             if key.exists():
-                shutil.copy2(key, outer / "owner.key")
-            outer.rename(_free(folder))
+                shutil.copy2(key, outer / OWNER_KEY)
+            outer.rename(numbered(outer))
         (new / OUTER).rename(outer)
-    if (new / "owner.key").exists():
-        (new / "owner.key").replace(key)
+    if (new / OWNER_KEY).exists():
+        (new / OWNER_KEY).replace(key)
     sync_path(folder)
     shutil.rmtree(new)
-
-
-def _free(folder: Path) -> Path:
-    number = 1
-    while (place := folder / f"{OUTER}.{number}").exists():
-        number += 1
-    return place

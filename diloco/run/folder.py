@@ -2,7 +2,8 @@
 
 import fcntl
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TextIO
@@ -10,26 +11,18 @@ from typing import TextIO
 from diloco.checkpoint.save import saves
 from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config
-from diloco.errors import SaveError
-from diloco.report.events import Events, JsonLines, Sink
+from diloco.errors import ConfigError, SaveError
+from diloco.report.events import Events, JsonLines
 from diloco.report.terminal import open_view
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
-
-
-def nothing_to_say() -> str:
-    return ""
+OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
 
 
 def open_folder(
-    config: Config,
-    events: Events,
-    *,
-    resume: bool,
-    fresh: bool,
-    view: bool = True,
-    prepare: Callable[[], str] = nothing_to_say,
-) -> None:
+    config: Config, events: Events, *, resume: bool, fresh: bool = False, view: bool = True,
+    prepare: Callable[[], str] = str,
+) -> None:  # fmt: skip
     """`prepare` is called once the folder is locked, before anything in it is changed; it returns a note or nothing."""
     folder = Path(config.dir)
     try:
@@ -37,8 +30,9 @@ def open_folder(
         note = prepare()
         (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
         log_to(folder / "diloco.log")
-        for sink in _sinks(config, resume=resume):
-            events.attach(sink)
+        events.attach(JsonLines(folder / "events.jsonl", append=resume))
+        for name in config.log.wanted:
+            events.attach(resolve_name(SINKS[name])(config))
         if view:
             events.attach(open_view())
     except OSError as error:
@@ -62,37 +56,32 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     Never trains over an earlier run unasked, never moves or fills a folder that is no run, never joins a run that
     another process is at.
     """
-    if folder.exists() and not is_run(folder) and (not folder.is_dir() or any(folder.iterdir())):
+    is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
+    if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
     if not resume and not fresh and any(has_log(island) or saves(island) for island in folder.glob("island-*/")):
-        raise SaveError(
-            f"{folder} already holds a run of several islands: add --resume to go on with it, --fresh to start again "
-            "(the old one is kept), or --set run=NAME for another run"
-        )
+        raise _already_holds(folder, "a run of several islands")
     kept = None
     if folder.exists():
         _lock(folder)
         if fresh:
-            kept = _free_name(folder.resolve())
+            kept = numbered(folder.resolve())
             folder.rename(kept)
     if not resume and (found := saves(folder)):
-        raise SaveError(
-            f"{folder} already holds a run, saved at step {int(found[-1].stem.removeprefix('save-'))}: add --resume to "
-            "go on with it, --fresh to start again (the old one is kept), or --set run=NAME for another run"
-        )
+        raise _already_holds(folder, f"a run, saved at step {int(found[-1].stem.removeprefix('save-'))}")
     if not resume and has_log(folder):
-        raise SaveError(
-            f"{folder} already holds an island's log of a run: add --resume to go on with it, --fresh to start again "
-            "(the old one is kept), or --set run=NAME for another run"
-        )
+        raise _already_holds(folder, "an island's log of a run")
     if not folder.exists():
         folder.mkdir(parents=True)
         _lock(folder)
     return kept
 
 
-def is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
+def _already_holds(folder: Path, what: str) -> SaveError:
+    return SaveError(
+        f"{folder} already holds {what}: add --resume to go on with it, --fresh to start again (the old one is kept), "
+        "or --set run=NAME for another run"
+    )
 
 
 def _lock(folder: Path) -> None:
@@ -118,17 +107,10 @@ def release(folder: Path) -> None:
         lock.close()
 
 
-def _free_name(folder: Path) -> Path:
-    number = 1
-    while (name := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    return name
-
-
-def _sinks(config: Config, *, resume: bool) -> Iterator[Sink]:
-    yield JsonLines(Path(config.dir) / "events.jsonl", append=resume)
-    for name in config.log.wanted:
-        yield resolve_name(SINKS[name])(config)
+def numbered(folder: Path) -> Path:
+    """NAME.1, NAME.2, …: the first that is not there."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def has_log(folder: Path) -> bool:
@@ -137,11 +119,13 @@ def has_log(folder: Path) -> bool:
 
 
 def islands_in(folder: Path) -> int:
-    """How many islands of a run that others can join have left a log there."""
-    is_open = has_log(folder) and not is_closed(folder)
+    """How many islands of a run that others can join have left a log there. An island alone never gave a ticket."""
+    is_open = has_log(folder) and (folder / "ticket").exists()
     return int(is_open) or sum(has_log(island) for island in folder.glob("island-*"))
 
 
-def is_closed(folder: Path) -> bool:
-    """Whether the run in this folder is of an island alone: nobody was ever given a ticket."""
-    return not (folder / "ticket").exists()
+def islands_to_start(folder: Path, asked: int | None, *, resume: bool, fresh: bool) -> int:
+    """0 is an island alone."""
+    if resume and fresh:
+        raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
+    return asked or (islands_in(folder) if resume else 0)

@@ -18,7 +18,7 @@ from diloco.config.file import first_difference, parse_config
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.record import Head
+from diloco.elastic.protocol.record import Head, canonical
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
@@ -105,12 +105,12 @@ class Genesis:
 
     @property
     def raw(self) -> bytes:
-        return _dump({**self._unsigned, "signature": self.signature})
+        return canonical({**self._unsigned, "signature": self.signature})
 
     @cached_property
     def digest(self) -> str:
         """Of all but the signature."""
-        return hashlib.sha256(_dump(self._unsigned)).hexdigest()
+        return hashlib.sha256(canonical(self._unsigned)).hexdigest()
 
     @property
     def _unsigned(self) -> dict[str, Any]:
@@ -128,9 +128,7 @@ class Genesis:
         if (came := self.parent) is None:
             return RunState(Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner)
         head, ledger = Head(came.tokens, 0, self.digest), replace(came.ledger, limit=limit)
-        return RunState(
-            head, (self.founder,), ledger, step=came.step, updates=came.updates, owner=self.owner
-        )  # fmt: skip
+        return RunState(head, (self.founder,), ledger, step=came.step, updates=came.updates, owner=self.owner)
 
     def configure(self, own: Mapping[str, Any]) -> Config:
         """The run's settings, with this island's own for what is its own business."""
@@ -153,13 +151,15 @@ class Genesis:
 
     def check(self, layout: Layout, samples: Samples | None) -> None:
         """Whether this island would train the same model on the same data."""
+        if samples is None and self.data != OWN_LOOP:
+            raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
+        if samples is not None and self.data == OWN_LOOP:
+            raise JoinRefused("the run is a program of its own (diloco.connect): start that program with this ticket")
         for name, shape, own_name, own_shape in zip(self.names, self.shapes, layout.names, layout.shapes, strict=False):
             if (name, shape) != (own_name, own_shape):
                 raise JoinRefused(f"the model differs: {own_name} {list(own_shape)} here, {name} {list(shape)} there")
         if len(self.names) != len(layout.names):
             raise JoinRefused(f"the model differs: {len(layout.names)} parameters here, {len(self.names)} there")
-        if samples is None and self.data != OWN_LOOP:
-            raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
         if samples is not None and samples.source.fingerprint() != self.data:
             hint = "the standard library differs between Python versions: use the same Python as the founder, "
             hint = hint if self.config["data"]["source"] == "stdlib" else ""
@@ -183,15 +183,6 @@ class Genesis:
         """The run's own settings stay those that it was founded with."""
         if change := self.first_change(config):
             raise SaveError(f"{change}: undo that, or start another one with --fresh")
-
-    def refuse_own_loop(self) -> None:
-        """What the built-in trainer would make of its configuration is another model on other data."""
-        if self.data == OWN_LOOP:
-            raise JoinRefused("the run is a program of its own (diloco.connect): start that program with this ticket")
-
-
-def _dump(tree: dict[str, Any]) -> bytes:
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
 def shared_of(config: Config) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
 from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.link import Path as Way
+from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
@@ -37,6 +38,7 @@ MAX_REMEMBERED = 16
 ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
+Know = Callable[[Mapping[str, PeerAddress]], None]
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,63 @@ class Connection:
         return self.up_bits_per_s, self.down_bits_per_s
 
 
-class Peer:
-    """In the directory from `publish` on; `watch` tells about others as they come and go."""
+class LocalPeer:
+    """This machine in its run, as far as rounds need it. By itself nobody else can join: no port, no daemon."""
+
+    def __init__(self, folder: Path, run_id: bytes, connection: Connection) -> None:
+        self.connection, self.run_id = connection, run_id
+        self.identity = Identity.load(folder / "identity.key")
+        self.id = self.identity.peer_id
+        self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
+        self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
+        self._names = {self.id: connection.name}  # they outlive records
+        self.plain: Transport = MemoryNetwork().transport(self.id)
+        self.bulk: Transport = self.plain
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def network(self) -> Network:
+        return Network(self.plain, self.bulk, b"", self._admit)
+
+    def _admit(self, peer: str, greeting: bytes) -> None:
+        raise PeerRefused(f"{peer} cannot join: this run is closed")
+
+    def publish(self) -> None:
+        """There is nobody to hear of it."""
+
+    def look(self) -> dict[str, PeerAddress]:
+        return {}
+
+    def name_of(self, peer: str) -> str:
+        return self._names.get(peer, peer[-8:])
+
+    def watch(self, know: Know) -> None:
+        """Call `know` now and then in a thread, even if it never brings an address: it also looks for amendments."""
+        self._thread = threading.Thread(target=self._watch, args=(know,), name="watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self, know: Know) -> None:
+        while not self._stop.wait(LOOK_S):
+            know({})
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        self.bulk.close()
+
+
+class Peer(LocalPeer):
+    """This machine among others: in the directory from `publish` on; `watch` tells about them as they come and go."""
 
     def __init__(
         self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
     ) -> None:
         """`lonely`: it is fine if nobody answers; those it knows of are tried again and again."""
-        self.connection, self.run_id = connection, run_id
+        super().__init__(folder, run_id, connection)
         self._known = Acquaintances(folder)
-        self.identity = Identity.load(folder / "identity.key")
-        self.id = self.identity.peer_id
         self.ticket = ticket
         self.records: dict[str, PeerRecord] = {}
-        self._names: dict[str, str] = {}  # they outlive records
-        self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
-        self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
         self._admitted: set[str] = set()  # by this process
         invited = ticket.addresses if ticket is not None else ()
         self._places = tuple(place for place in (*invited, *self._known.others()) if self.id not in place)
@@ -83,8 +126,6 @@ class Peer:
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
         self.plain = _shape(self._auto, connection)
         self.bulk = PooledTransport(self.plain)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def _enter(self, *, lonely: bool) -> "Directory":
         """At its old address where that is free: old tickets name it."""
@@ -109,9 +150,6 @@ class Peer:
     def addresses(self) -> tuple[str, ...]:
         """For a ticket's bootstrap."""
         return self.directory.addresses
-
-    def write_addresses(self, folder: Path) -> None:
-        (folder / "addresses").write_text("".join(f"{address}\n" for address in self.addresses))
 
     def network(self) -> Network:
         assert self.ticket is not None
@@ -147,16 +185,7 @@ class Peer:
         self._auto.allow(addresses.values())
         return addresses
 
-    def name_of(self, peer: str) -> str:
-        if peer == self.id:
-            return self.connection.name
-        return self._names.get(peer, peer[-8:])
-
-    def watch(self, know: Callable[[Mapping[str, PeerAddress]], None]) -> None:
-        self._thread = threading.Thread(target=self._watch, args=(know,), name="directory-watch", daemon=True)
-        self._thread.start()
-
-    def _watch(self, know: Callable[[Mapping[str, PeerAddress]], None]) -> None:
+    def _watch(self, know: Know) -> None:
         published = reached = -PUBLISH_S
         while not self._stop.wait(LOOK_S):
             try:
@@ -169,16 +198,11 @@ class Peer:
                     published = time.monotonic()
                 know(self.look())
                 self._known.remember(record.control for record in self.records.values())
-            except DirectoryError as error:  # the others may still be reached; try again
-                log.warning("%s: the directory does not answer: %s", self.connection.name, error)
-            except OSError as error:  # a full disk, no descriptors: that passes, too
+            except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
                 log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
 
     def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5)
-        self.bulk.close()
+        super().close()
         self.directory.close()
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
@@ -39,15 +40,11 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-def nothing_more() -> None:
-    """A pause needs no more than that the loop stops."""
-
-
+@dataclass
 class Stop:
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self.pausing = False
-        self.on_pause: Callable[[], None] = nothing_more  # called at once, in the midst of a step
+    asked_at: float | None = None
+    pausing: bool = False
+    on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
 
     @property
     def asked(self) -> bool:
@@ -65,7 +62,7 @@ def stop_on_signal(stop: Stop, *, loud: bool, always_pause: bool = False) -> Ite
     def on_signal(number: int, _: FrameType | None) -> None:
         if stop.asked_at is None:
             stop.asked_at, stop.pausing = time.monotonic(), always_pause or number == PAUSE
-            if stop.pausing:
+            if stop.pausing and stop.on_pause is not None:
                 stop.on_pause()
             if loud:  # a plain write: the handler may have interrupted any other output
                 os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.atomic import sync_path
-from diloco.checkpoint.log.entries import Entry
+from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.save import age, read_facts, saves
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import normal

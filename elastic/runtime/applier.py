@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.entries import OuterLog, payload_name
-from diloco.checkpoint.log.library import Item, Library
+from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
 from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
 from diloco.checkpoint.log.snapshot import Frozen
 from diloco.checkpoint.log.store import Store

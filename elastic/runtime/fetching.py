@@ -16,12 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.begun import Begun
-from diloco.checkpoint.log.entries import Entry, payload_name
-from diloco.checkpoint.log.library import Parcel
+from diloco.checkpoint.log.journal import Entry
+from diloco.checkpoint.log.library import Parcel, payload_name
 from diloco.checkpoint.log.replica import vector_name
-from diloco.checkpoint.transfer.asking import ask, describe
-from diloco.checkpoint.transfer.fetch import MAX_WORKERS, fetch
+from diloco.checkpoint.log.store import Begun
+from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, ask, describe
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Record
@@ -70,7 +69,7 @@ def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest:
     parcel = _describe(transport, donors, name, size)
     room = torch.empty(size, dtype=torch.uint8)
     view = memoryview(room.numpy())  # type: ignore[arg-type]
-    fetch(parcel, donors, transport, view)
+    Transfer(parcel, donors, transport, view).run()
     if hashlib.sha256(view).hexdigest() != digest:
         raise TransferFailed(f"{name}: the bytes are not those that were agreed on")
     return room
@@ -224,8 +223,9 @@ class _Fetch:
                 hashed += 1
             self._pin_again()
 
-        given = fetch(parcel, self._donors, self._transport, room, have=have, on_progress=on_progress)
-        for donor, size in given.items():
+        transfer = Transfer(parcel, self._donors, self._transport, room, have)
+        transfer.run(on_progress)
+        for donor, size in transfer.taken.items():
             self._taken[donor] += size
 
     def _pin_again(self) -> None:

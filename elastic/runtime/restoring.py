@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.checkpoint.log.entries import Entry
-from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
 from diloco.elastic.protocol.messages import Memory
@@ -38,13 +37,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Point:
-    """A snapshot, and where its log leads."""
+    """A snapshot, and where its log leads. `refused`: why it leads no further, though there is another record."""
 
     manifest: Manifest
     path: Path
     kept: Kept
     records: tuple[Record, ...]
     end: RunState
+    refused: str = ""
 
 
 def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Origin | None:
@@ -76,15 +76,16 @@ def _setting_aside(path: Path, tell: Tell) -> Iterator[None]:
 def points_of(folder: Path, journal: Journal) -> Iterator[Point]:
     for manifest, path in manifests(folder):
         kept = kept_in(manifest, path)
-        records, state = [], kept.state
+        records, state, refused = [], kept.state, ""
         for entry in journal.chain(manifest.version):
             try:
                 record = record_of(entry)
                 state = state.after(record)
-            except (MessageRefused, RecordInvalid):  # as written by a diloco that had other rules
+            except (MessageRefused, RecordInvalid) as error:  # as written by a diloco that had other rules
+                refused = f"the record of round {entry.round} ({entry.digest[:12]}) cannot be used: {error}"
                 break
             records.append(record)
-        yield Point(manifest, path, kept, tuple(records), state)
+        yield Point(manifest, path, kept, tuple(records), state, refused)
 
 
 def kept_in(manifest: Manifest, path: Path) -> Kept:
