@@ -178,7 +178,7 @@ class Trainer(Participant):
             data_tokens=len(source),
             device=describe_device(self.place.device),
             dtype=str(self.island.compute_dtype).removeprefix("torch."),
-            mesh=f"fsdp {config.island.fsdp} x tp {config.island.tp}",
+            mesh=config.island.mesh,
             steps=self.sync.config.inner.steps,
             every=config.sync.every,
             tokens_per_step=self._tokens_per_step,
