@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from team import PATIENT, Team, introduced
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.cli.real import summary
 from diloco.report.events import Events
 from diloco.simulate.real.page import page, write_page
