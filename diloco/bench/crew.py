@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.bench.bare import DIGEST, VECTORS, BareIsland, Setting
-from diloco.bench.processes import Failed, Line, Processes
+from diloco.bench.processes import Line, Processes, Said
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.comm.codec.registry import warm_up
 from diloco.comm.transport.direct import DirectTransport
@@ -203,7 +203,7 @@ class Worker:
             self._live(roster)
         except BaseException:  # noqa: BLE001 -- a thread's outermost frame; the parent raises it
             with self._lock:
-                self.pipe.send(Failed(traceback.format_exc()))
+                self.pipe.send(Said("failed", traceback.format_exc()))
 
     def _live(self, roster: tuple[str, ...]) -> None:
         """Begin with what this island's own disk has, or, if it has none, as a founder with zeros, else with what the

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.link import Link, Path, Paths
@@ -34,24 +34,12 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Done:
-    """Sent by a worker whose work has returned."""
+class Said:
+    """What a worker sends: its value, when it asks for everybody's; its result, when it is done; or a traceback, when
+    it has failed. Of one that has closed its pipe the parent hears that it died, with its exit code."""
 
-    result: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Sent by a worker whose work has raised."""
-
-    report: str
-
-
-@dataclass(frozen=True)
-class Died:
-    """Heard of a worker that has closed its pipe."""
-
-    exit_code: int | None
+    kind: Literal["asks", "done", "failed", "died"]
+    value: Any
 
 
 class Processes:
@@ -88,9 +76,9 @@ class Processes:
         except (EOFError, ConnectionResetError):
             del self.pipes[name]
             self.workers[name].join(GRACE_S)
-            return Died(self.workers[name].exitcode)
-        if isinstance(message, Failed):
-            raise WorkerFailed(f"{name} of the bench failed:\n{message.report}")
+            return Said("died", self.workers[name].exitcode)
+        if isinstance(message, Said) and message.kind == "failed":
+            raise WorkerFailed(f"{name} of the bench failed:\n{message.value}")
         return message
 
 
@@ -119,9 +107,9 @@ def _run(parent: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
         import torch
 
         torch.set_num_threads(1)
-        parent.send(Done(work(parent, *arguments)))
+        parent.send(Said("done", work(parent, *arguments)))
     except BaseException:  # noqa: BLE001 -- the process's outermost frame; the parent raises it
-        parent.send(Failed(traceback.format_exc()))
+        parent.send(Said("failed", traceback.format_exc()))
 
 
 def _end_with_parent() -> NoReturn:
@@ -171,7 +159,7 @@ class BenchPeer:
 
     def exchange(self, value: Any, timeout_s: float = WAIT_S) -> list[Any]:
         """Return everybody's value, in the order of their indices."""
-        self.parent.send(Asks(value))
+        self.parent.send(Said("asks", value))
         if not self.parent.poll(timeout_s):
             raise TimeoutError(f"peer {self.index} waited {timeout_s:g} s for the others")
         return self.parent.recv()
@@ -193,11 +181,6 @@ class BenchPeer:
         plain.allow(addresses.values())
         self.barrier()
         return line.shape(plain), addresses
-
-
-@dataclass(frozen=True)
-class Asks:
-    value: Any
 
 
 def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
@@ -223,11 +206,11 @@ def _pass_values(processes: Processes) -> list[Any]:
     while len(done) < len(names):
         for name, message in processes.hear():
             match message:
-                case Asks(value):
+                case Said("asks", value):
                     asked[name] = value
-                case Done(result):
+                case Said("done", result):
                     done[name] = result
-                case Died(exit_code) if name not in done:
+                case Said("died", exit_code) if name not in done:
                     raise WorkerFailed(f"{name} of the bench died: exit code {exit_code}")
             if asked and done:
                 raise WorkerFailed(f"{min(asked)} waits for {min(done)}, which has ended already")
