@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.config.schema import Config
 from diloco.island.mesh import Place
 from diloco.report.events import Events

@@ -9,29 +9,19 @@ from diloco.comm.codec.noise import PAGE, NoiseKey
 from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
 
 KEY = NoiseKey(round=3, fragment=0, role="a")
-GOLDEN = {
-    "fp32": "cad21950294c0a90",
-    "bf16": "98e33a13773f6d3f",
-    "int8": "b1e07e2e5f873c92",
-    "int4": "7685260207de2164",
-    "fp4": "414b8802337e0809",
-    "sparse": "5895ed0ea5ee6fee",
-    "sign": "8e9737b4659af5fd",
-    "dct": "4808532c85213ee0",
-    "lowrank": "b38dea5356b28e61",
+DIGESTS = {  # of what is encoded and decoded; of the weighted mean of four contributions, as an all-reduce must give it
+    "fp32": ("cad21950294c0a90", "43bb26bbd05c61a8"),
+    "bf16": ("98e33a13773f6d3f", "a6444733e263c31c"),
+    "int8": ("b1e07e2e5f873c92", "477f4b9c624669f6"),
+    "int4": ("7685260207de2164", "89337e20def1fbd9"),
+    "fp4": ("414b8802337e0809", "d75e54a5a504d044"),
+    "sparse": ("5895ed0ea5ee6fee", "8886d743f47efc05"),
+    "sign": ("8e9737b4659af5fd", "ceca313766e54631"),
+    "dct": ("4808532c85213ee0", "b394a1f05f7d07aa"),
+    "lowrank": ("b38dea5356b28e61", "6014e95839a278d8"),
 }
-
-REDUCED = {  # of the weighted mean of four contributions, as an all-reduce must give it
-    "fp32": "43bb26bbd05c61a8",
-    "bf16": "a6444733e263c31c",
-    "int8": "477f4b9c624669f6",
-    "int4": "89337e20def1fbd9",
-    "fp4": "d75e54a5a504d044",
-    "sparse": "8886d743f47efc05",
-    "sign": "ceca313766e54631",
-    "dct": "b394a1f05f7d07aa",
-    "lowrank": "6014e95839a278d8",
-}
+GOLDEN = {name: encoded for name, (encoded, _) in DIGESTS.items()}
+REDUCED = {name: reduced for name, (_, reduced) in DIGESTS.items()}
 MEMBERS = ("m00", "m01", "m02", "m03")
 WEIGHTS = (1, 2, 3, 4)
 SENDER_ONLY = ("dct", "lowrank")  # encoding may round as a machine likes; of given bytes all must decode the same

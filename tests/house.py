@@ -26,35 +26,13 @@ BEGIN, END = "<!-- picture: written by `make picture` -->", "<!-- end of the pic
 
 # Lowest first: a room imports rooms before it, never after it.
 ORDER = [
-    "atomic",
-    "errors",
-    "units",
-    "version",
-    "comm.codec",
-    "comm.peers",
-    "comm.transport",
-    "comm.reduce",
-    "checkpoint.log",
-    "checkpoint.save",
-    "checkpoint.transfer",
-    "elastic.protocol",
-    "elastic.runtime",
-    "config",
-    "model",
-    "island",
-    "data",
-    "report",
-    "train",
-    "run",
-    "launch",
-    "history",
-    "plan",
-    "simulate.virtual",
-    "simulate.real",
-    "api",
-    "bench",
-    "cli",
-]
+    "atomic", "errors", "units", "version",
+    "comm.codec", "comm.peers", "comm.transport", "comm.reduce",
+    "checkpoint.log", "checkpoint.save", "checkpoint.transfer", "elastic.protocol", "elastic.runtime",
+    "config", "model", "island", "data", "report", "train",
+    "run", "launch", "history", "plan", "simulate.virtual", "simulate.real",
+    "api", "bench", "cli",
+]  # fmt: skip
 
 
 def python(folder: Path) -> list[Path]:

@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from diloco.bench.bare import BareIsland, Setting
-from diloco.checkpoint.log.store import Store
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Note
-from diloco.elastic.runtime.island import among_friends
+from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 
 SMALL = Setting(count=70_000, silence_s=0.5, pace_s=0.02, samples=8, snapshot_every=10)
@@ -20,18 +20,10 @@ class TestIsland(BareIsland):
 
     __test__ = False
 
-    def __init__(
-        self,
-        transport: Transport,
-        origin: Origin,
-        setting: Setting = SMALL,
-        *,
-        incarnation: int = 1,
-        store: Store | None = None,
-    ) -> None:
+    def __init__(self, transport: Transport, origin: Origin, setting: Setting = SMALL, **more: Any) -> None:
         self.notes: list[Note] = []
-        network = among_friends(transport)
-        super().__init__(setting, origin, network, incarnation=incarnation, store=store, tell=self.notes.append)
+        network, tell = among_friends(transport), self.notes.append
+        super().__init__(setting, open_island(setting.run, origin, setting.options, network, tell=tell, **more))
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, daemon=True)
 

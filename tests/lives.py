@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from team import HERE, own_folder, side_by_side
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.schema import Config

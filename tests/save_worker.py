@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.checkpoint.save import FACTS, Saver, read_inner, saves
 from diloco.config.file import parse_config
 from diloco.island.mesh import take_place

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco.bench.speed import Heard
-from diloco.bench.team import driver_for
+from diloco.bench.team import Heard, driver_for
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config

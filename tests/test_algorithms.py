@@ -12,7 +12,7 @@ from alone import train
 from team import HERE, PATIENT, Team
 from torch.nn.utils import parameters_to_vector
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.island.island import Island
 from diloco.model.build import build_network
 from diloco.report.events import Events

@@ -9,8 +9,7 @@ from alone import HERE
 from team import PATIENT, Team, side_by_side
 from test_elastic_node import OFFER, begin, options, said
 
-from diloco.bench.speed import Heard
-from diloco.bench.team import driver_for
+from diloco.bench.team import Heard, driver_for
 from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import diloco
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import parse_config
 from diloco.elastic.protocol.node import Node

@@ -8,56 +8,41 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import house
 import pytest
-from house import (
-    ARROWS,
-    LIMITS,
-    LINKED,
-    MODULES,
-    ORDER,
-    PACKAGES,
-    PASSAGES,
-    ROOMS,
-    ROOT,
-    counts,
-    dotted,
-    imported,
-    upward,
-    written,
-)
 
 LIGHT = ("diloco.errors", "diloco.units", "diloco.version")
 SIMULATION = "simulate."
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", house.LIMITS)
 def test_the_house_keeps_its_limits(limit: str) -> None:
-    assert counts()[limit] <= LIMITS[limit]
+    assert house.counts()[limit] <= house.LIMITS[limit]
 
 
 def test_every_room_has_its_place_in_the_order() -> None:
-    assert sorted(ORDER) == ROOMS
+    assert sorted(house.ORDER) == house.ROOMS
 
 
 def test_imports_point_down() -> None:
-    assert upward() == []
+    assert house.upward() == []
 
 
 def test_production_never_imports_the_simulator() -> None:
     allowed = {"bench", "cli"}
-    users = {here for here, there in ARROWS if there.startswith(SIMULATION) and not here.startswith(SIMULATION)}
+    users = {here for here, there in house.ARROWS if there.startswith(SIMULATION) and not here.startswith(SIMULATION)}
     assert users <= allowed
 
 
-@pytest.mark.parametrize("room", sorted(PACKAGES - PASSAGES))
+@pytest.mark.parametrize("room", sorted(house.PACKAGES - house.PASSAGES))
 def test_every_room_says_what_it_is_for(room: str) -> None:
-    text = ast.get_docstring(ast.parse(MODULES[room].read_text()))
+    text = ast.get_docstring(ast.parse(house.MODULES[room].read_text()))
     assert text and "May import:" in text and "tart with" in text
 
 
 def test_the_picture_is_that_of_the_imports() -> None:
-    document = (ROOT / "ARCHITECTURE.md").read_text()
-    assert document == written(document), "run `make picture`"
+    document = (house.ROOT / "ARCHITECTURE.md").read_text()
+    assert document == house.written(document), "run `make picture`"
 
 
 def test_imports_inside_functions_and_of_parents_are_seen(tmp_path: Path) -> None:
@@ -65,13 +50,13 @@ def test_imports_inside_functions_and_of_parents_are_seen(tmp_path: Path) -> Non
     file.write_text(
         "from .. import errors\nfrom diloco import units\ndef f():\n    from ..version import __version__\n"
     )
-    assert sorted(imported("diloco.comm.m", file)) == sorted(LIGHT)
+    assert sorted(house.imported("diloco.comm.m", file)) == sorted(LIGHT)
 
 
 def heavy_modules_after(code: str) -> str:
     """Told on stderr: stdout belongs to the code."""
     code = f"import sys\n{code}\nprint(*sorted({{'torch', 'hivemind'}} & sys.modules.keys()), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=house.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stderr.strip()
 
@@ -86,18 +71,18 @@ def test_help_is_light() -> None:
 
 
 def test_the_links_are_the_only_second_names() -> None:
-    links = {str(path.relative_to(ROOT)): os.readlink(path) for path in listed_files() if path.is_symlink()}
-    assert links == {f"diloco/{name}": f"../{name}" for name in LINKED}
-    names = Counter(file.resolve() for file in MODULES.values())
+    links = {str(path.relative_to(house.ROOT)): os.readlink(path) for path in listed_files() if path.is_symlink()}
+    assert links == {f"diloco/{name}": f"../{name}" for name in house.LINKED}
+    names = Counter(file.resolve() for file in house.MODULES.values())
     assert [file for file, count in names.items() if count > 1] == []
 
 
 def test_nothing_is_imported_by_its_folder() -> None:
     """`import comm` would be a second copy of diloco.comm, with classes of its own."""
-    others = {path for path in listed_files() if path.suffix == ".py"} - set(MODULES.values())
-    sources = MODULES | {dotted("checkout", path.relative_to(ROOT)): path for path in others}
-    tops = {name: {module.split(".")[0] for module in imported(name, path)} for name, path in sources.items()}
-    assert {name: top & set(LINKED) for name, top in tops.items() if top & set(LINKED)} == {}
+    others = {path for path in listed_files() if path.suffix == ".py"} - set(house.MODULES.values())
+    sources = house.MODULES | {house.dotted("checkout", path.relative_to(house.ROOT)): path for path in others}
+    tops = {name: {module.split(".")[0] for module in house.imported(name, path)} for name, path in sources.items()}
+    assert {name: top & set(house.LINKED) for name, top in tops.items() if top & set(house.LINKED)} == {}
 
 
 def test_no_large_file_is_kept() -> None:
@@ -106,14 +91,14 @@ def test_no_large_file_is_kept() -> None:
 
 def listed_files() -> list[Path]:
     """What git keeps or is about to keep."""
-    if not (ROOT / ".git").exists():
+    if not (house.ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [path for name in output.split("\0") if name and os.path.lexists(path := ROOT / name)]
+    output = subprocess.run(command, cwd=house.ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in output.split("\0") if name and os.path.lexists(path := house.ROOT / name)]
 
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(house.ROOT.glob("*.md")), *sorted((house.ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -3,24 +3,19 @@ import json
 import pytest
 from conftest import run_cli
 
-from diloco.bench.link import LADDER, Received, Transfer, goodput, parse_rates, run_transfers
+from diloco.bench.link import Received, Transfer, goodput, run_transfers
+from diloco.cli.bench import LADDER, parse_rates
 from diloco.comm.transport.frame import HEADER_BYTES
 from diloco.comm.transport.socketwire import TlsWire
-from diloco.errors import ConfigError
 
 
 @pytest.mark.parametrize("rate", parse_rates(LADDER).values())
 @pytest.mark.parametrize("streams", [1, 4])
-def test_a_transfer_is_two_seconds_of_line_time(rate: float, streams: int) -> None:
+def test_a_transfer_is_two_seconds_of_line_time_with_little_that_is_no_payload(rate: float, streams: int) -> None:
     transfer = Transfer(rate, 0.02, streams)
-    payload_bits = (transfer.frames - 1) * transfer.frame_bytes * streams * 8
-    assert payload_bits / rate == pytest.approx(2.0, rel=0.1)
-
-
-@pytest.mark.parametrize("rate", parse_rates(LADDER).values())
-def test_what_the_rate_counts_and_goodput_does_not_is_below_one_percent(rate: float) -> None:
-    payload = Transfer(rate).frame_bytes
-    on_the_line = TlsWire.bytes_for(object.__new__(TlsWire), HEADER_BYTES + payload)
+    payload = transfer.frame_bytes
+    assert (transfer.frames - 1) * payload * streams * 8 / rate == pytest.approx(2.0, rel=0.1)
+    on_the_line = TlsWire.bytes_for(object.__new__(TlsWire), HEADER_BYTES + payload)  # the rate counts it, goodput not
     assert payload < on_the_line < payload * 1.01
 
 
@@ -31,12 +26,6 @@ def test_goodput_is_what_came_after_the_first_frame() -> None:
 
 def test_rates_may_be_repeated_or_joined() -> None:
     assert parse_rates(["1mbit, 20mbit", "1gbit"]) == {"1mbit": 1e6, "20mbit": 20e6, "1gbit": 1e9}
-
-
-@pytest.mark.parametrize("text", ["5foo", "20", "0mbit", "1mbit,,2mbit"])
-def test_a_rate_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--rate"):
-        parse_rates([text])
 
 
 def test_two_processes_measure_a_link() -> None:
@@ -56,10 +45,3 @@ def test_the_command_reports_a_check_for_each_rate_and_what_goes_unshaped() -> N
     assert {(check["limit"], check["better"]) for check in report["checks"]} == {(0.05, "lower")}
     assert report["unshaped single stream"]["goodput_bytes_per_s"] > 0
     assert report["unshaped 2 streams"]["goodput_bytes_per_s"] > 0
-
-
-def test_bad_input_is_one_clear_line() -> None:
-    for option, value in (("--rate", "fast"), ("--delay", "far")):
-        done = run_cli("bench", "link", option, value)
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error[config]: {option} {value}: ")

@@ -11,7 +11,7 @@ from alone import HERE
 from safetensors.torch import load_file
 from test_checkpoint_segments import BASE, chain, entry, opened, write
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest

@@ -7,8 +7,10 @@ import pty
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +18,7 @@ from conftest import SMALL, run_cli
 from typer.testing import CliRunner
 
 from diloco.cli.app import app
-from diloco.cli.run import changed
+from diloco.errors import ConfigError
 from diloco.report.events import read_events
 from diloco.run.folder import prepare_folder
 
@@ -35,6 +37,18 @@ def config_file(tmp_path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}))
     return path
+
+
+def trained(*arguments: object) -> str:
+    done = run_cli("run", *map(str, arguments))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments: object, **options: Any) -> str:
+    done = run_cli("run", *map(str, arguments), **options)
+    assert done.returncode == 2
+    return done.stderr
 
 
 def help_of(*command: str) -> str:
@@ -69,48 +83,36 @@ def test_run_trains_tells_and_says_what_next(config_file, tmp_path):
 
 
 def test_an_earlier_run_is_never_trained_over_unasked(config_file, tmp_path):
-    assert run_cli("run", str(config_file)).returncode == 0
-    again = run_cli("run", str(config_file))
-    assert again.returncode == 2
-    assert "already holds a run, saved at step 12: add --resume" in again.stderr
-    fresh = run_cli("run", str(config_file), "--fresh")
-    assert fresh.returncode == 0
-    assert "note: the earlier run is kept as" in fresh.stdout
+    trained(config_file)
+    assert "already holds a run, saved at step 12: add --resume" in refused(config_file)
+    assert "note: the earlier run is kept as" in trained(config_file, "--fresh")
     assert (tmp_path / "run.1" / "save-00000012").is_dir()
 
 
 @pytest.mark.parametrize("option", [("--link", "10mbit,10ms"), ("--host", "10.0.0.1")])
 def test_what_needs_others_is_refused_alone(config_file, option):
-    done = run_cli("run", str(config_file), *option)
-    assert done.returncode == 2
-    assert f"{option[0]} is for a run that others can join, and this one is alone: add --islands" in done.stderr
+    complaint = f"{option[0]} is for a run that others can join, and this one is alone: add --islands"
+    assert complaint in refused(config_file, *option)
 
 
 def test_an_island_alone_does_not_train_among_islands(config_file, tmp_path):
     (tmp_path / "run" / "island-1" / "outer").mkdir(parents=True)
     (tmp_path / "run" / "island-1" / "outer" / "log-00000001.seg").touch()
     (tmp_path / "run" / "config.yaml").touch()
-    done = run_cli("run", str(config_file))
-    assert done.returncode == 2 and "already holds a run of several islands: add --resume" in done.stderr
+    assert "already holds a run of several islands: add --resume" in refused(config_file)
 
 
-def test_a_key_that_changes_is_named_once():
-    assert changed(["seed=1", "inner.steps=12"], "inner.steps", 24) == ["seed=1", "inner.steps=24"]
-
-
-def test_a_plan_of_a_file_that_is_not_there_says_so():
-    done = run_cli("plan", "there-is-no-such.yaml")
-    assert done.returncode == 2 and "there-is-no-such.yaml: no such file" in done.stderr
-
-
-def start_long_run(config_file: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_long_run(
+    config_file: Path, *options: str, launcher: Sequence[str] = (), stderr: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Until its third step; it leads a process group of its own."""
+    command = [sys.executable, *launcher, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+    )
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step     3/"):
-            return process
-    raise AssertionError("the run ended before its third step")
+    assert any(line.startswith("step     3/") for line in process.stdout), "it ended before its third step"
+    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -122,21 +124,21 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert "finishing this step, then saving" in err
     assert f"-m diloco run {config_file} --resume --set inner.steps=100000" in out
     stopped = next(e["step"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "end")
-    resumed = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed at step {stopped}" in resumed.stdout
-    assert f"done: {stopped + 2} steps" in resumed.stdout
-    over = run_cli("run", str(config_file), "--resume", "--set", f"inner.steps={stopped + 2}")
-    assert f"already finished, at step {stopped + 2}" in over.stdout
+    two_more = (config_file, "--resume", "--set", f"inner.steps={stopped + 2}")
+    resumed = trained(*two_more)
+    assert f"resumed at step {stopped}" in resumed
+    assert f"done: step {stopped + 2}, round" in resumed
+    assert f"--resume --set inner.steps={2 * (stopped + 2)}\n" in resumed  # each key once
+    assert f"already finished: step {stopped + 2}" in trained(*two_more)
 
 
 def test_two_processes_cannot_train_in_one_folder(config_file):
     first = start_long_run(config_file)
-    second = run_cli("run", str(config_file), "--fresh")
-    first.send_signal(signal.SIGINT)
-    first.communicate(timeout=60)
-    assert second.returncode == 2
-    assert "another process is training in" in second.stderr
+    try:
+        assert "another process is training in" in refused(config_file, "--fresh")
+    finally:
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -173,14 +175,8 @@ def test_a_later_signal_leaves_at_once_but_not_an_echo_of_the_first():
 @pytest.mark.slow
 def test_a_mesh_saves_when_everybody_is_signalled(config_file, tmp_path):
     """As a job scheduler does: launcher and workers get SIGTERM, and the launcher passes it on."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    changes = ["--set", "inner.steps=100000", "--set", "island.fsdp=2"]
-    command = [*torchrun, "-m", "diloco", "run", str(config_file), *changes]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert any(line.startswith("step     3/") for line in process.stdout)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    process = start_long_run(config_file, "--set", "island.fsdp=2", launcher=torchrun, stderr=subprocess.DEVNULL)
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert "torchrun --nproc-per-node 2 -m diloco run" in out
@@ -189,11 +185,7 @@ def test_a_mesh_saves_when_everybody_is_signalled(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_that_starts_its_own_processes_passes_a_signal_on_and_leaves_none(config_file, tmp_path):
-    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=100000"]
-    command += ["--set", "island.fsdp=2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert any(line.startswith("step     3/") for line in process.stdout)
+    process = start_long_run(config_file, "--set", "island.fsdp=2")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
@@ -207,21 +199,17 @@ def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.tex").write_text("years of work")
-    done = run_cli("run", str(config_file), "--fresh", "--set", f"checkpoint.dir={other}")
-    assert done.returncode == 2
-    assert "is no run of ours" in done.stderr
-    assert run_cli("run", str(config_file), "--set", f"checkpoint.dir={other}").returncode == 2
+    assert "is no run of ours" in refused(config_file, "--fresh", "--set", f"checkpoint.dir={other}")
+    refused(config_file, "--set", f"checkpoint.dir={other}")
     assert [path.name for path in other.iterdir()] == ["chapter.tex"]
-    assert (other / "chapter.tex").exists()
-    both = run_cli("run", str(config_file), "--fresh", "--resume")
-    assert both.returncode == 2 and "use one of them" in both.stderr
+    assert "use one of them" in refused(config_file, "--fresh", "--resume")
 
 
 def test_a_refused_start_leaves_the_earlier_run_alone(config_file, tmp_path):
-    assert run_cli("run", str(config_file)).returncode == 0
+    trained(config_file)
     before = (tmp_path / "run" / "config.yaml").read_text()
-    assert run_cli("run", str(config_file), "--fresh", "--set", "data.sequence=100M").returncode == 2
-    assert run_cli("run", str(config_file), "--resume", "--set", "model.width=64").returncode == 2
+    refused(config_file, "--fresh", "--set", "data.sequence=100M")
+    refused(config_file, "--resume", "--set", "model.width=64")
     assert (tmp_path / "run" / "config.yaml").read_text() == before
     assert not (tmp_path / "run.1").exists()
 
@@ -251,11 +239,31 @@ def test_bad_input_is_one_clear_line(config_file, tmp_path, case):
     arguments, complaint = bad_input(tmp_path)[case]
     path = [] if case == "no config" else [str(config_file)]
     one_process = {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun says it; without, a mesh starts its own
-    done = run_cli("run", *path, *arguments, env={**os.environ, **one_process, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 2
-    assert done.stderr.startswith("error[")
-    assert complaint in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    told = refused(*path, *arguments, env={**os.environ, **one_process, "CUDA_VISIBLE_DEVICES": ""})
+    assert told.startswith("error[") and complaint in told
+    assert len(told.splitlines()) == 1, told
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("allreduce --codec int3", "--codec int3: there are fp32"),
+        ("allreduce --link fast", "--link fast: "),
+        ("allreduce --link 100mbit,20", "the unit is missing"),
+        ("allreduce --link 100mbit,1h", "no delay of a network"),
+        ("allreduce --against nccl", "--against nccl: there are hivemind, gloo"),
+        ("allreduce --against none,gloo", "--against none: "),
+        ("link --rate 5foo", "--rate 5foo: "),
+        ("link --rate 20", "--rate 20: "),
+        ("link --rate 0mbit", "--rate 0mbit: "),
+        ("link --rate 1mbit,,2mbit", "--rate : "),
+        ("link --delay far", "--delay far: "),
+        ("join --rate 0mbit", "--rate 0mbit: must be above 0"),
+    ],
+)
+def test_bad_options_of_a_bench_are_refused_before_anything_runs(options, complaint):
+    done = CliRunner().invoke(app, ["bench", *options.split()])
+    assert isinstance(done.exception, ConfigError) and complaint in str(done.exception)
 
 
 def test_tokenize_then_train_on_the_result(config_file, tmp_path):
@@ -266,8 +274,7 @@ def test_tokenize_then_train_on_the_result(config_file, tmp_path):
     made = run_cli("tokenize", str(text), "--out", str(out))
     assert made.returncode == 0, made.stderr
     assert "use it with: data: {source: tokens" in made.stdout
-    done = run_cli("run", str(config_file), "--set", "data.source=tokens", "--set", f"data.path={out}")
-    assert done.returncode == 0, done.stderr
+    trained(config_file, "--set", "data.source=tokens", "--set", f"data.path={out}")
 
 
 def test_doctor_speaks_json_too():
@@ -295,14 +302,10 @@ def test_in_a_terminal_the_view_is_alive(config_file):
     )
     os.close(terminal)
     seen = b""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            chunk = os.read(controller, 65536)
-        except OSError:  # the other side is closed
-            break
-        seen += chunk
+    with suppress(OSError):  # the other side is closed
+        while chunk := os.read(controller, 65536):
+            seen += chunk
     assert process.wait(timeout=60) == 0
     text = seen.decode()
     assert "━" in text and "█" in text and "tokens/s" in text
-    assert "done: 40 steps" in text
+    assert "done: step 40, round" in text

@@ -1,9 +1,8 @@
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
+from conftest import run_cli
 from pydantic import ValidationError
 
 from diloco.config.file import load_config, parse_config, render_config
@@ -136,5 +135,4 @@ def test_the_printout_explains_every_field_and_is_itself_a_configuration():
 
 
 def test_the_command_prints_overrides():
-    command = [sys.executable, "-m", "diloco", "config", "--set", "sync.every=77"]
-    assert "every: 77" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "every: 77" in run_cli("config", "--set", "sync.every=77").stdout

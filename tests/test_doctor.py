@@ -3,13 +3,14 @@
 import os
 import resource
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.cli import examine as doctor
-from diloco.cli.examine import Finding
+from diloco.cli import doctor
+from diloco.cli.doctor import Finding
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,23 +27,19 @@ def test_a_machine_that_can_run_the_tests_has_nothing_bad(tmp_path: Path) -> Non
     assert [finding for finding in findings if finding.state == "bad"] == []
     assert {"python", "torch", "memory", "hivemind", "p2pd", "loopback", "disk", "clock", "wandb"} <= set(names)
     assert len(names) == len(set(names))
-
-
-def test_every_warning_says_how_to_mend_it(tmp_path: Path) -> None:
-    assert all(finding.mend for finding in doctor.examine(tmp_path) if finding.state == "warn")
-
-
-@pytest.mark.parametrize(("version", "state"), [((3, 10), "bad"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "bad")])
-def test_python_version(version: tuple[int, int], state: str) -> None:
-    assert [finding.state for finding in doctor.check_python(version)] == [state]
+    assert all(finding.mend for finding in findings if finding.state == "warn")
 
 
 @pytest.mark.parametrize(
-    ("version", "state"),
-    [("2.9.1", "bad"), ("2.11.0+cu130", "ok"), ("2.12.1", "warn"), ("2.13.0+cpu", "ok"), ("2.14.0a0+git1", "warn")],
+    ("check", "versions"),
+    [
+        (doctor.check_python, {(3, 10): "bad", (3, 11): "ok", (3, 13): "ok", (3, 14): "bad"}),
+        (doctor.check_torch, {"2.9.1": "bad", "2.11.0+cu130": "ok", "2.13.0+cpu": "ok"}),
+        (doctor.check_torch, {"2.12.1": "warn", "2.14.0a0+git1": "warn"}),
+    ],
 )
-def test_torch_version(version: str, state: str) -> None:
-    assert doctor.judge_torch(version).state == state
+def test_versions(check: Callable[[Any], Iterator[Finding]], versions: dict[Any, str]) -> None:
+    assert {version: finding.state for version in versions for finding in check(version)} == versions
 
 
 def test_the_versions_named_are_the_versions_required() -> None:
@@ -52,32 +49,23 @@ def test_the_versions_named_are_the_versions_required() -> None:
     assert set(doctor.EXTRAS.values()) <= set(required["optional-dependencies"])
 
 
-def test_the_daemon_answers() -> None:
-    (finding,) = doctor.check_p2pd()
-    assert finding.state == "ok", finding.detail
-
-
-def test_a_missing_daemon(tmp_path: Path) -> None:
-    (finding,) = doctor.check_p2pd(tmp_path / "p2pd")
-    assert (finding.state, "missing" in finding.detail) == ("bad", True)
-
-
-def test_a_daemon_that_is_not_executable(tmp_path: Path) -> None:
-    (tmp_path / "p2pd").write_bytes(b"\x7fELF")
-    (finding,) = doctor.check_p2pd(tmp_path / "p2pd")
-    assert (finding.state, finding.mend) == ("bad", f"chmod +x {tmp_path / 'p2pd'}")
-
-
-def test_a_daemon_for_another_processor(tmp_path: Path) -> None:
-    (tmp_path / "p2pd").write_bytes(b"\x7fELF")
-    (tmp_path / "p2pd").chmod(0o755)
-    (finding,) = doctor.check_p2pd(tmp_path / "p2pd")
-    assert (finding.state, "does not start" in finding.detail) == ("bad", True)
-
-
-def test_a_daemon_that_gives_up_is_quoted(tmp_path: Path) -> None:
-    (finding,) = doctor.check_p2pd(script(tmp_path / "p2pd", "echo no entropy; exit 1"))
-    assert (finding.state, "no entropy" in finding.detail) == ("bad", True)
+@pytest.mark.parametrize(
+    ("content", "mode", "complaint"),
+    [
+        (None, 0, "is missing"),
+        (b"\x7fELF", 0o644, "is not executable"),
+        (b"\x7fELF", 0o755, "does not start"),  # for another processor
+        (b"#!/bin/sh\necho no entropy; exit 1\n", 0o755, "no entropy"),
+    ],
+)
+def test_a_daemon_that_cannot_be_used(tmp_path: Path, content: bytes | None, mode: int, complaint: str) -> None:
+    p2pd = tmp_path / "p2pd"
+    if content is not None:
+        p2pd.write_bytes(content)
+        p2pd.chmod(mode)
+    (finding,) = doctor.check_p2pd(p2pd)
+    assert finding.state == "bad" and complaint in finding.detail
+    assert finding.mend == f"chmod +x {p2pd}" if mode == 0o644 else "--force-reinstall" in str(finding.mend)
 
 
 def test_a_silent_daemon_is_killed_in_time(tmp_path: Path) -> None:

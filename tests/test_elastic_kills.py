@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 
 from diloco.bench.bare import Setting
-from diloco.bench.crew import Crew, crew
-from diloco.bench.crew_member import PHASES
+from diloco.bench.crew import PHASES, Crew, crew
 from diloco.elastic.protocol.record import Record
 from diloco.elastic.protocol.wire import decode
 

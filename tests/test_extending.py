@@ -44,7 +44,7 @@ def test_a_codec_is_known_wherever_codecs_are_named(toy_codec):
     assert "lowrank, toy]" in render_config(load_config())
     assert result_codec_for("toy", 4) == "toy"
     assert quality_variants()["toy"] == {"codec": "toy"}
-    report = codec_bench.measure(device="cpu", count=4096, repeats=1)
+    report = codec_bench.measure(device="cpu", values=4096, repeats=1)
     assert report.figures["speed"]["toy"]["bits"] == toy_codec.bits_per_value == 8.125
 
 

@@ -9,8 +9,7 @@ import torch
 from alone import train
 from team import HERE, PATIENT, Team, deadline, introduced, one_step_done, own_folder, side_by_side, wait_until
 
-from diloco.bench.speed import Heard
-from diloco.bench.team import driver_for
+from diloco.bench.team import Heard, driver_for
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.runtime.work import Trained

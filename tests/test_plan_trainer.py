@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.bench import real
+from diloco.bench import plan as bench_plan
+from diloco.bench.simulated import Seen
 from diloco.bench.speed import measure
 from diloco.checkpoint.log.library import KEEP_PAYLOADS
 from diloco.comm.codec.noise import NoiseKey
@@ -347,9 +348,9 @@ def test_planning_is_pure():
 
 
 def test_the_settings_against_real_islands_are_those_that_were_asked_for():
-    lines = {setting.line for setting in real.SETTINGS}
-    kinds = {(setting.codec, setting.overlapped) for setting in real.SETTINGS}
-    assert len(real.SETTINGS) == 6 and len(lines) == 2
+    settings, seen = bench_plan.SETTINGS, Seen(step_s=0.15, round_s=1.0, utilisation=1.0, parameters=1)
+    kinds = {(setting.codec, setting.overlapped) for setting in settings}
+    assert len(settings) == 6 and len({setting.line for setting in settings}) == 2
     assert kinds == {("int8", False), ("int8", True), ("int4", False), ("int4", True)}
-    waits = [real.plan(setting, 0.15) for setting in real.SETTINGS if not setting.overlapped]
-    assert all(planned.utilisation < 0.95 and planned.round_s > 0.2 for planned in waits)
+    waits = [bench_plan.planned(setting, seen) for setting in settings if not setting.overlapped]
+    assert all(utilisation < 0.95 and round_s > 0.2 for round_s, utilisation in waits)

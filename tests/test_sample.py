@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from trained_run import TEXT, byte_pairs, train
 
-from diloco.cli.sample import HARMLESS
+from diloco.cli.history import HARMLESS
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import ModelError
 from diloco.history.export import as_qwen3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from team import PATIENT, Team, introduced
 
-from diloco.bench.speed import Heard
+from diloco.bench.team import Heard
 from diloco.cli.real import summary
 from diloco.config.file import parse_config
 from diloco.report.events import Events

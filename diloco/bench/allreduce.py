@@ -8,7 +8,6 @@ the same cores. Beside it stands a whole round through drivers: agreement, diges
 
 import resource
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,20 +16,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diloco.bench.bare import DIGEST
 from diloco.bench.bare import Setting as Bare
 from diloco.bench.baselines import average, check_average, contribution, gloo_seconds, hivemind_seconds
-from diloco.bench.link import measure_goodput
-from diloco.bench.peers import UNSHAPED, BenchPeer, Line, run_peers
-from diloco.bench.processes import Work
-from diloco.bench.report import Check, Report, parse_option
+from diloco.bench.link import Transfer, run_transfers
+from diloco.bench.processes import UNSHAPED, BenchPeer, Line, Work, run_peers
+from diloco.bench.report import Check, Report
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.pooled import PooledTransport
-from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
 from diloco.elastic.runtime.island import among_friends, open_island
@@ -39,7 +35,6 @@ from diloco.elastic.runtime.session import Session
 from diloco.elastic.runtime.work import Trained
 from diloco.errors import ConfigError
 from diloco.train.outer import decoded
-from diloco.units import parse_link
 
 AGAINST = ("hivemind", "gloo")
 FAST_LINK = 1e9  # bits per second, where four times fewer bytes must show against gloo
@@ -54,50 +49,40 @@ class Setting:
     repeats: int = 11
 
     @property
-    def encoded_bytes(self) -> int:
-        return CODECS[self.codec].size(self.count)
-
-    @property
     def minimum_bytes(self) -> float:
         """What each peer must send, and receive."""
-        return 2 * (self.peers - 1) / self.peers * self.encoded_bytes
+        return 2 * (self.peers - 1) / self.peers * CODECS[self.codec].size(self.count)
 
 
-def measure(*, peers: int, count: int, codec: str, link: str, against: str) -> Report:
-    others, line = _parse_against(against), Line(*parse_option("--link", link, parse_link))
+def measure(
+    *, peers: int, values: int, codec: str, link: str, line: tuple[float, float], against: Sequence[str]
+) -> Report:
+    """`link` is how the line, its rate and its delay, was written."""
     if codec not in (names := [name for name, one in CODECS.items() if one.closed]):
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
-    setting = Setting(peers, count, codec)
+    if unknown := [name for name in against if name not in AGAINST]:
+        raise ConfigError(f"--against {unknown[0]}: there are {', '.join(AGAINST)}, or none")
+    setting = Setting(peers, values, codec)
     unshaped = run(setting)
     checks = [Check("allreduce.bytes_over_minimum", unshaped["bytes_over_minimum"], 1.03, "lower")]
-    figures: dict[str, Any] = {"peers": peers, "values": count, "codec": codec, "unshaped": unshaped}
+    figures: dict[str, Any] = {"peers": peers, "values": values, "codec": codec, "unshaped": unshaped}
     figures["rounds"] = run(setting, _take_part_repeatedly)
     figures["allreduce.round_s"] = figures["rounds"]["seconds"]
-    for name, compare in (("gloo", _against_gloo), ("hivemind", _against_hivemind)):
-        if name in others:
-            more, figures[name] = compare(setting, unshaped["seconds"])
-            checks += more
-    more, figures[link] = _against_link(Setting(peers, count, codec, line, repeats=3))
-    return Report([*checks, *more], figures)
-
-
-def _parse_against(text: str) -> list[str]:
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in AGAINST:
-            raise ConfigError(f"--against {name}: there are {', '.join(AGAINST)}, or none")
-    return names
-
-
-def _against_hivemind(setting: Setting, seconds: float) -> tuple[list[Check], dict[str, Any]]:
-    row = hivemind_seconds(setting.peers, setting.count)
-    return [Check("allreduce.speedup_over_hivemind", row["seconds"] / seconds, 10, "higher")], row
+    if "gloo" in against:
+        more, figures["gloo"] = _against_gloo(setting, unshaped["seconds"])
+        checks += more
+    if "hivemind" in against:
+        figures["hivemind"] = hivemind_seconds(peers, values)
+        speedup = figures["hivemind"]["seconds"] / unshaped["seconds"]
+        checks.append(Check("allreduce.speedup_over_hivemind", speedup, 10, "higher"))
+    last, figures[link] = _against_link(replace(setting, line=Line(*line), repeats=3))
+    return Report([*checks, last], figures)
 
 
 def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[str, Any]]:
     """Unshaped, and over a link, which gloo cannot be put behind: there it gets all of the rate and no delay."""
     row = gloo_seconds(setting.peers, setting.count)
-    fast = run(Setting(setting.peers, setting.count, setting.codec, Line(FAST_LINK)))
+    fast = run(replace(setting, line=Line(FAST_LINK)))
     gloo_limit_s = 2 * (setting.peers - 1) / setting.peers * 4 * setting.count / (FAST_LINK / 8)
     checks = [
         Check("allreduce.time_over_gloo_fp32", seconds / row["seconds"], 2, "lower"),
@@ -106,29 +91,26 @@ def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[s
     return checks, row | {"limit_at_1gbit_s": gloo_limit_s, "ours_at_1gbit": fast}
 
 
-def _against_link(setting: Setting) -> tuple[list[Check], dict[str, Any]]:
-    assert setting.line.bits_per_s is not None
-    goodput = measure_goodput(setting.line.bits_per_s, setting.line.delay_s, streams=setting.peers - 1)
-    row = run(setting)
+def _against_link(setting: Setting) -> tuple[Check, dict[str, Any]]:
+    (alone,) = run_transfers([Transfer(setting.line.bits_per_s, setting.line.delay_s, setting.peers - 1)])
+    row, goodput = run(setting), alone["goodput_bytes_per_s"]
     limit_s = setting.minimum_bytes / goodput
     ratio = (row["seconds"] - 2 * setting.line.delay_s) / limit_s
-    return [Check("allreduce.time_over_link_limit", ratio, 1.10, "lower")], row | {
-        "goodput_bytes_per_s": goodput,
-        "limit_s": limit_s,
-    }
+    check = Check("allreduce.time_over_link_limit", ratio, 1.10, "lower")
+    return check, row | {"goodput_bytes_per_s": goodput, "limit_s": limit_s}
 
 
 def run(setting: Setting, work: Work | None = None) -> dict[str, Any]:
     """Return medians over repeats, after one to warm up; of an all-reduce by itself, unless other work is given."""
     by_peer = run_peers(setting.peers, work or _reduce_repeatedly, setting)
-    repeats = [_one_repeat(repeat) for repeat in zip(*(rows for rows, _ in by_peer), strict=True)][1:]
+    repeats = [_one_repeat(repeat) for repeat in zip(*by_peer, strict=True)][1:]
     seconds = [repeat["seconds"] for repeat in repeats]
     return {
         "seconds": median(seconds),
         "seconds_of_each": seconds,
         "cpu_s_of_all": median(repeat["cpu_s"] for repeat in repeats),
         "bytes_over_minimum": max(repeat["bytes"] for repeat in repeats) / max(1, setting.minimum_bytes),
-        "memory_growth_bytes": max(memory for _, memory in by_peer),
+        "memory_growth_bytes": max(rows[-1]["memory"] - rows[0]["memory"] for rows in by_peer),  # what rounds pile up
     }
 
 
@@ -142,38 +124,25 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[dict[str, Any]], int]:
-    """And by how much the peak of memory rose after the first all-reduce: what later rounds pile up."""
-    plain, addresses = peer.connect(setting.line)
+def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, Any]]:
+    codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
-    mean = torch.zeros(
-        setting.count
-    )  # the same memory in every repeat, as the others' vector that they reduce in place
-    limit, rows, before = _error_limit(setting), [], 0
+    mean = torch.zeros(setting.count)  # the same memory in every repeat, as theirs who reduce in place
+    limit, rows = _error_limit(setting), []
     with closing(PooledTransport(plain)) as transport:
         for number in range(setting.repeats + 1):
-            peer.barrier()
-            row, result = _reduce_once(transport, addresses, own, mean, setting, number)
-            peer.barrier()
-            rows.append(row | {"digest": sha256(bytes(result.numpy())).hexdigest()})
+            begin = _begin(tuple(addresses), setting, number)
+            with peer.timed() as row:
+                payload = codec.encode(own, NoiseKey(number, 0, transport.identity))
+                reduction = reduction_of(begin, payload, setting.count, transport, addresses)
+                result = reduction.run()
+                for start, part in decoded(result, setting.count, codec):
+                    mean[start : start + len(part)] = part
+            row |= {"bytes": reduction.bytes_sent, "digest": sha256(bytes(result.numpy())).hexdigest()}
             check_average(mean, expected, limit)
-            before = before or _peak_memory()  # once everything is loaded, and the check has had its own share
+            rows.append(row | {"memory": _peak_memory()})  # the check has had its own share of it by now
         peer.barrier()  # nobody closes while others still read
-    return rows, _peak_memory() - before
-
-
-def _reduce_once(
-    transport: Transport, addresses: dict[str, PeerAddress], own: Tensor, mean: Tensor, setting: Setting, number: int
-) -> tuple[dict[str, Any], Tensor]:
-    codec, begin = CODECS[setting.codec], _begin(tuple(addresses), setting, number)
-    started, started_cpu = time.monotonic(), time.process_time()
-    payload = codec.encode(own, NoiseKey(number, 0, transport.identity))
-    reduction = reduction_of(begin, payload, setting.count, transport, addresses)
-    result = reduction.run()
-    for start, part in decoded(result, setting.count, codec):
-        mean[start : start + len(part)] = part
-    seconds, cpu_s = time.monotonic() - started, time.process_time() - started_cpu
-    return {"seconds": seconds, "cpu_s": cpu_s, "bytes": reduction.bytes_sent}, result
+    return rows
 
 
 def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
@@ -184,32 +153,28 @@ def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
     return Begin(key, Ballot(1, members[0], 0), proposal, members, (0,) * len(members))
 
 
-def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> tuple[list[dict[str, Any]], int]:
+def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, Any]]:
     """Take part in whole rounds as an island without a model: each from its launch until its update is applied."""
     plain, addresses = peer.connect(setting.line)
     own, base = contribution(peer.index, setting.count), torch.empty(setting.count)
     bare = Bare(setting.count, codec=setting.codec, samples=0)
     options, origin = replace(bare.options, min_islands=peer.count, straggler=100.0), bare.beginning(tuple(addresses))
-    rows: list[dict[str, Any]] = []
-    before = 0
+    rows = []
     with closing(plain), open_island(bare.run, origin, options, among_friends(plain)) as driver:
         session = Session(driver, bare.run.fragments, setting.codec)
         driver.know(addresses)
         for _ in range(setting.repeats + 1):
-            peer.barrier()
-            started, started_cpu, sent = time.monotonic(), time.process_time(), driver.bytes_sent
-            session.start(0, own, Trained(1, ()))
-            session.finish(0)
-            seconds, cpu_s = time.monotonic() - started, time.process_time() - started_cpu
-            peer.barrier()
+            sent = driver.bytes_sent
+            with peer.timed() as row:
+                session.start(0, own, Trained(1, ()))
+                session.finish(0)
             session.take(0, base)
             if len(session.last_round()) != peer.count:
                 raise ArithmeticError("a round lacks islands")
-            digest = driver.replica.digest()
-            rows.append({"seconds": seconds, "cpu_s": cpu_s, "bytes": driver.bytes_sent - sent, "digest": digest})
-            before = before or _peak_memory()
+            row |= {"bytes": driver.bytes_sent - sent, "digest": driver.replica.digest()}
+            rows.append(row | {"memory": _peak_memory()})
         peer.barrier()  # nobody closes while others still read
-    return rows, _peak_memory() - before
+    return rows
 
 
 def _error_limit(setting: Setting) -> float:

@@ -2,23 +2,19 @@
 
 import hashlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.log.store import Store
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Options
 from diloco.elastic.protocol.ranges import first
 from diloco.elastic.protocol.record import Contribution, Head, Settings
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.driver import Driver, Run
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.island import ignore, open_island
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.session import Session
 from diloco.elastic.runtime.work import Trained
@@ -59,22 +55,9 @@ class Setting:
 
 
 class BareIsland:
-    def __init__(
-        self,
-        setting: Setting,
-        origin: Origin,
-        network: Network,
-        *,
-        incarnation: int = 1,
-        store: Store | None = None,
-        tell: Callable[[Note], None] = ignore,
-        driver: Callable[..., Driver] = Driver,
-    ) -> None:
-        self.setting = setting
-        self.driver = open_island(
-            setting.run, origin, setting.options, network, incarnation=incarnation, store=store, tell=tell,
-            driver=driver,
-        )  # fmt: skip
+    def __init__(self, setting: Setting, driver: Driver) -> None:
+        """`driver`: opened with the setting's run and options."""
+        self.setting, self.driver = setting, driver
         self.session = Session(self.driver, setting.run.fragments, setting.codec)
         self.name = self.driver.node.me
         self.phases = self.contained = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.peers import BenchPeer, run_peers
+from diloco.bench.processes import BenchPeer, run_peers
 
 # hivemind's default is 5 s and 3 s; a group that is complete starts at once either way. Its rule is that a request
 # must time out before matchmaking does.
@@ -77,10 +77,15 @@ def _reduce_by_gloo(peer: BenchPeer, count: int, repeats: int) -> list[dict[str,
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=_gloo_store(peer), rank=peer.index, world_size=peer.count)
     own, expected = contribution(peer.index, count), average(peer.count, count)
-    rounds = [_reduce_once(peer, own.clone(), expected) for _ in range(repeats)]
+    rows = []
+    for _ in range(repeats):
+        vector = own.clone()
+        with peer.timed() as row:
+            dist.all_reduce(vector)
+        rows.append(row | {"error": check_average(vector.div_(peer.count), expected, FP32_ERROR_LIMIT)})
     peer.barrier()
     dist.destroy_process_group()
-    return rounds
+    return rows
 
 
 def _gloo_store(peer: BenchPeer) -> Any:
@@ -93,20 +98,12 @@ def _gloo_store(peer: BenchPeer) -> Any:
     return TCPStore("127.0.0.1", peer.exchange(None)[0], is_master=False)
 
 
-def _reduce_once(peer: BenchPeer, vector: Tensor, expected: Tensor) -> dict[str, float]:
-    import torch.distributed as dist
-
-    peer.barrier()
-    started = time.monotonic()
-    dist.all_reduce(vector)
-    seconds = time.monotonic() - started
-    peer.barrier()  # for others it is still running
-    return {"seconds": seconds, "error": check_average(vector.div_(peer.count), expected, FP32_ERROR_LIMIT)}
-
-
 def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str) -> list[dict[str, float]]:
+    from hivemind.p2p import P2P
+
     multiprocessing.set_start_method("fork", force=True)  # hivemind's averager cannot be pickled
-    _keep_sockets_in(folder)
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/hivemind-"  # it leaves some behind, and that in /tmp
+    os.environ["TMPDIR"] = folder
     own, expected = contribution(peer.index, count), average(peer.count, count)
     dht = _join_dht(peer)
     averager = _start_averager(peer, dht, own.clone())
@@ -116,14 +113,6 @@ def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hivemind ends its own processes with tracebacks
         averager.shutdown()
         dht.shutdown()
-
-
-def _keep_sockets_in(folder: str) -> None:
-    """hivemind leaves some behind, in /tmp."""
-    from hivemind.p2p import P2P
-
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/hivemind-"
-    os.environ["TMPDIR"] = folder
 
 
 def _join_dht(peer: BenchPeer) -> Any:
@@ -143,33 +132,23 @@ def _start_averager(peer: BenchPeer, dht: Any, vector: Tensor) -> Any:
     from hivemind.compression import Float16Compression
 
     return DecentralizedAverager(
-        [vector],
-        dht,
-        start=True,
-        prefix="bench",
-        target_group_size=peer.count,
-        min_group_size=peer.count,
-        min_matchmaking_time=MATCHMAKING_S,
-        request_timeout=REQUEST_S,
-        compression=Float16Compression(),
-    )
+        [vector], dht, start=True, prefix="bench", target_group_size=peer.count, min_group_size=peer.count,
+        min_matchmaking_time=MATCHMAKING_S, request_timeout=REQUEST_S, compression=Float16Compression(),
+    )  # fmt: skip
 
 
 def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) -> dict[str, float]:
     with averager.get_tensors() as (vector,):
         vector.copy_(own)
-    peer.barrier()
-    started = time.monotonic()
-    step = averager.step(timeout=STEP_TIMEOUT_S, wait=False)
-    reducing_at = _watch_for_allreduce(step)
-    group = step.result(timeout=STEP_TIMEOUT_S)
-    ended = time.monotonic()
-    if group is None or len(group) != peer.count:
-        raise RuntimeError(f"hivemind averaged {len(group or ())} peers instead of {peer.count}")
-    peer.barrier()  # for others it is still running
+    with peer.timed() as row:
+        step = averager.step(timeout=STEP_TIMEOUT_S, wait=False)
+        reducing_at = _watch_for_allreduce(step)
+        group = step.result(timeout=STEP_TIMEOUT_S)
+        row["allreduce_seconds"] = time.monotonic() - reducing_at
+        if group is None or len(group) != peer.count:
+            raise RuntimeError(f"hivemind averaged {len(group or ())} peers instead of {peer.count}")
     with averager.get_tensors() as (vector,):
-        error = check_average(vector, expected, FP16_ERROR_LIMIT)
-    return {"seconds": ended - started, "allreduce_seconds": ended - reducing_at, "error": error}
+        return row | {"error": check_average(vector, expected, FP16_ERROR_LIMIT)}
 
 
 def _watch_for_allreduce(step: Any) -> float:

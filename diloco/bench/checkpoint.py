@@ -6,7 +6,6 @@ and the steps that fall into the writing are compared with those in between. The
 
 import os
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,7 +15,8 @@ import torch
 
 from diloco.bench.bare import Setting
 from diloco.bench.crew import crew
-from diloco.bench.report import Check, Report
+from diloco.bench.report import Check, Report, time_s
+from diloco.bench.team import trainer_of
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal
 from diloco.checkpoint.log.replica import host_copy
@@ -24,8 +24,7 @@ from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import Frozen, snapshots
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
-from diloco.island.mesh import take_place
-from diloco.report.events import Events
+from diloco.island.mesh import pick_device
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
@@ -38,7 +37,7 @@ def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
     """`blocks`: of steps with something being written, and as many without."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # a core is left, as beside an accelerator
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
-        stepping = _steps(Path(folder) / "run", device, blocks)
+        stepping = _steps(Path(folder) / "outer", device, blocks)
         logging = _log_bytes(Path(folder) / "log", values, rounds)
     return Report(
         [
@@ -50,32 +49,31 @@ def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
 
 
 def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
-    config = _config(folder, device)
-    with take_place(config.island) as place, ExitStack() as stack:
-        trainer = Trainer(config, place, Events())
-        stack.enter_context(alone(trainer))
-        store = DiskStore(folder / "outer", lambda what, text: None, keep=1)
+    during: list[float] = []
+    between: list[float] = []
+    copies: list[float] = []
+    with trainer_of(_config(device)) as (trainer, _), alone(trainer):
+        place = trainer.place.device
+        store = DiskStore(folder, lambda what, text: None, keep=1)
         store.begin("", "", 0, known=True)  # as in the middle of a run: nothing hurries
-        during: list[float] = []
-        between: list[float] = []
-        copies: list[float] = []
         for _ in range(WARM_UP):
-            _timed_step(trainer)
+            trainer.advance()
         for block in range(1, blocks + 1):
             copies.append(_begin_writing(trainer, store, block))
-            found = _steps_while_writing(trainer, store)
-            during += found
-            between += [_timed_step(trainer) for _ in found]
+            found: list[float] = []
+            while trainer.saver.writing or store.photographing:
+                found.append(time_s(trainer.advance, place))
+            during += found[:-1]  # at the end of the last one nothing was being written
+            between += [time_s(trainer.advance, place) for _ in found[:-1]]
         store.close()
-        trainer.batches.close()
     return {
-        "device": place.device.type, "parameters": trainer.island.layout.size, "step_s": median(between),
+        "device": place.type, "parameters": trainer.island.layout.size, "step_s": median(between),
         "written_step_s": median(during), "steps": len(during), "copy_s": median(copies),
     }  # fmt: skip
 
 
 def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
-    """What training waits for."""
+    """Return the seconds that training waits for."""
     started = time.perf_counter()
     trainer.begin_save()
     assert trainer.rounds is not None
@@ -84,30 +82,13 @@ def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
     return time.perf_counter() - started
 
 
-def _steps_while_writing(trainer: Trainer, store: DiskStore) -> list[float]:
-    found: list[float] = []
-    while trainer.saver.writing or store.photographing:
-        seconds = _timed_step(trainer)
-        if trainer.saver.writing or store.photographing:
-            found.append(seconds)
-    return found
-
-
-def _timed_step(trainer: Trainer) -> float:
-    started = time.perf_counter()
-    trainer.advance()
-    if trainer.place.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def _config(folder: Path, device: str) -> Config:
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+def _config(device: str) -> Config:
+    cuda = pick_device(device).type == "cuda"
     return parse_config({
         "run": "checkpoint", "model": {"preset": "150m", "vocab": 32768} if cuda else {"preset": "35m"},
         "data": {"sequence": 1024 if cuda else 32}, "island": {"batch": 32 if cuda else 1, "device": device},
         "inner": {"steps": 100_000, "warmup": 2}, "sync": {"every": 50_000}, "evaluate": {"every": 0},
-        "log": {"every": 10}, "checkpoint": {"dir": str(folder)},
+        "log": {"every": 10},
     })  # fmt: skip
 
 

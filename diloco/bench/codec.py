@@ -3,15 +3,13 @@
 Those that need error feedback are biased by design: only their error is told.
 """
 
-import time
-from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.bench.report import Check, Report
+from diloco.bench.report import Check, Report, time_s
 from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
@@ -25,15 +23,12 @@ SPARSE_LIMIT = 0.195  # bytes for each value: a contribution and the mean of fou
 SPEED_LIMIT = {"cpu": 0.10, "cuda": 0.8}
 
 
-def measure(*, device: str, count: int, repeats: int | None) -> Report:
+def measure(*, device: str, values: int, repeats: int | None) -> Report:
     place = pick_device(device)
     repeats = repeats or REPEATS[place.type]
-    data = {name: make(count, place) for name, make in DISTRIBUTIONS.items()}
-    few = min(repeats, FEW)
-    speed = {
-        name: _speed(codec, data["normal"], few if codec.needs_feedback else repeats, place)
-        for name, codec in CODECS.items()
-    }
+    data = _distributions(values, place)
+    times = {name: min(repeats, FEW) if codec.needs_feedback else repeats for name, codec in CODECS.items()}
+    speed = {name: _speed(codec, data["normal"], times[name], place) for name, codec in CODECS.items()}
     error = {name: _error(codec, data) for name, codec in CODECS.items()}
     checks = [
         Check(f"codec.{name}.encode_over_memcpy", speed[name]["over_memcpy"], SPEED_LIMIT[place.type], "higher")
@@ -44,13 +39,10 @@ def measure(*, device: str, count: int, repeats: int | None) -> Report:
         for name, row in error.items()
         if not CODECS[name].needs_feedback
     ]
-    checks.append(Check("codec.sparse.bytes_per_value", _sparse_bytes_per_value(members=4), SPARSE_LIMIT, "lower"))
-    return Report(checks, {"device": describe_device(place), "values": count, "speed": speed, "error": error})
-
-
-def _sparse_bytes_per_value(members: int) -> float:
-    both = codec_named("sparse"), codec_named(result_codec_for("sparse", members))
-    return sum(codec.bits_per_value for codec in both) / 8
+    both = codec_named("sparse"), codec_named(result_codec_for("sparse", 4))
+    sparse_bytes = sum(codec.bits_per_value for codec in both) / 8
+    checks.append(Check("codec.sparse.bytes_per_value", sparse_bytes, SPARSE_LIMIT, "lower"))
+    return Report(checks, {"device": describe_device(place), "values": values, "speed": speed, "error": error})
 
 
 def _speed(codec: Codec, values: Tensor, repeats: int, device: torch.device) -> dict[str, Any]:
@@ -67,8 +59,9 @@ def _speed(codec: Codec, values: Tensor, repeats: int, device: torch.device) -> 
         "checked_s": lambda: codec.encode(values, KEY),
         "decode_s": lambda: codec.decode(payload, len(values), out=target),
     }
-    calls = [1 if name == "alone_s" else IN_A_ROW[device.type] for name in works]
-    row = dict(zip(works, _medians_s(list(works.values()), calls, repeats, device), strict=True))
+    calls = {name: 1 if name == "alone_s" else IN_A_ROW[device.type] for name in works}
+    seconds = [[time_s(works[name], device, times) for name, times in calls.items()] for _ in range(repeats + 1)]
+    row = dict(zip(works, map(median, zip(*seconds[1:], strict=True)), strict=True))  # the first round warms up
     bits = 8 * payload.numel() / len(values)
     return {"bits": bits, "bytes": payload.numel(), **row, "over_memcpy": row["copy_s"] / row["encode_s"]}
 
@@ -85,51 +78,13 @@ def _error(codec: Codec, data: dict[str, Tensor]) -> dict[str, float]:
     return row
 
 
-def _medians_s(
-    works: Sequence[Callable[[], object]], calls: Sequence[int], repeats: int, device: torch.device
-) -> list[float]:
-    both = list(zip(works, calls, strict=True))
-    seconds = [[_time_s(work, times, device) for work, times in both] for _ in range(repeats + 1)]
-    return [median(column) for column in zip(*seconds[1:], strict=True)]  # the first round warms up
-
-
-def _time_s(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Of one of so many calls."""
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        work()
-    _synchronize(device)
-    return (time.perf_counter() - started) / calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
-def _normal(count: int, device: torch.device) -> Tensor:
-    return torch.randn(count, generator=_generator(device), device=device)
-
-
-def _laplace(count: int, device: torch.device) -> Tensor:
-    uniform = torch.rand(count, generator=_generator(device), device=device).sub_(0.5)
-    return -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp_(max=0.4999999))
-
-
-def _student_t3(count: int, device: torch.device) -> Tensor:
-    """Normal over the root of a chi-squared with 3 degrees of freedom, divided by 3."""
-    generator = _generator(device)
-    normals = torch.randn(4, count, generator=generator, device=device)
-    return normals[0] / (normals[1:].square().sum(0) / 3).sqrt()
-
-
-DISTRIBUTIONS: dict[str, Callable[[int, torch.device], Tensor]] = {
-    "normal": _normal,
-    "laplace": _laplace,
-    "t(3)": _student_t3,
-}
+def _distributions(count: int, device: torch.device) -> dict[str, Tensor]:
+    """The third is Student's t: normal over the root of a chi-squared with 3 degrees of freedom, divided by 3."""
+    seeded = [torch.Generator(device).manual_seed(0) for _ in range(3)]
+    uniform = torch.rand(count, generator=seeded[1], device=device).sub_(0.5)
+    normals = torch.randn(4, count, generator=seeded[2], device=device)
+    return {
+        "normal": torch.randn(count, generator=seeded[0], device=device),
+        "laplace": -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp_(max=0.4999999)),
+        "t(3)": normals[0] / (normals[1:].square().sum(0) / 3).sqrt(),
+    }

@@ -1,23 +1,50 @@
 """Islands without a model, as real processes over real sockets: what breaks them is real, and quick to repeat.
 
-The parent hears what happens (begins, commits, notes) over a pipe, and may kill, stop, tell to die at a given moment,
-or replace any of them. What they do is in `crew_member.py`.
+The parent's side is a `Crew`: it hears what happens (begins, commits, notes) over a pipe, and may kill, stop, tell to
+die at a given moment, or replace any of them. Each process is a `Worker`, and does what it is told.
 """
 
 import os
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from diloco.bench.bare import Setting
-from diloco.bench.crew_member import Event, serve
-from diloco.bench.processes import Processes
+from torch import Tensor
+
+from diloco.bench.bare import DIGEST, VECTORS, BareIsland, Setting
+from diloco.bench.processes import Line, Processes, Said
+from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.comm.codec.registry import warm_up
+from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.transport import PeerAddress
+from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Reduce, Send
+from diloco.elastic.protocol.record import Record
+from diloco.elastic.runtime.driver import Driver
+from diloco.elastic.runtime.fetching import Snapshot, entry_of, fetch_state
+from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.mailbox import greet
+from diloco.elastic.runtime.restoring import Origin, restore
+from diloco.errors import TransferFailed, TransportError
 
 HELLO_S = 120.0
 STAND_STILL_S = 30.0
+PHASES = ("collect", "reduce", "commit")
+
+
+@dataclass(frozen=True)
+class Event:
+    at: float  # CLOCK_MONOTONIC, the same for all processes of a machine
+    island: str
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 class Crew:
@@ -40,7 +67,7 @@ class Crew:
         for name in names:
             self._processes.start(name, serve, name, self.setting)
         for name in names:
-            self._addresses[name] = self._told(name, "hello", since)["address"]
+            self._addresses[name] = self.told(name, "hello", since).data["address"]
 
     def admit(self, *names: str, founders: tuple[str, ...] = ()) -> None:
         for name in self.alive():
@@ -91,12 +118,14 @@ class Crew:
 
     def await_commits(self, number: int, names: Iterable[str], timeout_s: float = HELLO_S) -> None:
         """Wait until each of them has committed that round, or a later one."""
-        for name in names:
+        missing = set(names)
 
-            def committed(event: Event, name: str = name) -> bool:
-                return (event.island, event.kind) == (name, "commit") and event.data["round"] >= number
+        def committed(event: Event) -> bool:
+            if event.kind == "commit" and event.data["round"] >= number:
+                missing.discard(event.island)
+            return not missing
 
-            self.expect(committed, timeout_s, since=0.0)
+        self.expect(committed, timeout_s, since=0.0)
 
     def newest(self) -> int:
         """Return the last round that anybody has committed."""
@@ -104,12 +133,10 @@ class Crew:
         return max((event.data["round"] for event in self.events if event.kind == "commit"), default=0)
 
     def reports(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for name in names or self.alive():
-            since = time.monotonic()
+        names, since = names or tuple(self.alive()), time.monotonic()
+        for name in names:
             self.send(name, "report")
-            found[name] = self._told(name, "report", since)
-        return found
+        return {name: self.told(name, "report", since).data for name in names}
 
     def stand_still(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
         """Return their reports, once they have stopped training and are all at the same head."""
@@ -126,8 +153,9 @@ class Crew:
                 raise TimeoutError(heads)
             time.sleep(0.1)
 
-    def _told(self, name: str, kind: str, since: float) -> dict[str, Any]:
-        return self.expect(lambda event: (event.island, event.kind) == (name, kind), since=since).data
+    def told(self, name: str, kind: str, since: float) -> Event:
+        """Return what this island said first, of this kind and after this moment."""
+        return self.expect(lambda event: (event.island, event.kind) == (name, kind), since=since)
 
 
 @contextmanager
@@ -136,3 +164,131 @@ def crew(setting: Setting, names: tuple[str, ...]) -> Iterator[Crew]:
         team = Crew(setting, processes)
         team.start(*names, founders=names)
         yield team
+
+
+class Worker:
+    def __init__(self, name: str, setting: Setting, pipe: Connection) -> None:
+        self.name, self.setting, self.pipe = name, setting, pipe
+        self.direct = DirectTransport(name, "127.0.0.1")
+        self.plain = Line(setting.bits_per_s).shape(self.direct)
+        self.addresses: dict[str, PeerAddress] = {}
+        self.island: BareIsland | None = None
+        self.die_at = ""
+        self._lock = threading.Lock()
+
+    def tell(self, kind: str, **data: Any) -> None:
+        with self._lock:
+            self.pipe.send(Event(time.monotonic(), self.name, kind, data))
+
+    def obey(self, command: str, argument: Any) -> None:
+        match command:
+            case "know":
+                self.addresses = {peer: address for peer, address in argument.items() if peer != self.name}
+                self.direct.allow(self.addresses.values())
+                if self.island is not None:
+                    self.island.driver.know(self.addresses)
+            case "start":
+                threading.Thread(target=self._live_guarded, args=(argument,), daemon=True).start()
+            case "die":
+                self.die_at = argument
+            case "report":
+                assert self.island is not None
+                self.tell("report", **self.island.report())
+            case "stop":
+                assert self.island is not None
+                self.island.stopping.set()
+
+    def _live_guarded(self, roster: tuple[str, ...]) -> None:
+        try:
+            self._live(roster)
+        except BaseException:  # noqa: BLE001 -- a thread's outermost frame; the parent raises it
+            with self._lock:
+                self.pipe.send(Said("failed", traceback.format_exc()))
+
+    def _live(self, roster: tuple[str, ...]) -> None:
+        """Begin with what this island's own disk has, or, if it has none, as a founder with zeros, else with what the
+        others have."""
+        store, kept = None, None
+        if self.setting.folder:
+            store = DiskStore(Path(self.setting.folder) / self.name, lambda what, text: self.tell(what, text=text))
+            kept = restore(store.folder, store.journal, self.setting.run, store.tell)
+        origin = kept or (self.setting.beginning(roster) if self.name in roster else self._fetch())
+        if store is not None:
+            store.begin(DIGEST, origin.state.head.digest, origin.state.head.round, known=kept is not None)
+        driver = open_island(
+            self.setting.run, origin, self.setting.options, among_friends(self.plain),
+            incarnation=time.time_ns() // 1000, store=store, driver=partial(Watched, self),
+            tell=lambda note: self.tell("note", note=(note.kind, note.peer, note.text)),
+        )  # fmt: skip
+        self.island = BareIsland(self.setting, driver)
+        self.island.driver.know(self.addresses)
+        self.island.train()
+
+    def _fetch(self) -> Origin:
+        sizes = dict.fromkeys(VECTORS, self.setting.count)
+        while True:
+            for address in list(self.addresses.values()):
+                with suppress(TransportError):
+                    greet(self.plain, address, b"")
+            for peer in list(self.addresses):
+                started = time.monotonic()
+                try:
+                    snapshot = fetch_state(self.plain, peer, self.addresses, DIGEST, sizes)
+                except (TransferFailed, TransportError) as error:
+                    self.tell("refused", reason=str(error))
+                    continue
+                seconds, number = time.monotonic() - started, snapshot.state.head.round
+                self.tell("fetched", round=number, donors=snapshot.donors, seconds=seconds)
+                return Origin(snapshot.state, snapshot.vectors)
+            time.sleep(0.05)
+
+
+class Watched(Driver):
+    """A driver that tells the parent what it does, and dies where it is told to."""
+
+    def __init__(self, worker: Worker, *parts: Any) -> None:
+        self.worker = worker
+        super().__init__(*parts)
+
+    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
+        updates = sum(bool(record.proposal.contributions) for record, _ in missed)
+        size = sum(len(entry_of(record).header) + len(result) for record, result in missed)
+        self.worker.tell("caught up", bytes=size, updates=updates)
+        return super()._extend(missed, now)
+
+    def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
+        self.worker.tell("caught up", bytes=sum(snapshot.donors.values()), updates=None)
+        return super()._switch(snapshot, now)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Reduce(begin):
+                self.worker.tell("begin", round=begin.key.round, members=begin.members, ballot=tuple(begin.ballot))
+            case Append(record):
+                self.worker.tell("commit", round=record.proposal.key.round, islands=record.proposal.islands)
+        if self.worker.die_at and phase_of(effect) == self.worker.die_at:
+            if self.worker.die_at == "reduce":  # in the middle of it
+                threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        super()._carry_out(effect)
+
+
+def phase_of(effect: Effect) -> str:
+    match effect:
+        case Send(_, Collect()):
+            return "collect"
+        case Reduce():
+            return "reduce"
+        case Append() | Send(_, Commit()):
+            return "commit"
+    return ""
+
+
+def serve(pipe: Connection, name: str, setting: Setting) -> None:
+    """Do what the parent says, one command after the other, for as long as it lives."""
+    warm_up()
+    worker = Worker(name, setting, pipe)
+    worker.tell("hello", address=worker.direct.address("127.0.0.1"))
+    while True:
+        worker.obey(*pipe.recv())

@@ -9,7 +9,7 @@ import itertools
 import statistics
 from typing import Any
 
-from diloco.bench.peers import BenchPeer, Line, run_peers
+from diloco.bench.processes import BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import train_together
 from diloco.comm.codec.registry import CODECS, warm_up
@@ -67,24 +67,22 @@ def _step_s(seen: dict[str, Any], every: int, peer: BenchPeer) -> float:
 
 def _inside(moments: list[float], every: int) -> list[float]:
     """What each step took that no round ended; not of the first phase."""
-    spans = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    return [span for number, span in enumerate(spans, start=1) if number % every and number > every]
+    return [span for number, span in enumerate(_spans(moments), start=1) if number % every and number > every]
+
+
+def _spans(moments: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
 
 def _row(seen: dict[str, Any], every: int, step_s: float, peer: BenchPeer) -> dict[str, Any]:
     """Of the island that fares worst."""
-    walls = _phases(seen["moments"], every)
+    # of phases from the second on, but for the last, whose round nothing overlaps
+    walls = _spans(seen["moments"][every - 1 :: every])[FIRST_PHASES:]
     return {
         "utilisation": min(peer.exchange(every * step_s / statistics.mean(walls))),
         "step_ratio": max(peer.exchange(statistics.median(_inside(seen["moments"], every)) / step_s)),
         "wall_s_of_phases": walls, "rounds": seen["rounds"], "full_rounds": seen["full_rounds"],
     }  # fmt: skip
-
-
-def _phases(moments: list[float], every: int) -> list[float]:
-    """What each took from the second on, but for the last, whose round nothing overlaps."""
-    begins = moments[every - 1 :: every]
-    return [later - earlier for earlier, later in itertools.pairwise(begins)][FIRST_PHASES:]
 
 
 def _config(every: int, phases: int, *, apply: str = "rebase") -> Config:

@@ -1,4 +1,5 @@
-"""Processes of this machine that work on one bench, each with a pipe to the parent.
+"""Processes of this machine that work on one bench, each with a pipe to the parent (`Processes`); or N that do the
+same work together, meet at barriers and tell each other values (`run_peers`).
 
 Each leads a process group of its own: whatever it starts ends with it, Ctrl-C reaches the parent only, and all of it
 ends with the parent.
@@ -8,15 +9,22 @@ import multiprocessing as mp
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
+
+from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import PeerAddress, Transport
 
 GRACE_S = 5.0  # to leave in good order
+WAIT_S = 120.0  # for the slowest of the others, at a barrier
 
 Work = Callable[..., Any]  # (pipe, *arguments) -> result; a function of a module, for it must be found by its name
 
@@ -26,24 +34,12 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Done:
-    """Sent by a worker whose work has returned."""
+class Said:
+    """What a worker sends: its value, when it asks for everybody's; its result, when it is done; or a traceback, when
+    it has failed. Of one that has closed its pipe the parent hears that it died, with its exit code."""
 
-    result: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Sent by a worker whose work has raised."""
-
-    report: str
-
-
-@dataclass(frozen=True)
-class Died:
-    """Heard of a worker that has closed its pipe."""
-
-    exit_code: int | None
+    kind: Literal["asks", "done", "failed", "died"]
+    value: Any
 
 
 class Processes:
@@ -80,9 +76,9 @@ class Processes:
         except (EOFError, ConnectionResetError):
             del self.pipes[name]
             self.workers[name].join(GRACE_S)
-            return Died(self.workers[name].exitcode)
-        if isinstance(message, Failed):
-            raise WorkerFailed(f"{name} of the bench failed:\n{message.report}")
+            return Said("died", self.workers[name].exitcode)
+        if isinstance(message, Said) and message.kind == "failed":
+            raise WorkerFailed(f"{name} of the bench failed:\n{message.value}")
         return message
 
 
@@ -111,9 +107,9 @@ def _run(parent: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
         import torch
 
         torch.set_num_threads(1)
-        parent.send(Done(work(parent, *arguments)))
+        parent.send(Said("done", work(parent, *arguments)))
     except BaseException:  # noqa: BLE001 -- the process's outermost frame; the parent raises it
-        parent.send(Failed(traceback.format_exc()))
+        parent.send(Said("failed", traceback.format_exc()))
 
 
 def _end_with_parent() -> NoReturn:
@@ -131,3 +127,97 @@ def _end(worker: SpawnProcess) -> None:
         os.killpg(worker.pid, signal.SIGKILL)
     worker.kill()
     worker.join()
+
+
+@dataclass(frozen=True)
+class Line:
+    """What each peer is connected by; None: as fast as the machine goes."""
+
+    bits_per_s: float | None = None  # up and down
+    delay_s: float = 0.0
+
+    def shape(self, plain: Transport) -> Transport:
+        if self.bits_per_s is None and not self.delay_s:
+            return plain
+        return ShapedTransport(plain, Link(self.bits_per_s, self.bits_per_s), Paths(Path(delay_s=self.delay_s)))
+
+
+UNSHAPED = Line()
+
+
+@dataclass(frozen=True)
+class BenchPeer:
+    """What a worker knows of the others."""
+
+    index: int
+    count: int
+    parent: Connection
+
+    def barrier(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until all are here."""
+        self.exchange(None, timeout_s)
+
+    def exchange(self, value: Any, timeout_s: float = WAIT_S) -> list[Any]:
+        """Return everybody's value, in the order of their indices."""
+        self.parent.send(Said("asks", value))
+        if not self.parent.poll(timeout_s):
+            raise TimeoutError(f"peer {self.index} waited {timeout_s:g} s for the others")
+        return self.parent.recv()
+
+    @contextmanager
+    def timed(self) -> Iterator[dict[str, Any]]:
+        """Time what this peer does from a common start, and go on when all are done: their time goes on until then."""
+        row: dict[str, Any] = {}
+        self.barrier()
+        started, started_cpu = time.monotonic(), time.process_time()
+        yield row
+        row |= {"seconds": time.monotonic() - started, "cpu_s": time.process_time() - started_cpu}
+        self.barrier()
+
+    def connect(self, line: Line) -> tuple[Transport, dict[str, PeerAddress]]:
+        """Return a transport over which all of them reach each other, and their addresses by name, in order."""
+        plain = DirectTransport(f"peer-{self.index}", "127.0.0.1")
+        addresses = {address.identity: address for address in self.exchange(plain.address("127.0.0.1"))}
+        plain.allow(addresses.values())
+        self.barrier()
+        return line.shape(plain), addresses
+
+
+def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
+    """Return what `work(peer, *arguments)` returned in each of `count` processes, in the order of their indices."""
+    with Processes() as processes:
+        for index in range(count):
+            processes.start(f"peer {index}", _work_as_peer, index, count, work, arguments)
+        results = _pass_values(processes)
+        for worker in processes.workers.values():
+            worker.join(GRACE_S)
+        return results
+
+
+def _work_as_peer(parent: Connection, index: int, count: int, work: Work, arguments: tuple[Any, ...]) -> Any:
+    return work(BenchPeer(index, count, parent), *arguments)
+
+
+def _pass_values(processes: Processes) -> list[Any]:
+    """Hand values around until all have ended; return their results."""
+    names = list(processes.pipes)
+    asked: dict[str, Any] = {}
+    done: dict[str, Any] = {}
+    while len(done) < len(names):
+        for name, message in processes.hear():
+            match message:
+                case Said("asks", value):
+                    asked[name] = value
+                case Said("done", result):
+                    done[name] = result
+                case Said("died", exit_code) if name not in done:
+                    raise WorkerFailed(f"{name} of the bench died: exit code {exit_code}")
+            if asked and done:
+                raise WorkerFailed(f"{min(asked)} waits for {min(done)}, which has ended already")
+        if len(asked) == len(names):
+            values = [asked[name] for name in names]
+            asked.clear()
+            for pipe in processes.pipes.values():
+                with suppress(BrokenPipeError):  # it died meanwhile: the next receive names it
+                    pipe.send(values)
+    return [done[name] for name in names]

@@ -8,12 +8,12 @@ same samples over all; the figure is the validation loss of the outer parameters
 import itertools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.peers import BenchPeer, Line, run_peers
+from diloco.bench.processes import BenchPeer, Line, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import train_alone, train_together
 from diloco.comm.codec.registry import CODECS, codec_named, warm_up
@@ -44,33 +44,29 @@ BYTES_LIMITS = (("quality.byte_reduction_4bit", "int4", 370.0), ("quality.byte_r
 
 @dataclass(frozen=True)
 class Setting:
-    model: Mapping[str, Any] = field(default_factory=lambda: {"preset": "tiny"})
-    data: Mapping[str, Any] = field(default_factory=lambda: {"sequence": 32})
-    island: Mapping[str, Any] = field(default_factory=lambda: {"device": "cpu"})
-    inner: Mapping[str, Any] = field(default_factory=lambda: {"lr": 4e-4, "warmup": 30})
-    outer: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.7, "momentum": 0.7})
-    islands: int = 4
-    batch: int = 16  # of all islands together
-    every: int = 30
-    steps: int = 600
-    seeds: int = 3
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    island: Mapping[str, Any]
+    inner: Mapping[str, Any]
+    outer: Mapping[str, Any]
+    islands: int
+    batch: int  # of all islands together
+    every: int
+    steps: int
+    seeds: int
+    variants: tuple[str, ...]
+    baselines: bool
+    log_every: int
     validation: int = 1024  # samples
-    variants: tuple[str, ...] = DEFAULT
-    baselines: bool = True
-    log_every: int = 1
-
-    @property
-    def evaluate_every(self) -> int:
-        """Rounds: the figure is that of the end, one before it makes the plot."""
-        return max(1, self.steps // self.every // 2)
 
     def config(self, seed: int, *, batch: int, sync: Mapping[str, Any], outer: Mapping[str, Any]) -> Config:
+        evaluate_every = max(1, self.steps // self.every // 2)  # the figure is that of the end, one before it is drawn
         return parse_config({
             "run": "quality", "seed": seed, "model": dict(self.model), "data": dict(self.data),
             "island": {**self.island, "batch": batch}, "inner": {**self.inner, "steps": self.steps},
             "sync": {"every": self.every, **sync}, "outer": dict(outer),
             "elastic": {"min_islands": self.islands, "straggler": 100.0, "silence_s": 30.0},
-            "evaluate": {"every": self.evaluate_every, "samples": self.validation}, "log": {"every": self.log_every},
+            "evaluate": {"every": evaluate_every, "samples": self.validation}, "log": {"every": self.log_every},
             "checkpoint": {"snapshot_every": 1000000},
         })  # fmt: skip
 
@@ -80,10 +76,12 @@ def measure(setting: Setting, *, plot: Path | None = None, bytes_too: bool = Tru
         raise ConfigError(f"--variant {unknown[0]}: there are {', '.join(variants())}")
     if setting.batch % setting.islands:
         raise ConfigError(f"--batch {setting.batch} cannot be divided by {setting.islands} islands")
-    runs = _by_name(run_peers(setting.islands, _work, setting, bytes_too)[0])
+    runs: dict[str, list[Any]] = {}
+    for name, row in run_peers(setting.islands, _work, setting, bytes_too)[0]:
+        runs.setdefault(name, []).append(row)
     sent = runs.pop("bytes", [{}])[0]
     checks = [
-        Check(name, _ratio(runs, variant, against), limit, "lower")
+        Check(name, statistics.mean(_ratios(runs[variant], runs[against])), limit, "lower")
         for name, variant, against, limit in LIMITS
         if variant in runs and against in runs
     ]
@@ -100,20 +98,13 @@ def variants() -> dict[str, dict[str, Any]]:
     return {SINGLE: {}} | {name: {"codec": name} for name in CODECS} | COMBINED
 
 
-def _by_name(rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for name, row in rows:
-        found.setdefault(name, []).append(row)
-    return found
-
-
 def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str, Any]]:
     found = _runs_alone(peer, setting)
     among_others = [variant for variant in setting.variants if variant != SINGLE]
     for seed, variant in itertools.product(range(setting.seeds), among_others):
         sync = variants()[variant]
         warm_up(sync["codec"])
-        outer = _outer_for(sync["codec"], setting)
+        outer = codec_named(sync["codec"]).outer or setting.outer
         config = setting.config(seed, batch=setting.batch // setting.islands, sync=sync, outer=outer)
         row = _row(peer, setting, train_together(peer, config, Line()))
         found.append((variant, row))
@@ -147,58 +138,49 @@ def _tell(seed: int, name: str, row: dict[str, Any]) -> None:
     print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
 
 
-def _outer_for(codec: str, setting: Setting) -> Mapping[str, Any]:
-    return codec_named(codec).outer or setting.outer
-
-
 def _row(peer: BenchPeer, setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
     rows = peer.exchange(row, WAIT_S)
     if len({other["digest"] for other in rows}) != 1:
         raise DilocoError("the islands do not hold the same bits")
     sent = statistics.mean(other["bytes_sent"] for other in rows)
     losses = {step: loss for other in rows for step, loss in other["losses"].items()}  # whoever was first looked
+    in_parallel = 2 * (setting.islands - 1) / setting.islands * 2 * row["parameters"] * row["steps"]  # bytes, in bf16
     return {
         "loss": losses[setting.steps], "losses": losses, "bytes": sent,
         "full_rounds": row["full_rounds"], "rounds": row["rounds"],
-        "reduction": all_reduce_bytes(row["parameters"], setting.islands, row["steps"]) / sent,
+        "reduction": in_parallel / sent,
         "utilisation": 1 - row["waited_s"] / row["wall_s"],
     }  # fmt: skip
-
-
-def all_reduce_bytes(parameters: int, islands: int, steps: int) -> float:
-    """What data parallel in bf16 sends, each of them."""
-    return 2 * (islands - 1) / islands * 2 * parameters * steps
 
 
 def _byte_reductions(peer: BenchPeer, setting: Setting) -> dict[str, float]:
     """All bytes that an island sends in training, control messages included."""
     found = {}
+    small = replace(
+        setting, model=BYTES_MODEL, data={"sequence": 16}, inner={"warmup": 30}, batch=setting.islands,
+        every=BYTES_EVERY, steps=BYTES_EVERY * BYTES_ROUNDS, validation=4, log_every=1,
+    )  # fmt: skip
     for _, codec, _ in BYTES_LIMITS:
-        small = Setting(
-            model=BYTES_MODEL, data={"sequence": 16}, island=setting.island, islands=setting.islands,
-            batch=setting.islands, every=BYTES_EVERY, steps=BYTES_EVERY * BYTES_ROUNDS, validation=4,
-        )  # fmt: skip
         warm_up(codec)
-        config = small.config(0, batch=1, sync={"codec": codec}, outer=_outer_for(codec, small))
+        config = small.config(0, batch=1, sync={"codec": codec}, outer=codec_named(codec).outer or small.outer)
         found[codec] = _row(peer, small, train_together(peer, config, Line()))["reduction"]
     return found
 
 
-def _ratio(runs: Mapping[str, list[dict[str, Any]]], variant: str, against: str) -> float:
-    """Of losses of the same seed, then their mean."""
-    return statistics.mean(one["loss"] / other["loss"] for one, other in zip(runs[variant], runs[against], strict=True))
+def _ratios(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
+    """Of losses of the same seed."""
+    return [one["loss"] / other["loss"] for one, other in zip(runs, others, strict=True)]
 
 
 def _table(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, seeds in runs.items():
         losses = [seed["loss"] for seed in seeds]
-        against = runs.get(PARALLEL, [])
-        over = [one["loss"] / other["loss"] - 1 for one, other in zip(seeds, against, strict=False)]
+        over = statistics.mean(_ratios(seeds, runs[PARALLEL])) - 1 if PARALLEL in runs else None
         rows[name] = {
             "loss": statistics.mean(losses),
             "deviation": statistics.stdev(losses) if len(losses) > 1 else 0.0,
-            "over data parallel": f"{100 * statistics.mean(over):+.2f} %" if over else "",
+            "over data parallel": "" if over is None else f"{100 * over:+.2f} %",
         }
         for key in ("bytes", "reduction", "utilisation"):
             if key in seeds[0]:

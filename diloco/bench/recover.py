@@ -29,21 +29,15 @@ def measure(*, values: int, silence_s: float) -> Report:
     }
     rows = {name: strike(setting, victims, number) for name, (victims, number) in cases.items()}
     extra = {name: row["extra_s"] for name, row in rows.items()}
-    equal = all(row["digests_equal"] for row in rows.values())
-    return Report(
-        [
-            Check("recover.kill_extra_s", max(extra["kill a member"], extra["kill the coordinator"]), 1.0, "lower"),
-            Check("recover.kill_two_extra_s", extra["kill two"], 1.0, "lower"),
-            Check(
-                "recover.stop_extra_s",
-                max(extra["stop a member"], extra["stop the coordinator"]),
-                silence_s + 1.0,
-                "lower",
-            ),
-            Check("recover.digests_equal", float(equal), 1.0, "higher"),
-        ],
-        {"islands": len(NAMES), "values": values, "silence_s": silence_s, "faults": rows},
-    )
+    killed = max(extra["kill a member"], extra["kill the coordinator"])
+    stopped = max(extra["stop a member"], extra["stop the coordinator"])
+    checks = [
+        Check("recover.kill_extra_s", killed, 1.0, "lower"),
+        Check("recover.kill_two_extra_s", extra["kill two"], 1.0, "lower"),
+        Check("recover.stop_extra_s", stopped, silence_s + 1.0, "lower"),
+        Check("recover.digests_equal", float(all(row["digests_equal"] for row in rows.values())), 1.0, "higher"),
+    ]
+    return Report(checks, {"islands": len(NAMES), "values": values, "silence_s": silence_s, "faults": rows})
 
 
 def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""What every benchmark has: a way to refuse options, and one form of results."""
+"""What every benchmark has: a clock, and one form of results."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
-
-from diloco.errors import ConfigError
-
-Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,10 @@ class Check:
     value: float
     limit: float
     better: Literal["lower", "higher"]
+
+    @property
+    def bound(self) -> str:
+        return f"{'≤' if self.better == 'lower' else '≥'} {self.limit:g}"
 
     @property
     def holds(self) -> bool:
@@ -31,12 +33,16 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_option(name: str, text: str, parse: Callable[[str], Parsed]) -> Parsed:
-    """Return what `parse` makes of an option's text; ConfigError names the option."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} {text}: {error}") from None
+def time_s(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Return the seconds of one of so many calls in a row, until a GPU has done its part, too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / calls
 
 
 def show(report: Report, *, as_json: bool) -> None:
@@ -45,16 +51,16 @@ def show(report: Report, *, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for name, value in report.figures.items():
-        console.print(_table_of(name, value) if _is_table(value) else f"{name}: {_text(value)}")
+        is_table = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
+        console.print(_table(name, value) if is_table else f"{name}: {_text(value)}")
     if report.checks:
-        console.print(_table_of_checks(report.checks))
+        table = Table("check", "value", "limit", "")
+        for check in report.checks:
+            table.add_row(check.name, f"{check.value:.4g}", check.bound, "holds" if check.holds else "fails")
+        console.print(table)
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(row, dict) for row in value.values())
-
-
-def _table_of(name: str, rows: dict[str, dict[str, Any]]) -> Table:
+def _table(name: str, rows: dict[str, dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     table = Table(name, *columns)
     for title, row in rows.items():
@@ -68,12 +74,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_text, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table_of_checks(checks: list[Check]) -> Table:
-    table = Table("check", "value", "limit", "")
-    for check in checks:
-        sign = "≤" if check.better == "lower" else "≥"
-        verdict = "holds" if check.holds else "fails"
-        table.add_row(check.name, f"{check.value:.4g}", f"{sign} {check.limit:g}", verdict)
-    return table

@@ -4,19 +4,17 @@ Steps are small and slowed down by a pause after each: what is compared is what 
 the machine should not decide.
 """
 
-import itertools
 import json
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from diloco.config.file import parse_config
-from diloco.config.schema import Config
 from diloco.errors import DilocoError
 from diloco.plan.predict import Line
 from diloco.report.events import Event
@@ -54,9 +52,6 @@ class Setting:
             "checkpoint": {"snapshot_every": 1000000},
         }  # fmt: skip
 
-    def config(self, islands: int) -> Config:
-        return parse_config(self.settings(islands))
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -64,6 +59,9 @@ class Seen:
     round_s: float
     utilisation: float
     parameters: int
+
+
+Foretell = Callable[[Setting, Seen], tuple[float, float]]  # seconds of a round, and utilisation
 
 
 def simulated(setting: Setting, islands: int) -> Seen:
@@ -79,28 +77,36 @@ def simulated(setting: Setting, islands: int) -> Seen:
     return seen_in(told)
 
 
+def compare(settings: Sequence[Setting], islands: int, word: str, foretell: Foretell) -> tuple[float, dict[str, Any]]:
+    """Return the worst error of the time of a round and of utilisation as `foretell` says them, and all of them."""
+    rows: dict[str, Any] = {}
+    for setting in settings:
+        seen = simulated(setting, islands)
+        round_s, utilisation = foretell(setting, seen)
+        rows[setting.name] = {
+            "step_s": seen.step_s, f"{word}_round_s": round_s, "round_s": seen.round_s,
+            "round_error": round_s / seen.round_s - 1, f"{word}_utilisation": utilisation,
+            "utilisation": seen.utilisation, "utilisation_error": utilisation / seen.utilisation - 1,
+        }  # fmt: skip
+    return max(abs(row[error]) for row in rows.values() for error in ("round_error", "utilisation_error")), rows
+
+
 def seen_in(told: Told) -> Seen:
-    steps_s = [_usual_step_s(_moments(events, "step")) for events in told.values()]
-    phase_s = statistics.mean(_usual_phase_s(_moments(events, "round")) for events in told.values())
+    step_s = max(_usual_step_s(events) for events in told.values())
+    phase_s = mean(mean(_spans(events, "round")[WARM_UP:]) for events in told.values())  # from launch to launch
     start = next(event for events in told.values() for event in events if event["event"] == "start")
     round_s = usual_round_s(told)
     assert round_s is not None
-    return Seen(max(steps_s), round_s, EVERY * max(steps_s) / phase_s, start["parameters"])
+    return Seen(step_s, round_s, EVERY * step_s / phase_s, start["parameters"])
 
 
-def _moments(events: Sequence[Event], kind: str) -> list[float]:
-    """When they began, of rounds only those that hold something."""
+def _spans(events: Sequence[Event], kind: str) -> list[float]:
+    """From the beginning of one to that of the next, of rounds only those that hold something."""
     chosen = [event for event in events if event["event"] == kind and event.get("contributors", True)]
-    return [event["time"] - event.get("round_s", 0.0) for event in chosen]
+    return [later - earlier for earlier, later in pairwise(e["time"] - e.get("round_s", 0.0) for e in chosen)]
 
 
-def _usual_step_s(moments: Sequence[float]) -> float:
+def _usual_step_s(events: Sequence[Event]) -> float:
     """Of steps after which nothing is launched or taken in."""
-    steps = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    usual = [s for number, s in enumerate(steps, start=1) if number % EVERY not in (0, DELAY) and number > EVERY]
-    return statistics.mean(usual)
-
-
-def _usual_phase_s(launches: Sequence[float]) -> float:
-    """From launch to launch."""
-    return statistics.mean([later - earlier for earlier, later in itertools.pairwise(launches)][WARM_UP:])
+    steps = enumerate(_spans(events, "step"), start=1)
+    return mean(span for number, span in steps if number % EVERY not in (0, DELAY) and number > EVERY)

@@ -1,20 +1,16 @@
-"""Real islands that train together without a directory: real trainers, drivers and transports, addresses handed out.
-
-All start from the same seed, so that nobody has to fetch a state.
+"""Real trainers in a bench: alone, or together with others without a directory: real drivers and transports, addresses
+handed out, all from the same seed, so that nobody has to fetch a state.
 """
 
-import atexit
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from tempfile import mkdtemp
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from diloco.bench.bare import DIGEST, GENESIS
-from diloco.bench.peers import BenchPeer, Line
-from diloco.bench.speed import Heard
+from diloco.bench.processes import BenchPeer, Line
 from diloco.comm.transport.transport import Transport
 from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
@@ -24,12 +20,39 @@ from diloco.elastic.runtime.driver import Driver, Run
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
-from diloco.island.mesh import Place, pick_device
-from diloco.report.events import Events
+from diloco.island.mesh import take_place
+from diloco.report.events import Event, Events
 from diloco.run.join import alone, options_for
 from diloco.train.outer import apply_record
 from diloco.train.rounds import Rounds
 from diloco.train.trainer import Trainer
+
+
+class Heard:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def trainer_of(config: Config) -> Iterator[tuple[Trainer, Heard]]:
+    """Yield one with a folder that goes away with it: a run saves at its end."""
+    with (
+        TemporaryDirectory(prefix="diloco-bench-", ignore_cleanup_errors=True) as folder,
+        take_place(config.island) as place,
+    ):
+        heard = Heard()
+        checkpoint = config.checkpoint.model_copy(update={"dir": folder})
+        trainer = Trainer(config.model_copy(update={"checkpoint": checkpoint}), place, Events([heard]))
+        with closing(trainer.batches):
+            yield trainer, heard
 
 
 def driver_for(
@@ -49,17 +72,19 @@ def driver_for(
 
 
 def train_alone(config: Config) -> dict[str, Any]:
-    trainer, heard = _trainer(config)
-    with alone(trainer):
+    with trainer_of(config) as (trainer, heard), alone(trainer):
         trainer.run()
-    return {"bytes_sent": 0, **_seen(trainer, heard)}
+        return _seen(trainer, heard)
 
 
 def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
     """Called by all workers of a bench at once: each is one island. What this one saw."""
     transport, addresses = peer.connect(line)
-    trainer, heard = _trainer(config)
-    with closing(transport), driver_for(trainer, tuple(addresses), transport) as driver:
+    with (
+        closing(transport),
+        trainer_of(config) as (trainer, heard),
+        driver_for(trainer, tuple(addresses), transport) as driver,
+    ):
         driver.know(addresses)
         trainer.join(Rounds(driver, trainer.config, str))
         peer.barrier()
@@ -72,15 +97,6 @@ def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any
         }  # fmt: skip
         peer.barrier()  # nobody leaves while others still read
         return found
-
-
-def _trainer(config: Config) -> tuple[Trainer, Heard]:
-    """One with a folder that goes away with the process: a run saves at its end."""
-    folder, heard = mkdtemp(prefix="diloco-bench-"), Heard()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": folder})})
-    place = Place(0, 1, pick_device(config.island.device), None)
-    return Trainer(config, place, Events([heard])), heard
 
 
 def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:

@@ -1,23 +1,16 @@
-"""All commands. Each has a file of its own with its options and its body, and a line here."""
+"""All commands. Each is a function with its options and its body in another file, and a line here."""
 
 from typing import Annotated
 
 import typer
 
 from diloco.cli.bench import bench
-from diloco.cli.config import config
 from diloco.cli.doctor import doctor
-from diloco.cli.export import export
-from diloco.cli.join import join
-from diloco.cli.log import log
+from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.plan import plan
-from diloco.cli.restore import restore
-from diloco.cli.rewind import rewind
-from diloco.cli.run import run
-from diloco.cli.sample import sample
-from diloco.cli.set import set_settings
+from diloco.cli.prepare import config, tokenize
+from diloco.cli.run import join, run
 from diloco.cli.simulate import simulate
-from diloco.cli.tokenize import tokenize
 from diloco.version import __version__
 
 app = typer.Typer(

@@ -1,44 +1,60 @@
-"""`diloco bench …`: each benchmark's options and one call of the function that measures."""
+"""`diloco bench …`: the options of each benchmark, which is a module of the same name in `diloco.bench`."""
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from diloco.cli.shared import Device, Json
-
-if TYPE_CHECKING:
-    from diloco.bench.report import Report
+from diloco.cli.shared import Device, Json, parse_option, parse_positive
+from diloco.comm.codec.registry import CODECS
+from diloco.units import parse_delay, parse_link, parse_rate
 
 bench = typer.Typer(
     help="Run a benchmark and check it against its limits. With --json: one object with `checks`, next to the figures.",
     no_args_is_help=True,
 )
 Values = Annotated[int, typer.Option(min=1, help="Length of the vector.")]
+LADDER = ("1mbit", "10mbit", "100mbit", "1gbit", "2gbit")
 
 
-def show(report: "Report", *, as_json: bool) -> None:
-    from diloco.bench.report import show
+def benchmark(example: str) -> Callable[[Callable[..., Mapping[str, Any] | None]], None]:
+    """Make a command of a function that declares options; the benchmark of its name measures with them.
 
-    show(report, as_json=as_json)
+    What the function returns counts instead of the options as they were given. Each command takes --json, too.
+    """
+
+    def add(declared: Callable[..., Mapping[str, Any] | None]) -> None:
+        name = declared.__name__
+
+        def command(*, json: bool, **options: Any) -> None:
+            from diloco.bench.report import show
+
+            measure = import_module(f"diloco.bench.{name}").measure
+            show(measure(**(declared(**options) or options)), as_json=json)
+
+        flag = inspect.Parameter("json", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=Json)
+        parameters = {"json": flag, **inspect.signature(declared).parameters}
+        command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        bench.command(name, help=inspect.getdoc(declared), epilog=f"Example: diloco bench {example}")(command)
+
+    return add
 
 
-@bench.command(epilog="Example: diloco bench overhead --json")
+@benchmark("overhead --json")
 def overhead(
-    json: Json = False,
     device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Alternating blocks of each loop.")] = 12,
     rounds: Annotated[bool, typer.Option("--rounds", help="With an outer update after each block of steps.")] = False,
 ) -> None:
     """Compare our step time with that of a bare PyTorch loop."""
-    from diloco.bench.overhead import measure
-
-    show(measure(device=device, blocks=blocks, rounds=rounds), as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench speed --preset 150m --batch 32 --sequence 1024 --compile")
+@benchmark("speed --preset 150m --batch 32 --sequence 1024 --compile")
 def speed(
-    json: Json = False,
     preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",
     batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens a sample.")] = 128,
@@ -48,17 +64,10 @@ def speed(
     device: Device = "auto",
 ) -> None:
     """Measure tokens a second and MFU of one process."""
-    from diloco.bench.speed import measure
-
-    report = measure(
-        preset=preset, batch=batch, sequence=sequence, vocab=vocab, steps=steps, compile=compile, device=device
-    )
-    show(report, as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench codec --json")
+@benchmark("codec --json")
 def codec(
-    json: Json = False,
     device: Device = "auto",
     values: Annotated[int, typer.Option(min=2, help="Length of the vector.")] = 25_000_000,
     repeats: Annotated[
@@ -66,63 +75,54 @@ def codec(
     ] = None,
 ) -> None:
     """Measure speed, error and bias of each codec (a minute)."""
-    from diloco.bench.codec import measure
-
-    show(measure(device=device, count=values, repeats=repeats), as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench allreduce --against gloo --link 100mbit,40ms")
+@benchmark("allreduce --against gloo --link 100mbit,40ms")
 def allreduce(
-    json: Json = False,
     peers: Annotated[int, typer.Option(min=2, max=64, help="Processes on this machine.")] = 4,
     values: Values = 25_000_000,
-    codec: Annotated[str, typer.Option(help="fp32, bf16, int8, int4 or fp4.")] = "int8",
+    codec: Annotated[
+        str, typer.Option(help=f"Of {', '.join(CODECS)} one that can carry a mean, too: not those that leave much out.")
+    ] = "int8",
     link: Annotated[str, typer.Option(help="Each peer's rate, and one-way delay.")] = "200mbit,20ms",
     against: Annotated[str, typer.Option(help="hivemind, gloo, both with a comma, or none.")] = "hivemind,gloo",
-) -> None:
+) -> Mapping[str, Any]:
     """Let peers average a vector (two minutes).
 
     The limits are for the default options on an idle machine.
     """
-    from diloco.bench.allreduce import measure
+    line = parse_option("--link", link, parse_link)
+    others = [] if against == "none" else [name.strip() for name in against.split(",")]
+    return {"peers": peers, "values": values, "codec": codec, "link": link, "line": line, "against": others}
 
-    show(measure(peers=peers, count=values, codec=codec, link=link, against=against), as_json=json)
 
-
-@bench.command(epilog="Example: diloco bench recover --json")
+@benchmark("recover --json")
 def recover(
-    json: Json = False,
     values: Values = 25_000_000,
     silence: Annotated[float, typer.Option(min=0.1, help="Seconds until a silent island counts as lost.")] = 5.0,
-) -> None:
+) -> Mapping[str, Any]:
     """Measure what a lost island costs the others (three minutes).
 
     One of four islands is killed, later another one is stopped.
     """
-    from diloco.bench.recover import measure
-
-    show(measure(values=values, silence_s=silence), as_json=json)
+    return {"values": values, "silence_s": silence}
 
 
-@bench.command(name="join", epilog="Example: diloco bench join --json")
-def bench_join(
-    json: Json = False,
+@benchmark("join --json")
+def join(
     values: Values = 25_000_000,
     joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
     rate: Annotated[str, typer.Option(help="Rate of each link while the download is measured.")] = "400mbit",
-) -> None:
+) -> Mapping[str, Any]:
     """Measure what a newcomer costs and downloads (eight minutes).
 
     Four islands train meanwhile.
     """
-    from diloco.bench.join import measure
-
-    show(measure(values=values, joins=joins, rate=rate), as_json=json)
+    return {"values": values, "joins": joins, "bits_per_s": parse_positive("--rate", rate, parse_rate)}
 
 
-@bench.command(name="checkpoint", epilog="Example: diloco bench checkpoint --json")
-def bench_checkpoint(
-    json: Json = False,
+@benchmark("checkpoint --json")
+def checkpoint(
     device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Saves, with steps during and after each.")] = 12,
     values: Annotated[int, typer.Option(min=1, help="Length of the vector whose log is counted.")] = 2_000_000,
@@ -132,22 +132,15 @@ def bench_checkpoint(
 
     Counts the bytes of the log, too.
     """
-    from diloco.bench.checkpoint import measure
-
-    show(measure(device=device, blocks=blocks, values=values, rounds=rounds), as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench virtual --json")
-def virtual(json: Json = False) -> None:
+@benchmark("virtual --json")
+def virtual() -> None:
     """Compare virtual time with four real islands (a minute)."""
-    from diloco.bench.virtual import measure
-
-    show(measure(), as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench overlap --json")
+@benchmark("overlap --json")
 def overlap(
-    json: Json = False,
     islands: Annotated[
         int, typer.Option(min=2, help="Islands, each with one thread: no more than there are cores.")
     ] = 2,
@@ -158,28 +151,20 @@ def overlap(
 
     One loop waits for its rounds, the other one goes on meanwhile.
     """
-    from diloco.bench.overlap import measure
-
-    show(measure(islands=islands, every=every, rounds=rounds), as_json=json)
 
 
-@bench.command(name="plan", epilog="Example: diloco bench plan --json")
-def bench_plan(
-    json: Json = False,
+@benchmark("plan --json")
+def plan(
     real: Annotated[bool, typer.Option("--real/--no-real", help="Also compare with islands that train here.")] = True,
 ) -> None:
     """Compare the planner with real islands (three minutes).
 
     And with the published table.
     """
-    from diloco.bench.plan import measure
-
-    show(measure(real=real), as_json=json)
 
 
-@bench.command(epilog="Example: diloco bench quality --variant int8,sparse --seeds 1 --plot quality.png")
+@benchmark("quality --variant int8,sparse --seeds 1 --plot quality.png")
 def quality(
-    json: Json = False,
     preset: Annotated[str, typer.Option(help="The model: tiny, 35m, 90m, …")] = "tiny",
     islands: Annotated[int, typer.Option(min=2, help="Number of islands.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a step of all islands together.")] = 16,
@@ -199,12 +184,12 @@ def quality(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; islands share one GPU.")] = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
-) -> None:
+) -> Mapping[str, Any]:
     """Compare DiLoCo's variants with data parallel (25 minutes).
 
     All train on the same tokens; the time is that of two cores.
     """
-    from diloco.bench.quality import DEFAULT, Setting, measure
+    from diloco.bench.quality import DEFAULT, Setting
 
     names = tuple(name.strip() for name in variant.split(",")) if variant else DEFAULT
     data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
@@ -213,20 +198,24 @@ def quality(
         {"lr": outer_lr, "momentum": momentum}, islands=islands, batch=batch, every=every, steps=steps, seeds=seeds,
         variants=names, baselines=baselines, log_every=1 if device == "cpu" else 50,
     )  # fmt: skip
-    show(measure(setting, plot=plot, bytes_too=bytes_too), as_json=json)
+    return {"setting": setting, "plot": plot, "bytes_too": bytes_too}
 
 
-@bench.command(epilog="Example: diloco bench link --rate 200mbit --delay 20ms")
+@benchmark("link --rate 200mbit --delay 20ms")
 def link(
-    json: Json = False,
     rate: Annotated[
         list[str] | None,
         typer.Option(help="A rate to hold; can be repeated, or use commas (default from 1mbit to 2gbit)."),
     ] = None,
     delay: Annotated[str, typer.Option(help="One-way delay between the two processes.")] = "20ms",
     streams: Annotated[int, typer.Option(min=1, max=64, help="Streams that share the link.")] = 4,
-) -> None:
+) -> Mapping[str, Any]:
     """Measure how well an emulated link holds its rate and delay."""
-    from diloco.bench.link import LADDER, measure
+    delay_s = parse_option("--delay", delay, parse_delay)
+    return {"rates": parse_rates(rate or LADDER), "delay_s": delay_s, "streams": streams}
 
-    show(measure(rates=rate or LADDER, delay=delay, streams=streams), as_json=json)
+
+def parse_rates(texts: Sequence[str]) -> dict[str, float]:
+    """`["1mbit,10mbit", "1gbit"]`: bits per second of each, by what was written."""
+    names = [part.strip() for text in texts for part in text.split(",")]
+    return {name: parse_positive("--rate", name, parse_rate) for name in names}

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -12,7 +13,7 @@ from diloco.plan.plan import percent
 from diloco.report.board import account
 from diloco.report.watching import open_islands_view
 from diloco.simulate.real.faults import joining, parse_faults
-from diloco.simulate.real.fleet import SimulatedFleet, SimulatedPlan, World, simulate
+from diloco.simulate.real.fleet import SimulatedPlan, World, simulate
 from diloco.simulate.real.netns import refuse_if_not_permitted
 from diloco.simulate.real.page import need_matplotlib, write_page
 from diloco.simulate.real.story import Story, story_of, write_json
@@ -34,7 +35,9 @@ def simulate_real(
     stories = list[Story]()
     for path, config in loaded:
         plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
-        fleet = run_one(plan, world, netns=netns)
+        with closing(open_islands_view()) as view:
+            fleet = simulate(plan, view, world, netns=netns)
+        say(*account(fleet.board))
         stories.append(story_of(config, world, fleet))
         show(stories, page)
         if fleet.asked:
@@ -96,16 +99,6 @@ def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
         if folder in seen:
             raise ConfigError(f"{path} and {seen[folder]} would both train in {folder}: give one another `run` name")
         seen[folder] = path
-
-
-def run_one(plan: SimulatedPlan, world: World, *, netns: bool) -> SimulatedFleet:
-    view = open_islands_view()
-    try:
-        fleet = simulate(plan, view, world, netns=netns)
-    finally:
-        view.close()
-    say(*account(fleet.board))
-    return fleet
 
 
 def show(stories: list[Story], page: Path) -> None:

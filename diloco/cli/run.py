@@ -1,20 +1,21 @@
-"""`diloco run`."""
+"""`diloco run` and `diloco join`: take part in a run, and say how it ended."""
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.shared import ConfigPath, Host, Link, Overrides, parse_option, say
-from diloco.errors import ConfigError
-from diloco.units import parse_link
+from diloco.cli.shared import ConfigPath, Host, Link, MaxDown, MaxUp, Overrides, next_commands, parse_option, say
+from diloco.errors import ConfigError, TicketError
+from diloco.units import parse_link, parse_rate
 
 if TYPE_CHECKING:
-    from diloco.config.schema import IslandConfig
     from diloco.launch.plan import Plan
     from diloco.train.trainer import Outcome
 
@@ -48,42 +49,28 @@ def run(
     loaded = load_config(config, set_ or [])
     islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume)
-    start = run_command if islands == 0 else one_island if islands == 1 else many_islands
-    start(plan, fresh=fresh)
-
-
-def run_command(plan: "Plan", *, fresh: bool) -> None:
-    """An island alone."""
-    for option, value in (("--link", plan.link), ("--host", plan.host)):
-        if value is not None:
-            raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
-    from diloco.launch.processes import start_if_several
-
-    start_if_several(plan.config.island)
-    from diloco.run.start import run
-
-    outcome = run(plan.config, resume=plan.resume, fresh=fresh)
-    if outcome.leader:
-        say(farewell(outcome, plan.config.dir, plan.path, plan.overrides))
+    (many_islands if islands > 1 else one_island)(plan, fresh=fresh)
 
 
 def one_island(plan: "Plan", *, fresh: bool) -> None:
-    """An island that others can join, in this process."""
+    """In this process: alone, or one that others can join."""
+    for option, value in (("--link", plan.link), ("--host", plan.host)):
+        if value is not None and not plan.islands:
+            raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
     from diloco.launch.processes import start_if_several
 
-    up, delay_s = parse_rate_and_delay(plan.link)
-    config = plan.config
-    start_if_several(config.island)
+    up, down, delay_s = rates_of(plan.link)
+    island, folder = plan.config.island, plan.config.dir
+    start_if_several(island)
     from diloco.run.peer import Connection
     from diloco.run.start import run
     from diloco.simulate.real.network import as_simulated
 
-    connection = Connection(plan.host or "127.0.0.1", up, up, delay_s, "island-1", mesh=mesh_of(config.island))
-    connection = as_simulated(connection, Path(config.dir))
-    outcome = run(config, connection, resume=plan.resume, fresh=fresh)
+    connection = Connection(plan.host or "127.0.0.1", up, down, delay_s, "island-1", mesh=island.mesh)
+    seen = as_simulated(connection, Path(folder)) if plan.islands else None
+    outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh)
     if outcome.leader:
-        again = command_line(plan.path, plan.overrides, "--islands", "1", *plan.network(), "--resume")
-        say(ending(outcome, config.dir) + ("" if outcome.finished else f"; go on with:\n  {again}"))
+        say(ending(outcome, folder), *what_next(plan, outcome.step, finished=outcome.finished))
 
 
 def many_islands(plan: "Plan", *, fresh: bool) -> None:
@@ -92,69 +79,118 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
     from diloco.report.board import account
     from diloco.report.watching import open_islands_view
 
-    parse_rate_and_delay(plan.link)
+    rates_of(plan.link)
+    steps = plan.config.inner.steps
     if plan.resume and (end := end_of(plan)) is not None:
-        say(f"this run is already finished: {end}", *what_next(plan, finished=True))
+        say(f"this run is already finished: {end}", *what_next(plan, steps, finished=True))
         return
-    view = open_islands_view()
-    try:
+    with closing(open_islands_view()) as view:
         board = run_islands(plan, view, fresh=fresh)
-    finally:
-        view.close()
-    say(*account(board), *what_next(plan, finished=board.finished))
+    say(*account(board), *what_next(plan, steps, finished=board.finished))
     raise SystemExit(0 if board.finished and board.agree else 1)
 
 
-def what_next(plan: "Plan", *, finished: bool) -> list[str]:
-    options = ["--islands", str(plan.islands), *plan.network()]
-    command = command_line(plan.path, plan.overrides, *options, "--resume")
-    longer = changed(plan.overrides, "inner.steps", 2 * plan.config.inner.steps)
-    again = [
-        f"  diloco rewind {plan.folder} ROUND --set inner.steps={2 * plan.config.inner.steps}",
-        "      trains on from that round (the last one, say), as a run of its own",
-        f"  {command_line(plan.path, longer, *options, '--fresh')}",
-        "      trains again, twice as long",
-    ]
-    return [
-        "next:",
-        *(again if finished else [f"  {command}", "      goes on from the last round that any island has"]),
-        f"  diloco log {plan.folder}",
-        "      who contributed to which round; --verify replays all of it",
-        f"  {plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log",
-        "      what happened, one JSON object a line, and what the island printed; each island has both",
-    ]
+def join(
+    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The run's ticket, or a file that holds it.")],
+    set_: Overrides = None,
+    dir: Annotated[Path | None, typer.Option(help="This island's folder; runs/RUN-NAME if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="How others see this island.")] = None,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="Processes that share parameters and data.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Processes that share each matrix.")] = None,
+    max_up: MaxUp = None,
+    max_down: MaxDown = None,
+    link: Link = None,
+    host: Host = None,
+) -> None:
+    """Join a run as a peer.
+
+    The run's configuration and state come from the other islands. Ctrl-C contributes what was trained so far, says
+    goodbye and leaves; once more leaves at once.
+    """
+    from diloco.comm.peers.ticket import Ticket
+    from diloco.config.file import overrides_tree, own_island
+    from diloco.launch.processes import start_if_several
+
+    mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
+    own = overrides_tree([*(set_ or []), *mesh])
+    island = own_island(own)
+    text = read_ticket(ticket)
+    parsed = Ticket.parse(text, time.time())
+    start_if_several(island)
+    from diloco.run.peer import Connection, host_towards, own_name
+    from diloco.run.start import join
+    from diloco.simulate.real.network import as_simulated
+
+    name = name or own_name()
+    folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
+    up, down, delay_s = rates_of(link, max_up, max_down)
+    connection = Connection(host or host_towards(parsed.addresses), up, down, delay_s, name, mesh=island.mesh)
+    outcome = join(text, own, as_simulated(connection, folder), folder)
+    if outcome.leader:
+        say(ending(outcome, str(folder)))
 
 
-def mesh_of(island: "IslandConfig") -> str:
-    return f"fsdp {island.fsdp} x tp {island.tp}"
+def read_ticket(given: str) -> str:
+    """Tickets are long: a file that holds one will do."""
+    if given.startswith("diloco1-"):
+        return given
+    try:
+        return Path(given).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise TicketError(
+            f"{given[:60]!r}: a ticket begins with diloco1-, and no file holds one there ({why})"
+        ) from None
 
 
-def parse_rate_and_delay(link: str | None) -> tuple[float | None, float]:
-    return (None, 0.0) if link is None else parse_option("--link", link, parse_link)
+def rates_of(
+    link: str | None, max_up: str | None = None, max_down: str | None = None
+) -> tuple[float | None, float | None, float]:
+    """The rates up and down, a cap before that of the link, and the one-way delay."""
+    rate, delay_s = (None, 0.0) if link is None else parse_option("--link", link, parse_link)
+    up = parse_option("--max-up", max_up, parse_rate) if max_up else rate
+    down = parse_option("--max-down", max_down, parse_rate) if max_down else rate
+    return up or rate, down or rate, delay_s
 
 
 def ending(outcome: "Outcome", folder: str) -> str:
+    at, losses = f"step {outcome.step}, round {outcome.round}", outcome.validation_losses
     if outcome.finished and not outcome.trained:
-        return f"this run is already finished: step {outcome.step}, round {outcome.round}"
-    done = "done" if outcome.finished else "paused" if outcome.paused else "left"
-    at = f"step {outcome.step}, round {outcome.round}{losses_of(outcome)}"
-    return f"{done}: {at}; {folder}/events.jsonl has all of it"
+        return f"this run is already finished: {at}"
+    done = "done" if outcome.finished else "paused" if outcome.paused else "stopped"
+    fell = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    return f"{done}: {at}{fell}; {folder}/events.jsonl has all of it"
 
 
-def losses_of(outcome: "Outcome") -> str:
-    losses = outcome.validation_losses
-    return f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
+    """After a run of so many steps."""
+    options = ["--islands", str(plan.islands), *plan.network()] if plan.islands else []
+    twice = f"inner.steps={2 * steps}"
+    longer = [*(one for one in plan.overrides if one.partition("=")[0].strip() != "inner.steps"), twice]
+    commands = {}
+    if not finished:
+        where = "the last round that any island has" if plan.islands else "there"
+        commands[_command(plan.path, plan.overrides, *options, "--resume")] = f"goes on from {where}"
+    elif not plan.islands:
+        commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
+        commands[shlex.join([*_launcher(), "config"])] = "explains every key"
+    else:
+        commands[f"diloco rewind {plan.folder} ROUND --set {twice}"] = (
+            "trains on from that round (the last one, say), as a run of its own"
+        )
+        commands[_command(plan.path, longer, *options, "--fresh")] = "trains again, twice as long"
+    commands[f"diloco log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
+    if plan.islands > 1:
+        commands[f"{plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log"] = (
+            "what happened, one JSON object a line, and what the island printed; each island has both"
+        )
+    return next_commands(commands)
 
 
-def command_line(path: Path, overrides: Sequence[str], *options: str) -> str:
+def _command(path: Path, overrides: Iterable[str], *options: str) -> str:
     """What this run was started with, as it can be typed again."""
     changes = [word for override in overrides for word in ("--set", override)]
     return shlex.join([*_launcher(), "run", str(path), *options, *changes])
-
-
-def changed(overrides: Sequence[str], key: str, value: object) -> list[str]:
-    """With another value of one key."""
-    return [*(override for override in overrides if override.partition("=")[0].strip() != key), f"{key}={value}"]
 
 
 def _launcher() -> list[str]:
@@ -163,23 +199,3 @@ def _launcher() -> list[str]:
         return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]
     program = Path(sys.argv[0])
     return [sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)]
-
-
-def farewell(outcome: "Outcome", folder: str, path: Path, overrides: Sequence[str]) -> str:
-    longer = command_line(path, changed(overrides, "inner.steps", 2 * outcome.step), "--resume")
-    if not outcome.finished:
-        return f"stopped after step {outcome.step}; go on with:\n  {command_line(path, overrides, '--resume')}"
-    if not outcome.trained:
-        return f"this run is already finished, at step {outcome.step}; train on with:\n  {longer}"
-    return "\n".join(
-        [
-            f"done: {outcome.step} steps, {outcome.round} round{'s' * (outcome.round != 1)}{losses_of(outcome)}",
-            "next:",
-            f"  {longer}",
-            "      trains on, twice as long (--set changes any key)",
-            f"  {shlex.join(_launcher())} config",
-            "      explains every key",
-            f"  {folder}/events.jsonl",
-            "      what happened, one JSON object a line",
-        ]
-    )

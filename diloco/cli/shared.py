@@ -3,7 +3,7 @@
 Nothing heavy may be imported here or at the top of a command's file: `--help` imports all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -21,8 +21,7 @@ Overrides = Annotated[
 ]
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
 Host = Annotated[
-    str | None,
-    typer.Option(help="The address at which others reach this machine. Without it: from this machine only."),
+    str | None, typer.Option(help="The address at which others reach this machine. Without it: from this machine only.")
 ]
 MaxUp = Annotated[str | None, typer.Option(help="Cap on the rate of sending: 20mbit")]
 MaxDown = Annotated[str | None, typer.Option(help="Cap on the rate of receiving: 100mbit")]
@@ -57,3 +56,8 @@ def say(*lines: str) -> None:
     from rich.console import Console
 
     Console(highlight=False).print(*lines, sep="\n", soft_wrap=True, markup=False)
+
+
+def next_commands(commands: Mapping[str, str]) -> list[str]:
+    """What can be typed now, each with what it does."""
+    return ["next:", *(line for command, what in commands.items() for line in (f"  {command}", f"      {what}"))]

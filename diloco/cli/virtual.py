@@ -9,15 +9,26 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.cli.shared import say
+from diloco.comm.codec.registry import CODECS
+from diloco.comm.reduce.spans import MAX_MEMBERS
+from diloco.errors import ConfigError
 from diloco.plan.plan import percent
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.modelled import Setting
 from diloco.simulate.virtual.outcome import Outcome, Row, rows, simulate
 from diloco.units import format_duration, format_rate, format_size
 
+MAX_ISLANDS = 10_000
+
 
 def simulate_virtual(setting: Setting, *, as_json: bool) -> None:
     """Exit code 0 if every invariant held and rounds went on."""
+    if not 2 <= setting.islands <= MAX_ISLANDS:
+        raise ConfigError(f"--islands {setting.islands}: in virtual time 2 to {MAX_ISLANDS}")
+    if setting.two_level is False and setting.islands > MAX_MEMBERS:
+        raise ConfigError(f"--one-level --islands {setting.islands}: one butterfly has at most {MAX_MEMBERS} members")
+    if setting.codec not in CODECS:
+        raise ConfigError(f"--codec {setting.codec}: choose one of {', '.join(CODECS)}")
     try:
         outcome = simulate(setting)
     except Violation as violation:

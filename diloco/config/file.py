@@ -122,8 +122,6 @@ def _explain(details: Any) -> str:
             return str(details["ctx"]["error"])  # our own validators already name keys and values
         case "value_error":
             return f"{path}={given!r}: {details['ctx']['error']}"
-        case "less_than_equal" if (only := _only_value(location)) is not None:
-            return f"{path}={given!r}: only {only} is built so far: set {path}={only}"
         case "model_type":
             return f"{path}={_short(given)}: this is a section: write `{path}: {{key: value}}`"
         case _:
@@ -137,15 +135,16 @@ def _short(value: object) -> str:
 
 def _nearest_key(location: list[str]) -> str:
     *sections, wrong = location
-    here = {".".join([*sections, name]): name for name in _fields_at(sections)}
-    if close := difflib.get_close_matches(wrong, here.values(), n=1, cutoff=0.6):
-        return f"did you mean {'.'.join([*sections, close[0]])}?"
+    prefix = "".join(f"{section}." for section in sections)
     everywhere = {path: path.rpartition(".")[2] for path in _all_paths(Config)}
+    here = [leaf for path, leaf in everywhere.items() if path == prefix + leaf]
+    if close := difflib.get_close_matches(wrong, here, n=1, cutoff=0.6):
+        return f"did you mean {prefix}{close[0]}?"
     if found := [path for path, leaf in everywhere.items() if leaf == wrong]:
         return f"did you mean {' or '.join(found)}?"
     if close := difflib.get_close_matches(wrong, set(everywhere.values()), n=1, cutoff=0.75):
         return f"did you mean {' or '.join(p for p, leaf in everywhere.items() if leaf == close[0])}?"
-    return f"valid here: {', '.join(here.values())}"
+    return f"valid here: {', '.join(here)}"
 
 
 def _choices(expected: str, given: object) -> str:
@@ -153,32 +152,6 @@ def _choices(expected: str, given: object) -> str:
     close = difflib.get_close_matches(str(given), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"must be one of {', '.join(names)}{hint}"
-
-
-def _only_value(location: list[str]) -> object:
-    """The default of a field that has a single valid number today; None for every other field."""
-    section = _section_at(location[:-1])
-    field = section.model_fields.get(location[-1]) if section else None
-    if field is None:
-        return None
-    lower = next((limit.ge for limit in field.metadata if hasattr(limit, "ge")), None)
-    upper = next((limit.le for limit in field.metadata if hasattr(limit, "le")), None)
-    return lower if lower is not None and lower == upper else None
-
-
-def _section_at(path: list[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Config
-    for name in path:
-        field = section.model_fields.get(name)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
-            return None
-        section = field.annotation
-    return section
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    section = _section_at(path)
-    return list(section.model_fields) if section else []
 
 
 def _all_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -203,7 +176,8 @@ def _allowed(field: FieldInfo) -> str:
     """The choices of a field that has a list of them."""
     kinds = [field.annotation, *get_args(field.annotation)]
     names = [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
-    names += [name for limit in field.metadata if isinstance(limit, OneOf) for name in limit.names]
+    checks = [getattr(limit, "func", None) for limit in field.metadata]
+    names += [name for check in checks if isinstance(check, OneOf) for name in check.names]
     return f" [{', '.join(names)}]" if len(names) > 1 else ""
 
 

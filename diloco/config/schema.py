@@ -10,17 +10,8 @@ from math import inf
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticKnownError
-from pydantic_core.core_schema import no_info_plain_validator_function
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from diloco.comm.codec.registry import CODECS, codec_named
 from diloco.units import parse_count, parse_duration
@@ -68,13 +59,14 @@ class OneOf:
 
     names: Iterable[str]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_plain_validator_function(self._known)
-
-    def _known(self, value: object) -> object:
+    def __call__(self, value: object) -> object:
         if value not in (known := list(self.names)):
             raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, known))})
         return value
+
+
+def _one_of(names: Iterable[str]) -> BeforeValidator:
+    return BeforeValidator(OneOf(names))
 
 
 GUESSED_STEPS = 100
@@ -140,16 +132,13 @@ OUTER_OPTIMIZERS = {
     "sgd": "diloco.train.optimizers:Sgd",
     "adam": "diloco.train.optimizers:Adam",
 }
-SINKS = {
-    "tensorboard": "diloco.report.trackers:TensorBoard",
-    "wandb": "diloco.report.trackers:WandB",
-}
+SINKS = {"tensorboard": "diloco.report.trackers:TensorBoard", "wandb": "diloco.report.trackers:WandB"}
 
 
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: Annotated[str, OneOf(SOURCES)] = key(
+    source: Annotated[str, _one_of(SOURCES)] = key(
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
     path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
@@ -187,6 +176,11 @@ class IslandConfig(Section):
     )
     compile: bool = key(False, "torch.compile the model")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+    @property
+    def mesh(self) -> str:
+        """As people are told of it."""
+        return f"fsdp {self.fsdp} x tp {self.tp}"
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -233,7 +227,7 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     """The optimizer that combines the islands."""
 
-    optimizer: Annotated[str, OneOf(OUTER_OPTIMIZERS)] = key(
+    optimizer: Annotated[str, _one_of(OUTER_OPTIMIZERS)] = key(
         "nesterov", "applied to the mean of the islands' pseudo-gradients"
     )
     lr: Annotated[Any, _auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
@@ -276,12 +270,11 @@ class SyncConfig(Section):
         "and half (mix), or a whole phase later, the island's own part at once (eager)",
     )
     alpha: Fraction = key(0.5, "mix: the island's own share in its new parameters")
-    codec: Annotated[str, OneOf(CODECS)] = key(
+    codec: Annotated[str, _one_of(CODECS)] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
     feedback: Literal["auto", "on", "off"] = key(
-        "auto",
-        "what encoding loses is added to the next contribution; auto: for codecs that leave much out",
+        "auto", "what encoding loses is added to the next contribution; auto: for codecs that leave much out"
     )
     feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
 
@@ -301,7 +294,7 @@ class SyncConfig(Section):
         return codec_named(self.codec).needs_feedback if self.feedback == "auto" else self.feedback == "on"
 
     @model_validator(mode="after")
-    def _by_time_possible(self) -> Self:
+    def _makes_sense(self) -> Self:
         if self.every_s is not None and self.fragments > 1:
             raise ValueError(
                 f"sync.every={self.every} with sync.fragments={self.fragments}: fragments take turns by the run's "
@@ -309,10 +302,6 @@ class SyncConfig(Section):
             )
         if self.every_s is not None and self.growth:
             raise ValueError(f"sync.growth makes phases longer in steps, and sync.every={self.every} fixes their time")
-        return self
-
-    @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
         if self.every_s is None and self.delay >= self.phase_steps:
             raise ValueError(
                 f"sync.delay={self.delay} must be below sync.every={self.every}: a fragment is applied before it is "
@@ -374,7 +363,7 @@ class LogConfig(Section):
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
     wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
-    sinks: Annotated[tuple[Annotated[str, OneOf(SINKS)], ...], BeforeValidator(_names)] = key(
+    sinks: Annotated[tuple[Annotated[str, _one_of(SINKS)], ...], BeforeValidator(_names)] = key(
         (), "the same by name, for sinks that have no key of their own"
     )
 
@@ -402,16 +391,12 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _validation_possible(self) -> Self:
+    def _sections_agree(self) -> Self:
         if self.evaluate.every and self.data.validation == 0:
             raise ValueError(
                 f"evaluate.every={self.evaluate.every} needs data to validate on, but data.validation=0: "
                 "raise data.validation or set evaluate.every=0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adaptive_possible(self) -> Self:
         if self.elastic.adaptive and (self.sync.fragments > 1 or self.sync.delay or self.sync.apply == "eager"):
             raise ValueError(
                 "elastic.adaptive ends an island's phase early, which needs rounds that are waited for: "

@@ -170,7 +170,7 @@ class Trainer(Participant):
         self.report_start(
             self.island.module, model=self._model_name, data=source.name, data_tokens=len(source),
             dtype=str(self.island.compute_dtype).removeprefix("torch."),
-            mesh=f"fsdp {config.island.fsdp} x tp {config.island.tp}", tokens_per_step=self._tokens_per_step,
+            mesh=config.island.mesh, tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         if self._model_name.endswith("weights loaded)") and config.data.tokenizer == "bytes" and source.vocab == 256:
             text = "the loaded weights are trained on bytes: is data.tokenizer set as they expect?"
