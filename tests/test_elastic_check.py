@@ -1,5 +1,7 @@
 """The simulator's judge: it works out anew from the records alone what a branch contains."""
 
+from contextlib import nullcontext
+
 import pytest
 from test_elastic_state import GENESIS, contribution, record
 
@@ -8,8 +10,8 @@ from diloco.simulate.virtual.check import Checker, Violation
 CALM = {"steady": set[str](), "calm": True}
 
 
-def checker(*, strict: bool = False) -> Checker:
-    made = Checker(strict)
+def checker(*, strict: bool = False, fragments: int = 1) -> Checker:
+    made = Checker(strict, fragments)
     made.genesis(GENESIS.head.digest)
     return made
 
@@ -33,12 +35,19 @@ def test_a_branch_out_of_nowhere():
         checker().appended("B", stray, (), **CALM)
 
 
-def test_samples_are_used_twice_only_after_a_restart_or_a_fork():
-    judge = checker()
+def test_fragments_out_of_turn():
+    with pytest.raises(Violation, match="is of fragment 1, and 0 is due"):
+        checker(fragments=2).appended("A", record(GENESIS, contribution("A", 0, 1, fragment=1)), (), **CALM)
+
+
+@pytest.mark.parametrize(("island", "fragment"), [("B", 0), ("A", 1)])
+def test_samples_are_used_twice_only_after_a_restart_or_a_fork(island, fragment):
+    """By another island, or for another fragment, although the ledger says so."""
+    judge = checker(fragments=1 + fragment)
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
-    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
-    with pytest.raises(Violation, match=r"I5: .* and nothing forked"):
+    second = record(GENESIS.after(first), contribution(island, 0, 1, samples=((4, 12),), fragment=fragment))
+    with pytest.raises(Violation, match=r"I5: samples \(\(4, 8\),\) are in two contributions, and nothing forked"):
         judge.appended("A", second, ((4, 8),), **CALM)
 
 
@@ -63,24 +72,13 @@ def test_two_records_of_a_round_are_never_right_in_pause():
 
 @pytest.mark.parametrize(
     ("steady", "calm", "fork"),
-    [
-        ("A", False, False),
-        ("C", False, False),
-        ("C", True, True),
-        ("B", True, True),
-        ("B", False, False),
-        ("D", True, False),
-    ],
+    [(name, False, False) for name in "ABC"] + [("B", True, True), ("C", True, True), ("D", True, False)],
 )
 def test_in_merge_a_fork_is_right_only_if_nobody_could_have_told(steady, calm, fork):
     """C has appended what A and B took part in; then A appends another."""
     judge = checker()
-    judge.appended(
-        "C", record(GENESIS, contribution("A", 0, 1), contribution("B", 0, 1)), (), steady={steady}, calm=calm
-    )
-    other = record(GENESIS, contribution("A", 0, 1))
-    if fork:
-        with pytest.raises(Violation, match=f"I1: A has a record of round 1, and {steady}, alive"):
-            judge.appended("A", other, (), steady={steady}, calm=calm)
-    else:
-        judge.appended("A", other, (), steady={steady}, calm=calm)
+    one, other = contribution("A", 0, 1), contribution("B", 0, 1)
+    judge.appended("C", record(GENESIS, one, other), (), steady={steady}, calm=calm)
+    complaint = f"I1: A has a record of round 1, and {steady}, alive"
+    with pytest.raises(Violation, match=complaint) if fork else nullcontext():
+        judge.appended("A", record(GENESIS, one), (), steady={steady}, calm=calm)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,9 @@ from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.elastic.protocol.record import Contribution, Key, Offer, Proposal, Record, Settings
-from diloco.elastic.protocol.rules import ALL
 from diloco.simulate.virtual import faults, scenario
 from diloco.simulate.virtual.campaign import Campaign, describe, rule_names, run_one
 from diloco.simulate.virtual.chances import Setup
-from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.faults import FAULTY_S, FIRST_STREAMING, MOMENTS, Disaster, Fault, pace_of
 from diloco.simulate.virtual.streaming import USUAL, Pace
 from diloco.simulate.virtual.world import World
@@ -57,30 +55,28 @@ def test_every_rule_has_a_scenario():
     "first", [pytest.param(i * BATCH, marks=[pytest.mark.slow] * (i > 0), id=f"{i * BATCH}-") for i in range(5)]
 )
 def test_random_disasters_violate_nothing(first):
-    campaign, commits = Campaign(), 0
-    for seed in range(first, first + BATCH):
+    assert commits_of(Campaign(), range(first, first + BATCH)) > 50 * BATCH, "else disasters show nothing"
+
+
+def commits_of(campaign: Campaign, seeds: Iterable[int]) -> int:
+    """How many there were; a violation fails the test."""
+    commits = 0
+    for seed in seeds:
         outcome = run_one(campaign, seed)
         if outcome.violation:
             pytest.fail(describe(campaign, seed))
         commits += outcome.commits
-    assert commits > 50 * BATCH, "disasters in which nothing is ever committed show nothing"
+    return commits
 
 
 @pytest.mark.parametrize("seed", ONCE_WRONG)
 def test_what_was_once_wrong_is_right(seed):
-    if run_one(Campaign(), seed).violation:
-        pytest.fail(describe(Campaign(), seed))
+    commits_of(Campaign(), [seed])
 
 
 def test_streaming_disasters_violate_nothing():
     """Fragments in turn, some in flight while training goes on, some islands short of samples."""
-    campaign, commits = Campaign(), 0
-    for seed in STREAMING:
-        outcome = run_one(campaign, seed)
-        if outcome.violation:
-            pytest.fail(describe(campaign, seed))
-        commits += outcome.commits
-    assert commits > 50 * len(STREAMING)
+    assert commits_of(Campaign(), STREAMING) > 50 * len(STREAMING)
 
 
 def test_a_third_of_the_seeds_have_fragments_or_overlap():
@@ -97,40 +93,11 @@ def test_a_pass_launches_every_fragment_once_and_what_was_missed_as_soon_as_may_
     assert pace.launched(-3, 0) == []
 
 
-def record_of(parent: str, *offers: Offer, fragment: int, number: int = 1) -> Record:
-    contributions = tuple(Contribution("A", offer, 1) for offer in offers)
-    return Record(Proposal(Key(number, parent), fragment, contributions, ("A",), (), (), Settings(), 0), "")
-
-
-def checker() -> Checker:
-    made = Checker(strict=False, fragments=2)
-    made.genesis("root")
-    return made
-
-
-def test_fragments_out_of_turn_are_a_violation():
-    with pytest.raises(Violation, match="is of fragment 1, and 0 is due"):
-        checker().appended("A", record_of("root", Offer(1, 0, 1, 10, ()), fragment=1), (), set(), calm=True)
-
-
-def test_a_sample_in_contributions_of_two_fragments_is_a_violation_although_the_ledger_says_so():
-    made = checker()
-    first = record_of("root", Offer(0, 0, 1, 10, ((0, 8),)), fragment=0)
-    made.appended("A", first, (), set(), calm=True)
-    second = record_of(first.digest, Offer(1, 0, 1, 10, ((4, 12),)), fragment=1, number=2)
-    with pytest.raises(Violation, match=r"I5: samples \(\(4, 8\),\) are in two contributions, and nothing forked"):
-        made.appended("A", second, ((4, 8),), set(), calm=True)
-
-
 @pytest.mark.parametrize("rule", CAUGHT)
 def test_chance_finds_what_a_rule_is_for(rule):
     seed = CAUGHT[rule]
     assert run_one(Campaign(without=rule), seed).violation
     assert not run_one(Campaign(), seed).violation
-
-
-def test_chance_finds_most_of_them():
-    assert len(CAUGHT) >= 6
 
 
 names = st.sampled_from("ABCDE")
@@ -188,17 +155,11 @@ def test_the_same_seed_is_the_same_disaster_in_every_process():
         "from diloco.simulate.virtual import faults\n"
         "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
     )
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1] and len(told[0]) > 10_000
+    told = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        told.add(subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True).stdout)
+    assert len(told) == 1 and len(told.pop()) > 10_000
 
 
 def test_a_scenario_that_goes_otherwise_says_how(tmp_path):
@@ -242,7 +203,3 @@ def test_what_cannot_be_simulated_is_one_line(arguments, complaint):
     done = run_cli("simulate", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_all_rules_are_on():
-    assert all(getattr(ALL, name) for name in rule_names())

@@ -5,7 +5,7 @@ A transport brings the pipe of bytes (wire.py); `Stream` is the same for all of 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +26,9 @@ class PeerAddress:
     port: int = 0
     certificate_der: bytes = b""
     control: tuple[str, ...] = ()  # multiaddrs, for libp2p; without any it looks the peer up itself
+
+
+Addresses = Mapping[str, PeerAddress]  # by identity
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
-from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.driver import among_friends, open_island
 from diloco.elastic.runtime.reducing import reduction_of
 from diloco.elastic.runtime.session import Session
 from diloco.elastic.runtime.work import Trained

@@ -16,9 +16,8 @@ from diloco.elastic.protocol.node import Options
 from diloco.elastic.protocol.ranges import first
 from diloco.elastic.protocol.record import Contribution, Head, Settings
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Network, Run
+from diloco.elastic.runtime.driver import Driver, Network, Run, ignore, open_island
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.island import ignore, open_island
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.session import Session
 from diloco.elastic.runtime.work import Trained

@@ -35,12 +35,6 @@ class Trained(NamedTuple):
     steps: int = 0
 
 
-def trained(plain: list[Any]) -> Trained:
-    """As it was written to a save."""
-    tokens, samples, steps = plain
-    return Trained(tokens, normal((lo, hi) for lo, hi in samples), steps)
-
-
 class Encoded(NamedTuple):
     payload: Tensor  # uint8
     norm: float
@@ -136,11 +130,6 @@ class Work:
         owed = self.owed(mark)
         return self._sum(owed) if owed else None
 
-    @property
-    def clean(self) -> bool:
-        """Everything up to the last cut is contained."""
-        return self.mark == self.hi
-
     def facts(self) -> dict[str, Any]:
         """With `payloads`: what a save holds of it. What is contained is left out."""
         owed = [(piece, piece.encoded(self._encode).norm) for piece in self.owed(self.mark)]
@@ -154,10 +143,10 @@ class Work:
 
     def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
         self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
-        self.pieces = [
-            Piece(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
-            for lo, hi, norm, *done in facts["pieces"]
-        ]
+        self.pieces = []
+        for lo, hi, norm, tokens, samples, steps in facts["pieces"]:
+            done = Trained(tokens, normal((first, last) for first, last in samples), steps)
+            self.pieces.append(Piece(lo, hi, done, None, Encoded(payloads[lo, hi], norm)))
 
     def _sum(self, pieces: list[Piece]) -> Tensor:
         total = self._decode(pieces[0].encoded(self._encode).payload).clone()

@@ -43,13 +43,13 @@ class Modelled(Costs):
         return SharedPeers(self.setting.silence_s, name, self._directory, now)
 
     def first_tick_s(self, node: Node) -> float:
-        return node.options.heartbeat_s * self.timeline.chance("first tick")
+        return node.own.options.heartbeat_s * self.timeline.chance("first tick")
 
     def ticks(self, life: Life) -> bool:
-        return life.node.term is None or life.heard or self.timeline.now - life.ticked_at >= IDLE_S
+        return life.node.own.term is None or life.heard or self.timeline.now - life.ticked_at >= IDLE_S
 
     def tick_s(self, node: Node, islands: int) -> float:
-        return node.options.heartbeat_s if node.term is None else max(TICK_S, LOOK_S * islands)
+        return node.own.options.heartbeat_s if node.own.term is None else max(TICK_S, LOOK_S * islands)
 
     def phase_s(self, name: str) -> float:
         usual_s, chance = self.setting.phase_s * self.setting.pace(int(name)), self.timeline.chance(f"phase {name}")
@@ -68,7 +68,7 @@ class Modelled(Costs):
 
     def closed_s(self, gone: Node, other: Node) -> float | None:
         """Only those who speak to all have a stream to each other."""
-        return self.setting.line.delay_s if other.broadcasts or gone.broadcasts else None
+        return self.setting.line.delay_s if other.liveness.broadcasts or gone.liveness.broadcasts else None
 
     def allreduce(self, members: int) -> Cost:
         cost = two_level if self.setting.reduces_in_two_levels(members) else flat

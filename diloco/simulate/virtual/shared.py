@@ -97,14 +97,14 @@ def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: d
     Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`:
     what the heartbeat says, once for all who hear it.
     """
-    peers, state, term = node.peers, node.state, node.term
+    peers, state, term = node.peers, node.state, node.own.term
     assert isinstance(peers, SharedPeers)
     known = peers.dealt_with.get(sender) == (beat, state.head) and beat.head == state.head
-    at_rest = not (node.leaving or node.diverged) and (term is None or term.answers.get(sender) is not None)
+    at_rest = not (node.own.leaving or node.own.diverged) and (term is None or term.answers.get(sender) is not None)
     if not (known and at_rest and peers.touch(sender, now)):
         peers.dealt_with[sender] = beat, state.head
         return False
-    if beat.missed is not None and not node.broadcasts:
+    if beat.missed is not None and not node.liveness.broadcasts:
         key = id(state.places)
         peers.accept_report(
             sender, words.get(key) or words.setdefault(key, LivenessReport(now, frozenset(beat.missed), state.places))
