@@ -9,7 +9,7 @@ from typing import Any
 from diloco.bench.bare import BareIsland, Setting
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Note
-from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.driver import among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 
 SMALL = Setting(count=70_000, silence_s=0.5, pace_s=0.02, samples=8, snapshot_every=10)

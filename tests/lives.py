@@ -14,8 +14,7 @@ from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run
-from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.driver import Driver, Run, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.island.mesh import Place
 from diloco.report.events import Events

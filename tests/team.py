@@ -13,8 +13,7 @@ from diloco.bench.team import Heard, driver_for
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
-from diloco.elastic.runtime.driver import Driver
-from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 from diloco.island.mesh import Place
 from diloco.island.user_model import OwnModel

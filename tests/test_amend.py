@@ -8,6 +8,7 @@ import pytest
 from alone import HERE
 from team import PATIENT, Team, side_by_side
 from test_elastic_node import OFFER, begin, options, said
+from test_elastic_state import record as any_record
 
 from diloco.bench.team import Heard, driver_for
 from diloco.comm.peers.identity import Identity
@@ -15,7 +16,7 @@ from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Append, Begin, Collect, Done, Failed, FetchResult, Note, Promise
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Proposal, Record, Settings
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.elastic.runtime.driver import check as check_driver
@@ -40,7 +41,7 @@ FORGED = replace(FIRST, changes='{"inner.lr": 9}')
 
 
 def record(state: RunState, amendment: Amendment | None) -> Record:
-    return Record(Proposal(state.key, -1, (), state.roster, (), (), Settings(), state.step, amendment), EMPTY)
+    return any_record(state, amendment=amendment)
 
 
 # records and states
@@ -80,11 +81,6 @@ def test_a_state_from_a_peer_is_not_taken_if_somebody_else_has_amended_it(wrong)
     assert Snapshot(state, {}, {}).of(OWNER).state == state
     with pytest.raises(TransferFailed, match="somebody else than the run's owner"):
         Snapshot(replace(state, **wrong), {}, {}).of(OWNER)
-
-
-def test_amendments_travel():
-    message = Promise(STATE.key, 1, 1, 0, None, FIRST)
-    assert decode_message(encode_message(message)) == message
 
 
 # one node
@@ -150,8 +146,8 @@ def test_options_follow_the_state(small):
     state = replace(STATE, amendments=(Amendment(1, json.dumps(changes)),))
     node = Node("A", STATE, options_for(config), now=0.0)
     node.caught_up(replace(state, head=Head(1, 1, "1" * 64)), 0.1)
-    assert (node.options.min_islands, node.options.straggler, node.options.steps) == (3, 9.0, 99)
-    assert node.options.want == options_for(config).want
+    assert (node.own.options.min_islands, node.own.options.straggler, node.own.options.steps) == (3, 9.0, 99)
+    assert node.own.options.want == options_for(config).want
 
 
 # changes that an island's diloco does not know

@@ -228,7 +228,7 @@ def test_samples_that_are_asked_for_late_come_at_once():
     genesis = Genesis.of(parse_config({}), OwnModel.of(made()).layout, None, "A")
     node = Node("A", genesis.state(), replace(options_for(parse_config({})), want=0), now=0.0)
     node.tick(0.1)
-    assert node.promise.coordinator == "A" and not node.state.ledger.leases
+    assert node.own.promise.coordinator == "A" and not node.state.ledger.leases
     node.ask(8, 0.2)
     assert node.state.ledger.lease_of(holder_name("A", 0)) == ((0, 8),)
 

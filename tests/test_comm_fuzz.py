@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_golden_protocol import Tape
 
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
@@ -21,8 +22,8 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport import frame
 from diloco.comm.transport.frame import SECURED, pack_header
 from diloco.comm.transport.transport import Stream
-from diloco.comm.transport.wire import Deadline, WireCarrier
-from diloco.errors import CodecError, PeerLost, RecordRefused, StreamEnded, TicketError, TransportError
+from diloco.comm.transport.wire import WireCarrier
+from diloco.errors import CodecError, RecordRefused, StreamEnded, TicketError, TransportError
 
 INPUTS = int(os.environ.get("DILOCO_FUZZ", "3000"))
 NOW = 1_800_000_000.0
@@ -75,30 +76,6 @@ def fuzz(samples: list[bytes], decoder: Callable[[bytes], object], allowed: type
     return taken
 
 
-class BytesWire:
-    """A connection on which these bytes arrive, and then its end."""
-
-    peer = "them"
-
-    def __init__(self, raw: bytes, secure: bool) -> None:
-        self.rest = memoryview(raw)
-        self.secure = secure
-
-    def wait(self, deadline: Deadline) -> bool:
-        return True
-
-    def read_into(self, view: memoryview, stall_s: float) -> None:
-        if len(view) > len(self.rest):
-            raise PeerLost("them: cut")
-        view[:], self.rest = self.rest[: len(view)], self.rest[len(view) :]
-
-    def write(self, data: memoryview, deadline: Deadline) -> None: ...
-    def bytes_for(self, length: int) -> int:
-        return length
-
-    def close(self) -> None: ...
-
-
 def frames(chance: Random, *, secure: bool) -> bytes:
     raw = bytearray()
     for _ in range(chance.randrange(1, 5)):
@@ -114,7 +91,7 @@ def test_frames(secure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "MAX_PAYLOAD", MAX_PAYLOAD)
 
     def read_all(raw: bytes) -> None:
-        stream = Stream(WireCarrier(BytesWire(raw, secure)))
+        stream = Stream(WireCarrier(Tape(raw, secure=secure)))
         try:
             while True:
                 assert len(stream.receive().payload) <= MAX_PAYLOAD
@@ -170,4 +147,4 @@ def test_codec_payloads(name: str) -> None:
 @given(st.binary(max_size=300))
 def test_noise_is_no_frame(raw: bytes) -> None:
     with pytest.raises(TransportError):
-        Stream(WireCarrier(BytesWire(raw, secure=False))).receive()
+        Stream(WireCarrier(Tape(raw))).receive()

@@ -1,14 +1,13 @@
 """Many members reduce in two levels: the same bytes for all, whatever the timing, and the mean of the butterfly."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
-import torch
-from golden import RESULT_KEY, digest, encoded_contribution
-from test_comm_allreduce import Group, direct_group, jittery, memory_group, wrapped
+from golden import RESULT_KEY, digest
+from test_comm_allreduce import Group, direct_group, encoded, jittery, memory_group, wrapped
 from torch import Tensor
 
 from diloco.comm.codec.noise import PAGE
@@ -29,46 +28,19 @@ def plan_for(group: Group, codec: str = "int8", count: int = COUNT, rates: tuple
     )
 
 
-def reduce(group: Group, plan: TwoLevelPlan, without: str = "") -> dict[str, Tensor | BaseException]:
-    outcomes: dict[str, Tensor | BaseException] = {}
-    for number, name in enumerate(group.transports):
-        if name != without:
-            contribution = encoded_contribution(plan.codec_name, plan.count, number)
-            group.reductions[name] = TwoLevelReduction(  # type: ignore[assignment]
-                plan, contribution, group.transports[name], group.addresses, patience_s=1.0
-            )
-
-    def work(name: str) -> None:
-        try:
-            outcomes[name] = group.reductions[name].run()
-        except BaseException as error:  # noqa: BLE001 -- the test looks at it
-            outcomes[name] = error
-
-    group.threads = [threading.Thread(target=work, args=(name,)) for name in group.reductions]
-    for thread in group.threads:
-        thread.start()
-    return outcomes
+IMPATIENT = partial(TwoLevelReduction, patience_s=1.0)
 
 
 def mean_of(group: Group, plan: TwoLevelPlan) -> Tensor:
-    outcomes = reduce(group, plan)
-    group.finish()
-    results = list(outcomes.values())
-    assert len(results) == len(plan.members)
-    for result in results:
-        assert isinstance(result, Tensor), result
-        assert torch.equal(result, results[0])
-    return results[0]
+    return group.reduce(plan, encoded(group, plan.count, plan.codec_name), IMPATIENT)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 17])
 def test_everybody_has_the_same_bytes_and_the_butterflys_mean(size: int) -> None:
     group = memory_group(size)
     result = mean_of(group, plan := plan_for(group))
-    contributions = {name: encoded_contribution("int8", COUNT, number) for number, name in enumerate(plan.members)}
-    flat = memory_group(size).plan(COUNT, "int8")
-    one = Group(list(group.transports.values()), group.addresses)
-    whole = one.reduce(flat, contributions)
+    flat = memory_group(size)
+    whole = flat.reduce(flat.plan(COUNT, "int8"), encoded(flat, COUNT, "int8"))
     values, expected = (plan.result_codec.decode(payload, COUNT) for payload in (result, whole))
     step = expected.abs().max() / 127
     assert (values - expected).abs().max() <= step * 1.01, "more than one step of rounding apart"
@@ -118,13 +90,13 @@ def test_who_does_not_come_is_named_and_the_others_can_be_cancelled() -> None:
     plan = plan_for(group)
     missing = plan.members[0]
     mates = next([plan.members[m] for m in members] for members in plan.grid.groups if 0 in members)
-    outcomes = reduce(group, plan, without=missing)
+    group.begin(plan, encoded(group, COUNT, "int8"), plan.members[1:], IMPATIENT)
     for name, reduction in group.reductions.items():
         if name in mates:
             group.threads[list(group.reductions).index(name)].join(SOON)
         else:
             reduction.cancel("somebody is missing")
-    group.finish()
+    outcomes = group.finish()
     assert all(isinstance(outcome, ReduceFailed) for outcome in outcomes.values()), outcomes
     assert missing in [outcomes[name].hung_up for name in mates if name != missing]  # type: ignore[union-attr]
     assert any(isinstance(outcome, ReduceCancelled) for outcome in outcomes.values())

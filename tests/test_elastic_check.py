@@ -1,16 +1,13 @@
 """The simulator's judge: it works out anew from the records alone what a branch contains."""
 
+from contextlib import nullcontext
+
 import pytest
 from test_elastic_state import GENESIS, contribution, record
 
-from diloco.elastic.protocol.record import Contribution, Offer
 from diloco.simulate.virtual.check import Checker, Violation
 
 CALM = {"steady": set[str](), "calm": True}
-
-
-LATE = ((4, 12),)
-IN_ANOTHER_FRAGMENT = Contribution("A", Offer(1, 0, 1, 10, LATE, incarnation=1), 10)
 
 
 def checker(*, strict: bool = False, fragments: int = 1) -> Checker:
@@ -40,16 +37,18 @@ def test_a_branch_out_of_nowhere():
 
 def test_fragments_out_of_turn():
     with pytest.raises(Violation, match="is of fragment 1, and 0 is due"):
-        checker(fragments=2).appended("A", record(GENESIS, IN_ANOTHER_FRAGMENT, fragment=1), (), **CALM)
+        checker(fragments=2).appended("A", record(GENESIS, contribution("A", 0, 1, fragment=1)), (), **CALM)
 
 
-@pytest.mark.parametrize("again", [contribution("B", 0, 1, samples=LATE), IN_ANOTHER_FRAGMENT])
-def test_samples_are_used_twice_only_after_a_restart_or_a_fork_although_the_ledger_says_so(again):
-    judge, fragment = checker(fragments=1 + again.offer.fragment), again.offer.fragment
+@pytest.mark.parametrize(("island", "fragment"), [("B", 0), ("A", 1)])
+def test_samples_are_used_twice_only_after_a_restart_or_a_fork(island, fragment):
+    """By another island, or for another fragment, although the ledger says so."""
+    judge = checker(fragments=1 + fragment)
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
+    second = record(GENESIS.after(first), contribution(island, 0, 1, samples=((4, 12),), fragment=fragment))
     with pytest.raises(Violation, match=r"I5: samples \(\(4, 8\),\) are in two contributions, and nothing forked"):
-        judge.appended("A", record(GENESIS.after(first), again, fragment=fragment), ((4, 8),), **CALM)
+        judge.appended("A", second, ((4, 8),), **CALM)
 
 
 def test_samples_that_are_used_twice_must_be_on_the_books():
@@ -57,7 +56,7 @@ def test_samples_that_are_used_twice_must_be_on_the_books():
     judge.restarted = True  # only then, or after a fork, may it happen at all
     first = record(GENESIS, contribution("A", 0, 1, samples=((0, 8),)))
     judge.appended("A", first, (), **CALM)
-    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=LATE))
+    second = record(GENESIS.after(first), contribution("B", 0, 1, samples=((4, 12),)))
     judge.appended("A", second, ((4, 8),), **CALM)
     with pytest.raises(Violation, match="I5"):
         judge.appended("B", second, ((4, 7),), **CALM)
@@ -73,24 +72,13 @@ def test_two_records_of_a_round_are_never_right_in_pause():
 
 @pytest.mark.parametrize(
     ("steady", "calm", "fork"),
-    [
-        ("A", False, False),
-        ("C", False, False),
-        ("C", True, True),
-        ("B", True, True),
-        ("B", False, False),
-        ("D", True, False),
-    ],
+    [(name, False, False) for name in "ABC"] + [("B", True, True), ("C", True, True), ("D", True, False)],
 )
 def test_in_merge_a_fork_is_right_only_if_nobody_could_have_told(steady, calm, fork):
     """C has appended what A and B took part in; then A appends another."""
     judge = checker()
-    judge.appended(
-        "C", record(GENESIS, contribution("A", 0, 1), contribution("B", 0, 1)), (), steady={steady}, calm=calm
-    )
-    other = record(GENESIS, contribution("A", 0, 1))
-    if fork:
-        with pytest.raises(Violation, match=f"I1: A has a record of round 1, and {steady}, alive"):
-            judge.appended("A", other, (), steady={steady}, calm=calm)
-    else:
-        judge.appended("A", other, (), steady={steady}, calm=calm)
+    one, other = contribution("A", 0, 1), contribution("B", 0, 1)
+    judge.appended("C", record(GENESIS, one, other), (), steady={steady}, calm=calm)
+    complaint = f"I1: A has a record of round 1, and {steady}, alive"
+    with pytest.raises(Violation, match=complaint) if fork else nullcontext():
+        judge.appended("A", record(GENESIS, one), (), steady={steady}, calm=calm)

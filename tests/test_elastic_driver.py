@@ -62,6 +62,14 @@ def assert_agreed(islands: list[TestIsland]) -> None:
     assert len(found[0]) == 1
 
 
+def agree(islands: list[TestIsland], *, after: int = 0) -> None:
+    """Go on for so many rounds, stand still, and hold the same bits."""
+    if after:
+        at_round(islands, max(island.state.head.round for island in islands) + after)
+    stand_still(islands)
+    assert_agreed(islands)
+
+
 def divide(change: Callable[[str, str], None]) -> None:
     """A and B from C and D: cut, or heal."""
     for one in "AB":
@@ -84,8 +92,7 @@ def contributions(island: TestIsland, of: TestIsland) -> list[tuple[int, int]]:
 def test_islands_agree_bit_by_bit_and_every_contribution_is_in_the_log():
     with team() as (_, islands):
         at_round(islands, 12)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands)
         assert float(islands[0].driver.replica.vectors["parameters"].abs().sum()) > 0
         for island in islands:
             assert contributions(islands[0], island)[0][0] == 0
@@ -99,9 +106,7 @@ def test_rounds_go_on_without_an_island_that_is_gone(victim):
         at_round(islands, 3)
         gone = islands.pop(victim)
         network.peers.pop(gone.name).close()  # nobody reaches it, and its streams break
-        at_round(islands, max(island.state.head.round for island in islands) + 5)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands, after=5)
         assert gone.name not in islands[0].state.roster
         for island in islands:
             contributions(islands[0], island)
@@ -119,8 +124,7 @@ def test_an_island_that_runs_out_of_memory_in_a_round_takes_part_in_the_next(mon
     monkeypatch.setattr(Reduction, "run", run_out_once)
     with team() as (_, islands):
         at_round(islands, 3)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands)
         wait_for(lambda: not any(island.driver._attempts for island in islands), islands)
         for island in islands:
             contributions(islands[0], island)
@@ -159,21 +163,18 @@ def test_a_newcomer_fetches_from_several_and_contributes():
         introduce(islands)
         newcomer.start()
         wait_for(lambda: newcomer.contained > 3, islands)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands)
         assert "E" in islands[0].state.roster
         assert contributions(islands[0], newcomer)[0][0] == 0
 
 
 def test_after_a_cut_all_agree_within_two_rounds():
     paths = Paths()
-    with team(pace_s=1.0, shape=lambda plain: ShapedTransport(plain, Link(), paths)) as (
-        _,
-        islands,
-    ):  # a round is longer than a catch-up, as it should be
+    # a round is longer than a catch-up, as it should be
+    with team(pace_s=1.0, shape=lambda plain: ShapedTransport(plain, Link(), paths)) as (_, islands):
         at_round(islands, 2)
         divide(paths.cut)
-        wait_for(lambda: all(island.state.head.round >= 6 for island in islands), islands)
+        at_round(islands, 6)
         assert islands[0].state.head.digest != islands[3].state.head.digest
         divide(paths.heal)
         seen = [max(island.state.updates for island in islands)]
@@ -193,9 +194,8 @@ def test_a_cut_network_trains_on_and_merges_with_late_contributions():
         assert left[0].state.head.digest != right[0].state.head.digest
         divide(paths.heal)
         wait_for(lambda: all(set(island.state.roster) == set(NAMES) for island in islands), islands)
-        wait_for(lambda: all(island.session.works[0].clean for island in islands), islands)
-        stand_still(islands)
-        assert_agreed(islands)
+        wait_for(lambda: all(work.mark == work.hi for work in (island.session.works[0] for island in islands)), islands)
+        agree(islands)
         final = islands[0].state
         for island in islands:  # both sides' progress is on the one branch that is left
             assert island.phases - final.mark(island.name, 1, 0) <= 2
@@ -209,7 +209,7 @@ def test_damaged_vectors_are_noticed_and_healed():
             vectors["parameters"][17] += 1.0
         wait_for(lambda: any(note.kind == "diverged" for note in islands[2].notes), islands)
         at_round(islands, max(island.state.head.round for island in islands) + 3)
-        wait_for(lambda: not islands[2].driver.node.diverged, islands)
+        wait_for(lambda: not islands[2].driver.node.own.diverged, islands)
         stand_still(islands)
         # it counts as healed when its new vectors are here, which is just before they are in their place
         wait_for(lambda: len({island.driver.replica.digest() for island in islands}) == 1, islands)
@@ -232,11 +232,9 @@ class Liar:
     """A peer that is let in and then says what it likes."""
 
     def __init__(self, network: MemoryNetwork, islands: list[TestIsland]) -> None:
-        self.transport = network.transport("Z")
+        self.transport, self.streams = network.transport("Z"), []
         for island in islands:
             island.driver.know({"Z": PeerAddress("Z")})
-        self.streams = []
-        for island in islands:
             stream = self.transport.connect(PeerAddress(island.name), CHANNEL, timeout_s=5)
             stream.send(GREETING, b"", b"")
             self.streams.append(stream)
@@ -253,38 +251,31 @@ def offering(offer: Offer) -> Callable[[Head, int], bytes]:
     return lambda head, term: encode_message(Ready(Key(head.round + 1, head.digest), term, (offer,)))
 
 
-LIES: dict[str, Callable[[Head, int], bytes]] = {
-    "garbage": lambda head, term: b"\xff\x00 not JSON",
-    "another message": lambda head, term: b'["Begin",[]]',
-    "no number": lambda head, term: b'["Goodbye",[NaN]]',
-    "progress that is not its own mark": offering(Offer(0, 5, 9, 10, ())),
-    "more samples than tokens": offering(Offer(0, 0, 1, 10, ((0, 1000),))),
-    "samples twice": offering(Offer(0, 0, 1, 10, ((0, 4), (2, 6)))),
-    "more steps than tokens": offering(Offer(0, 0, 1, 10, (), steps=1000)),
-}
-REASONS = {
-    "progress that is not its own mark": "which is not its mark",
-    "more samples than tokens": "samples or steps that cannot be right",
-    "samples twice": "samples or steps that cannot be right",
-    "more steps than tokens": "samples or steps that cannot be right",
+CANNOT_BE = "samples or steps that cannot be right"
+LIES: dict[str, tuple[Callable[[Head, int], bytes], str]] = {
+    "garbage": (lambda head, term: b"\xff\x00 not JSON", "garbage"),
+    "another message": (lambda head, term: b'["Begin",[]]', "garbage"),
+    "no number": (lambda head, term: b'["Goodbye",[NaN]]', "garbage"),
+    "progress that is not its own mark": (offering(Offer(0, 5, 9, 10, ())), "which is not its mark"),
+    "more samples than tokens": (offering(Offer(0, 0, 1, 10, ((0, 1000),))), CANNOT_BE),
+    "samples twice": (offering(Offer(0, 0, 1, 10, ((0, 4), (2, 6)))), CANNOT_BE),
+    "more steps than tokens": (offering(Offer(0, 0, 1, 10, (), steps=1000)), CANNOT_BE),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_peer_that_talks_nonsense_is_excluded_by_name(lie):
+@pytest.mark.parametrize(("lie", "reason"), LIES.values(), ids=LIES)
+def test_a_peer_that_talks_nonsense_is_excluded_by_name(lie, reason):
     with team() as (network, islands):
         at_round(islands, 2)
         liar = Liar(network, islands)
 
         def excluded() -> bool:
-            liar.say(LIES[lie](islands[0].state.head, islands[0].driver.node.promise.term))
+            liar.say(lie(islands[0].state.head, islands[0].driver.node.own.promise.term))
             told = [note.text for note in islands[0].notes if note.kind == "excluded" and note.peer == "Z"]
-            return any(text and REASONS.get(lie, "") in text for text in told)
+            return any(reason in text for text in told)
 
         wait_for(excluded, islands)
-        at_round(islands, max(island.state.head.round for island in islands) + 3)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands, after=3)
 
 
 def test_a_peer_that_only_sends_heartbeats_holds_nobody_up_for_long():
@@ -310,7 +301,7 @@ STALE: dict[str, Callable[[Head], Message]] = {
 }
 
 
-@pytest.mark.parametrize("message", STALE)
+@pytest.mark.parametrize("message", STALE.values(), ids=STALE)
 def test_a_few_stale_messages_change_nothing_and_a_stream_of_them_is_excluded(message):
     with team() as (network, islands):
         at_round(islands, 2)
@@ -320,7 +311,7 @@ def test_a_few_stale_messages_change_nothing_and_a_stream_of_them_is_excluded(me
             return any(note.peer == "Z" and "of other rounds" in note.text for note in islands[0].notes)
 
         def keeps_on() -> bool:
-            liar.say(encode_message(STALE[message](islands[0].state.head)))
+            liar.say(encode_message(message(islands[0].state.head)))
             return excluded()
 
         for _ in range(5):
@@ -328,9 +319,7 @@ def test_a_few_stale_messages_change_nothing_and_a_stream_of_them_is_excluded(me
         at_round(islands, max(island.state.head.round for island in islands) + 2)
         assert not excluded()
         wait_for(keeps_on, islands, pause_s=0.001)
-        at_round(islands, max(island.state.head.round for island in islands) + 3)
-        stand_still(islands)
-        assert_agreed(islands)
+        agree(islands, after=3)
 
 
 def test_a_driver_that_dies_is_noticed_by_its_trainer():
@@ -351,7 +340,7 @@ def test_work_that_another_branch_lacks_is_owed_again():
     one, two, nothing = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.zeros(2)
     offer = work.cut(one, Trained(5, ((0, 4),)))()
     assert (offer.lo, offer.hi, offer.tokens) == (0, 1, 5)
-    assert work.rebase(1) is None and work.clean  # contained
+    assert work.rebase(1) is None and work.mark == work.hi  # contained
     work.cut(two, Trained(7, ((4, 8),)))()
     assert work.rebase(1).tolist() == [10.0, 20.0]  # not contained
     assert work.rebase(2) is None

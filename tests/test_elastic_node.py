@@ -2,37 +2,12 @@
 
 from dataclasses import replace
 
+from test_elastic_state import record
+
+from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import (
-    Append,
-    Begin,
-    CatchUp,
-    Collect,
-    Commit,
-    Done,
-    Failed,
-    FetchResult,
-    Goodbye,
-    Heartbeat,
-    Nack,
-    Note,
-    Promise,
-    Reduce,
-    Remember,
-    Send,
-)
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import (
-    EMPTY,
-    NO_BALLOT,
-    Ballot,
-    Contribution,
-    Head,
-    Offer,
-    Proposal,
-    Record,
-    Settings,
-)
+from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Contribution, Head, Offer, Record, Settings
 from diloco.elastic.protocol.state import RunState
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
@@ -43,165 +18,167 @@ def options(**changes) -> Options:
     return Options(lambda state, fragment, contributions: (Settings(), state.step), silence_s=2.0, **changes)
 
 
-def node(me: str = "B", **kwargs) -> Node:
-    made = Node(me, STATE, kwargs.pop("options", options()), now=0.0, incarnation=1, **kwargs)
+def node() -> Node:
+    made = Node("B", STATE, options(), now=0.0, incarnation=1)
     made.know(["A", "B", "C"], 0.0)
     return made
 
 
+def leader(roster: tuple[str, ...] = STATE.roster, **changes) -> Node:
+    return Node("A", replace(STATE, roster=roster), options(**changes), now=0.0, incarnation=1)
+
+
+def those(effects, kind):
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
 def said(effects, kind=object, to=None):
-    return [
-        effect.message
-        for effect in effects
-        if isinstance(effect, Send) and isinstance(effect.message, kind) and to in (None, effect.to)
-    ]
+    sent = [send.message for send in those(effects, msg.Send) if to in (None, send.to)]
+    return those(sent, kind)
 
 
-def proposal(*islands: str) -> Proposal:
-    parts = tuple(Contribution(island, OFFER, 10) for island in islands)
-    return Proposal(STATE.key, 0 if parts else -1, parts, STATE.roster, (), (), Settings(), 0)
+def kinds(effects):
+    """Of what is sent, and of what else is asked for."""
+    return [type(effect.message) if isinstance(effect, msg.Send) else type(effect) for effect in effects]
 
 
-def begin(ballot: Ballot, *islands: str, members: tuple[str, ...] = ("A", "B")) -> Begin:
-    return Begin(STATE.key, ballot, proposal(*islands), members, ())
+def proposal(*islands: str):
+    return record(STATE, *(Contribution(island, OFFER, 10) for island in islands)).proposal
 
 
-def beat(head: Head = STATE.head, promise: Ballot = NO_BALLOT, *, leading: bool = False, digest: str = "") -> Heartbeat:
-    return Heartbeat(head, promise, leading, 1, digest)
+def begin(ballot: Ballot, *islands: str, members: tuple[str, ...] = ("A", "B")) -> msg.Begin:
+    return msg.Begin(STATE.key, ballot, proposal(*islands), members, ())
+
+
+def beat(head: Head = STATE.head, promise: Ballot = NO_BALLOT, digest: str = "") -> msg.Heartbeat:
+    return msg.Heartbeat(head, promise, False, 1, digest)
 
 
 def test_a_promise_is_durable_before_it_is_given():
-    effects = node().receive("A", Collect(STATE.head, 1), 0.1)
-    kinds = [type(effect) for effect in effects]
-    assert kinds.index(Remember) < kinds.index(Send)
-    assert said(effects, Promise)[0].term == 1
+    effects = node().receive("A", msg.Collect(STATE.head, 1), 0.1)
+    assert kinds(effects)[:2] == [msg.Remember, msg.Promise]
+    assert said(effects, msg.Promise)[0].term == 1
 
 
 def test_a_coordinators_own_promise_is_durable_before_it_asks():
-    coordinator = Node("A", STATE, options(), now=0.0)
-    effects = coordinator.tick(0.0)
-    first_collect = next(i for i, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Collect))
-    assert any(isinstance(effect, Remember) for effect in effects[:first_collect])
+    asked = kinds(leader().tick(0.0))
+    assert asked.index(msg.Remember) < asked.index(msg.Collect)
 
 
 def test_terms_are_never_used_twice_not_even_after_a_restart_at_another_round():
-    coordinator = Node("A", STATE, options(), now=0.0)
-    memory = [effect.memory for effect in coordinator.tick(0.0) if isinstance(effect, Remember)][-1]
+    memory = those(leader().tick(0.0), msg.Remember)[-1].memory
     later = replace(STATE, head=Head(0, 1, "1" * 64))
     effects = Node("A", later, options(), now=9.0, incarnation=2, memory=memory).tick(9.0)
-    assert {collect.term for collect in said(effects, Collect)} == {memory.term + 1}
+    assert {collect.term for collect in said(effects, msg.Collect)} == {memory.term + 1}
 
 
 def test_less_than_promised_is_refused_and_said():
     member = node()
-    member.receive("C", Collect(STATE.head, 5), 0.1)
-    refusal = said(member.receive("A", Collect(STATE.head, 4), 0.2), Nack)
+    member.receive("C", msg.Collect(STATE.head, 5), 0.1)
+    refusal = said(member.receive("A", msg.Collect(STATE.head, 4), 0.2), msg.Nack)
     assert refusal and refusal[0].promise == Ballot(5, "C", 0)
-    assert said(member.receive("A", begin(Ballot(4, "A", 0)), 0.3), Nack)
+    assert said(member.receive("A", begin(Ballot(4, "A", 0)), 0.3), msg.Nack)
 
 
 def test_another_head_is_answered_with_ones_own():
-    effects = node().receive("A", Collect(Head(0, 0, "f" * 64), 1), 0.1)
-    assert said(effects, Heartbeat, to="A") and not said(effects, Promise)
+    effects = node().receive("A", msg.Collect(Head(0, 0, "f" * 64), 1), 0.1)
+    assert said(effects, msg.Heartbeat, to="A") and not said(effects, msg.Promise)
 
 
 def test_done_is_durable_first_and_said_again():
     member = node()
-    first = member.receive("A", begin(Ballot(1, "A", 0)), 0.1)
-    kinds = [type(effect.message) if isinstance(effect, Send) else type(effect) for effect in first]
-    assert kinds.index(Remember) < kinds.index(Done) and kinds.count(Remember) == 2
-    assert said(member.receive("A", begin(Ballot(1, "A", 0)), 0.6), Done)
+    first = kinds(member.receive("A", begin(Ballot(1, "A", 0)), 0.1))
+    assert first.index(msg.Remember) < first.index(msg.Done) and first.count(msg.Remember) == 2
+    assert said(member.receive("A", begin(Ballot(1, "A", 0)), 0.6), msg.Done)
 
 
 def test_a_failure_is_said_again_too():
     """Its report may have been lost with the connection, and the coordinator waits for nobody else."""
     member = node()
     member.offer(OFFER, 0.0)
-    member.receive("A", Collect(STATE.head, 1), 0.1)
+    member.receive("A", msg.Collect(STATE.head, 1), 0.1)
     asked = begin(Ballot(1, "A", 0), "A", "B")
-    assert any(isinstance(effect, Reduce) for effect in member.receive("A", asked, 0.2))
-    assert said(member.reduce_failed(asked.ballot, "A", "cannot be reached", 0.5), Failed)
-    assert said(member.receive("A", asked, 0.9), Failed)
+    assert those(member.receive("A", asked, 0.2), msg.Reduce)
+    assert said(member.reduce_failed(asked.ballot, "A", "cannot be reached", 0.5), msg.Failed)
+    assert said(member.receive("A", asked, 0.9), msg.Failed)
 
 
 def test_an_offer_of_an_earlier_life_is_not_stood_by():
-    refusal = said(node().receive("A", begin(Ballot(1, "A", 0), "A", "B"), 0.1), Failed)
+    refusal = said(node().receive("A", begin(Ballot(1, "A", 0), "A", "B"), 0.1), msg.Failed)
     assert refusal and refusal[0].blamed == "B"
 
 
 def test_a_result_that_was_not_asked_for_is_not_adopted():
-    coordinator = Node("A", STATE, options(), now=0.0)
+    coordinator = leader()
     coordinator.tick(0.0)
-    assert coordinator.term is not None
+    assert coordinator.own.term is not None
     effects = coordinator.fetched(Record(proposal("C"), EMPTY), 0.1)
-    assert coordinator.term.adopted is None and not said(effects, Begin)
+    assert coordinator.own.term.adopted is None and not said(effects, msg.Begin)
 
 
 def test_who_slept_judges_nobody_whatever_comes_first():
     for wake in (
         lambda node: node.tick(60.0),
-        lambda node: node.receive("C", Commit(Record(proposal(), EMPTY)), 60.0),
+        lambda node: node.receive("C", msg.Commit(Record(proposal(), EMPTY)), 60.0),
         lambda node: node.reduced(Ballot(1, "A", 0), EMPTY, 60.0),
     ):
-        coordinator = Node("A", STATE, options(), now=0.0)
+        coordinator = leader()
         coordinator.tick(0.0)
         effects = wake(coordinator)
-        assert coordinator.alive(60.0) == {"B", "C"}
-        assert coordinator.term is None, "it asks again"
-        assert not [effect for effect in effects if isinstance(effect, Note | Append)]
+        assert coordinator.liveness.alive(60.0) == {"B", "C"}
+        assert coordinator.own.term is None, "it asks again"
+        assert not those(effects, msg.Note | msg.Append)
 
 
 def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
-    coordinator = Node("A", STATE, options(), now=0.0)
+    coordinator = leader()
     notes = []
     for tenth in range(60):
         now = tenth / 10
         for peer in ("B", "C"):
             coordinator.receive(peer, beat(), now)
-        notes += [effect.peer for effect in coordinator.tick(now) if isinstance(effect, Note)]
+        notes += [effect.peer for effect in those(coordinator.tick(now), msg.Note)]
     assert notes == ["B", "C"]
     assert not coordinator.peers.banned("B", 9.0)
 
 
 def test_one_that_has_just_come_back_is_given_time_to_answer():
-    coordinator = Node("A", STATE, options(partition="pause"), now=0.0)
+    coordinator = leader(partition="pause")
     for tenth in range(200):
         coordinator.tick(tenth / 10)
     coordinator.receive("B", beat(), 20.0)
     coordinator.tick(20.1)
-    assert coordinator.alive(20.1) == {"B"}
+    assert coordinator.liveness.alive(20.1) == {"B"}
 
 
 def test_a_higher_promise_ends_a_term_and_the_next_is_above_it():
-    coordinator = Node("A", STATE, options(), now=0.0)
+    coordinator = leader()
     coordinator.tick(0.0)
     coordinator.receive("B", beat(promise=Ballot(7, "C", 0)), 0.2)
-    assert coordinator.term is None
+    assert coordinator.own.term is None
     asked: set[int] = set()
     for tenth in range(3, 30):
         coordinator.receive("B", beat(promise=Ballot(7, "C", 0)), tenth / 10)
-        asked |= {collect.term for collect in said(coordinator.tick(tenth / 10), Collect)}
+        asked |= {collect.term for collect in said(coordinator.tick(tenth / 10), msg.Collect)}
     assert min(asked) == 8
 
 
 def test_a_greater_head_is_caught_up_with_and_a_lesser_one_is_not():
     member = node()
     greater = Head(10, 1, "f" * 64)
-    assert [e.head for e in member.receive("A", beat(greater), 0.1) if isinstance(e, CatchUp)] == [greater]
-    assert not [e for e in member.receive("C", beat(greater), 0.2) if isinstance(e, CatchUp)], "once at a time"
-    moved = replace(STATE, head=greater)
-    member.caught_up(moved, 0.5)
-    assert member.state.head == greater
-    member.caught_up(STATE, 0.6)
-    assert member.state.head == greater
+    assert [e.head for e in those(member.receive("A", beat(greater), 0.1), msg.CatchUp)] == [greater]
+    assert not those(member.receive("C", beat(greater), 0.2), msg.CatchUp), "once at a time"
+    for state in (replace(STATE, head=greater), STATE):
+        member.caught_up(state, 0.5)
+        assert member.state.head == greater
 
 
 def test_a_commit_of_what_is_held_is_appended_and_other_bytes_are_fetched():
     member = node()
     member.receive("A", begin(Ballot(1, "A", 0)), 0.1)
-    effects = member.receive("A", Commit(Record(proposal(), EMPTY)), 0.2)
-    assert [effect.record.payload for effect in effects if isinstance(effect, Append)] == [EMPTY]
-    assert [e for e in node().receive("A", Commit(Record(proposal("A"), "f" * 64)), 0.2) if isinstance(e, CatchUp)]
+    effects = member.receive("A", msg.Commit(Record(proposal(), EMPTY)), 0.2)
+    assert [effect.record.payload for effect in those(effects, msg.Append)] == [EMPTY]
+    assert those(node().receive("A", msg.Commit(Record(proposal("A"), "f" * 64)), 0.2), msg.CatchUp)
 
 
 def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
@@ -212,94 +189,85 @@ def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
     ):
         member = node()
         effects = member.receive("A", wrong, 0.1)
-        assert [effect.peer for effect in effects if isinstance(effect, Note)] == ["A"]
-        assert member.peers.banned("A", 1.0) and not said(effects, Done)
+        assert [effect.peer for effect in those(effects, msg.Note)] == ["A"]
+        assert member.peers.banned("A", 1.0) and not said(effects, msg.Done)
 
 
 def test_of_three_the_one_with_other_vectors_fetches_theirs():
     member = node()
     member.report_digest("mine", 0.1)
-    assert not [e for e in member.receive("A", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)]
-    assert [e for e in member.receive("C", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], "they are a majority"
-    assert member.diverged
+    assert not those(member.receive("A", beat(digest="theirs"), 0.2), msg.CatchUp)
+    assert those(member.receive("C", beat(digest="theirs"), 0.2), msg.CatchUp), "they are a majority"
+    assert member.own.diverged
     member = node()
     member.report_digest("mine", 0.1)
     member.receive("C", beat(digest="mine"), 0.2)
-    assert not [e for e in member.receive("A", beat(digest="theirs"), 0.3) if isinstance(e, CatchUp)]
-    first = Node("A", STATE, options(), now=0.0)
+    assert not those(member.receive("A", beat(digest="theirs"), 0.3), msg.CatchUp)
+    first = leader()
     first.report_digest("mine", 0.1)
-    assert not [e for e in first.receive("B", beat(digest="theirs"), 0.2) if isinstance(e, CatchUp)], (
-        "of two, the first"
-    )
+    assert not those(first.receive("B", beat(digest="theirs"), 0.2), msg.CatchUp), "of two, the first"
 
 
 def test_goodbye_is_quicker_than_silence():
     member = node()
     member.receive("A", beat(), 0.1)
-    assert member.coordinator(0.2) == "A"
-    member.receive("A", Goodbye("leaves"), 0.2)
-    assert member.coordinator(0.2) == "B"
-    assert said(member.leave(0.3), Goodbye)
-    assert member.coordinator(0.3) == "C"
+    assert member.liveness.coordinator(0.2) == "A"
+    member.receive("A", msg.Goodbye("leaves"), 0.2)
+    assert member.liveness.coordinator(0.2) == "B"
+    assert said(member.leave(0.3), msg.Goodbye)
+    assert member.liveness.coordinator(0.3) == "C"
 
 
 def test_adopting_fetches_from_the_holder():
     member = node()
     adopted = replace(begin(Ballot(2, "A", 0), "A"), adopted="f" * 64, holder="C")
-    fetch = [effect for effect in member.receive("A", adopted, 0.1) if isinstance(effect, FetchResult)]
+    fetch = those(member.receive("A", adopted, 0.1), msg.FetchResult)
     assert fetch[0].holder == "C"
-    assert said(member.fetch_failed("C", fetch[0].record, "gone", 0.2), Failed)[0].blamed == "C"
-    assert said(node_after(adopted).fetched(fetch[0].record, 0.3), Done)
-
-
-def node_after(message: Begin) -> Node:
-    member = node()
-    member.receive("A", message, 0.1)
-    return member
+    assert said(member.fetch_failed("C", fetch[0].record, "gone", 0.2), msg.Failed)[0].blamed == "C"
+    another = node()
+    another.receive("A", adopted, 0.1)
+    assert said(another.fetched(fetch[0].record, 0.3), msg.Done)
 
 
 def test_a_greater_head_that_cannot_be_fetched_holds_a_round_up_only_so_long():
-    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0)
+    coordinator = leader(("A", "B"))
     fetches, begun = 0, []
     for tenth in range(200):
         now = tenth / 10
         effects = coordinator.receive("B", beat(Head(10, 1, "f" * 64)), now) + coordinator.tick(now)
         if not tenth:
             effects += coordinator.offer(OFFER, now)
-        for _ in [effect for effect in effects if isinstance(effect, CatchUp)]:
+        for _ in those(effects, msg.CatchUp):
             fetches += 1
             effects += coordinator.catch_up_failed("B", now + 0.05)
-        begun += [fetches for effect in effects if isinstance(effect, Reduce)]
+        begun += [fetches for _ in those(effects, msg.Reduce)]
     assert begun[0] == 3
     assert fetches < 30, "and it is asked less and less"
 
 
 def test_whoever_comes_back_waits_for_the_rest_of_the_roster_until_something_is_committed():
     """Silence is believed after 2 s here; the others may need longer to start again."""
-    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
+    coordinator = leader(("A", "B"))
     coordinator.peers.expect(["A", "B"], 60.0)
     coordinator.tick(0.0)
     assert not said_or_begun(coordinator.offer(OFFER, 0.1))
     assert not any(said_or_begun(coordinator.tick(half / 2)) for half in range(1, 100))
-    record = Record(Proposal(coordinator.state.key, -1, (), ("A", "B"), (), (), Settings(), 0), EMPTY)
-    coordinator.caught_up(coordinator.state.after(record), 51.0)
-    assert "B" not in coordinator.alive(54.0)
+    coordinator.caught_up(coordinator.state.after(record(coordinator.state)), 51.0)
+    assert "B" not in coordinator.liveness.alive(54.0)
 
 
 def said_or_begun(effects) -> list[object]:
-    return [effect for effect in effects if isinstance(effect, (Reduce, Append)) or said([effect], (Begin, Commit))]
+    return [*those(effects, msg.Reduce | msg.Append), *said(effects, msg.Begin | msg.Commit)]
 
 
 def test_who_pauses_neither_goes_on_alone_nor_says_anything():
     """Without that, the last of several islands that stop would commit a round without the others."""
-    coordinator = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
-    coordinator.tick(0.0)
-    coordinator.receive("B", Promise(STATE.key, 1, 1, 0, None), 0.1)
-    coordinator.pause(0.2)
-    effects = [*coordinator.closed("B", 0.3), *coordinator.offer(OFFER, 0.4), *coordinator.tick(30.0)]
-    effects += coordinator.receive("B", Collect(STATE.head, 9), 31.0)
-    assert not [effect for effect in effects if not isinstance(effect, Note)]
-    going_on = Node("A", replace(STATE, roster=("A", "B")), options(), now=0.0, incarnation=1)
-    going_on.tick(0.0)
-    going_on.receive("B", Promise(STATE.key, 1, 1, 0, None), 0.1)
+    paused, going_on = leader(("A", "B")), leader(("A", "B"))
+    for coordinator in (paused, going_on):
+        coordinator.tick(0.0)
+        coordinator.receive("B", msg.Promise(STATE.key, 1, 1, 0, None), 0.1)
+    paused.pause(0.2)
+    effects = [*paused.closed("B", 0.3), *paused.offer(OFFER, 0.4), *paused.tick(30.0)]
+    effects += paused.receive("B", msg.Collect(STATE.head, 9), 31.0)
+    assert set(kinds(effects)) <= {msg.Note}
     assert said_or_begun([*going_on.closed("B", 0.3), *going_on.offer(OFFER, 0.4)])  # as it would be

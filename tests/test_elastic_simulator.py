@@ -12,7 +12,6 @@ from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.elastic.protocol.rules import ALL
 from diloco.simulate.virtual import faults, scenario
 from diloco.simulate.virtual.chances import Setup
 from diloco.simulate.virtual.faults import FIRST_STREAMING, Campaign, Disaster, Fault, pace_of, rule_names
@@ -189,7 +188,3 @@ def test_what_cannot_be_simulated_is_one_line(arguments, complaint):
     done = run_cli("simulate", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_all_rules_are_on():
-    assert all(getattr(ALL, name) for name in rule_names())

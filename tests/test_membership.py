@@ -87,9 +87,9 @@ def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
             island.session.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
         island.look()
         island.session.ask(40)
-        wait_until(lambda: node.want == 40 + 16)
+        wait_until(lambda: node.own.want == 40 + 16)
         island.session.ask(50)
-        wait_until(lambda: node.want == 50 + 16)
+        wait_until(lambda: node.own.want == 50 + 16)
 
 
 def test_an_island_without_samples_waits_no_longer_than_it_has_none(small):

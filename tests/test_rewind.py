@@ -200,7 +200,7 @@ def test_samples_that_somebody_had_leased_are_to_be_had_again(log, monkeypatch):
     state = replace(state, ledger=leased.consume("A#1", ((0, 4),)))
     monkeypatch.setattr("diloco.history.rewind.state_of", lambda *_: (state, vectors))
     ledger = rewind(str(log[0].parent), ROUND).genesis.state().ledger
-    assert ledger.leases == () and ledger.free == ((4, 10),) and ledger.consumed == 4
+    assert ledger.leases == () and ledger.free == ((4, 10),) and ledger.next == 10
     assert ledger.epoch == state.ledger.epoch > 0
 
 

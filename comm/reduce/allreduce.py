@@ -11,7 +11,7 @@ circle; a slow owner holds its senders back, so that only a few chunks of each m
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from diloco import errors
 from diloco.comm.reduce.spans import ReducePlan, Span
-from diloco.comm.reduce.window import Count, Stopped, Window
-from diloco.comm.transport.transport import PeerAddress, Place, Stream, Transport
-from diloco.errors import (
-    CodecError,
-    ContributionRefused,
-    FrameError,
-    PlanRefused,
-    ReduceCancelled,
-    ReduceFailed,
-    StreamEnded,
-    TransportError,
-    TransportTimeout,
-)
+from diloco.comm.transport.transport import Addresses, Place, Stream, Transport
 
 CONTRIBUTION, RESULT = 1, 2
 CHUNK_NUMBER = struct.Struct("<I")
@@ -48,16 +37,72 @@ class Progress:
     received_chunks: int = 0
     last_at: float = 0.0  # time.monotonic()
 
+    def note(self, *, sent: int = 0, received: int = 0) -> None:
+        self.sent_chunks, self.received_chunks = self.sent_chunks + sent, self.received_chunks + received
+        self.last_at = time.monotonic()
+
+
+# How the threads of one all-reduce wait for each other. Whatever stops the attempt wakes all of them.
+
+
+class Stopped(Exception):
+    """The attempt is over; its error says why."""
+
+
+class Count:
+    """A number that only rises, and whoever waits for it."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def add_one(self) -> None:
+        with self._changed:
+            self._value += 1
+            self._changed.notify_all()
+
+    def reach(self, value: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._value >= value or self._stopped)
+            if self._stopped:
+                raise Stopped
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class Window:
+    """The chunks of one member that wait to be added: a ring of buffers."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        self.filled, self.freed = Count(), Count()
+
+    def place(self, number: int, size: int) -> Tensor:
+        """Room for chunk `number`, once there is some."""
+        self.freed.reach(number - len(self._buffers) + 1)
+        return self._buffers[number % len(self._buffers)][:size]
+
+    def stop(self) -> None:
+        self.filled.stop()
+        self.freed.stop()
+
 
 class Reduction:
     """One attempt. `run()` blocks and returns the encoded mean; any thread may `cancel()` it or ask for `progress`."""
+
+    scatters = True  # contributions go to the owners of spans
+    gathers = True  # owners send the means to all
 
     def __init__(
         self,
         plan: ReducePlan,
         contribution: Tensor,
         transport: Transport,
-        addresses: Mapping[str, PeerAddress],
+        addresses: Addresses,
         *,
         result: Tensor | None = None,
         patience_s: float = 30.0,
@@ -67,28 +112,31 @@ class Reduction:
         _check_part(plan, transport.identity, addresses)
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
         self.plan = plan
-        self.me = plan.members.index(transport.identity)
-        self.others = [peer for peer in plan.members if peer != transport.identity]
+        self.me = transport.identity
+        self.others = [peer for peer in plan.members if peer != self.me]
         size = plan.result_codec.size(plan.count)
         self.result = contribution.new_empty(size) if result is None else result
         assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
         self._contribution = contribution
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
-        self._mine = plan.chunks(self.me)
+        self._chunks = {owner: plan.chunks(number) for number, owner in enumerate(plan.members)}
+        largest = max((self._size(chunk) for chunk in self._contributions(self.me)), default=0)
         # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
-        self._slots = torch.empty(WINDOW, len(plan.members), self._largest_chunk(), dtype=torch.uint8)
+        self._slots = torch.empty(WINDOW, len(plan.members), largest, dtype=torch.uint8)
         self._windows = {peer: Window(list(self._slots[:, plan.members.index(peer)])) for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
-        self._heard: set[str] = set()  # members whose stream has come
+        self._awaited = list(self.others)  # members whose stream has not come
         self._connecting: set[threading.Thread] = set()
+        self.began = time.monotonic()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def run(self) -> Tensor:
         """Once only: another attempt needs another channel."""
-        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in self._works()]
+        works = [*(partial(self._send_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
+        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
         try:
             for thread in threads:
                 thread.start()
@@ -105,106 +153,103 @@ class Reduction:
             raise self._error
         return self.result
 
-    def _works(self) -> list[Callable[[], None]]:
-        """What is done besides reducing, each in a thread of its own."""
-        return [*(partial(self._send_all_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
-
     def _join(self, thread: threading.Thread) -> None:
         """Of a failed attempt, a thread that still connects is left behind: it closes what it gets by itself."""
         while thread.is_alive() and not (self._error is not None and thread in self._connecting):
             thread.join(ACCEPT_SLICE_S)
 
+    @property
+    def level(self) -> "Reduction":
+        """The present one: it is the only one here."""
+        return self
+
     def cancel(self, reason: str = "cancelled") -> None:
-        self._fail(ReduceCancelled(f"{self.plan.channel}: {reason}"))
+        self._fail(errors.ReduceCancelled(f"{self.plan.channel}: {reason}"))
 
     def expected(self, peer: str) -> int:
         """How many chunks it will have sent."""
-        return len(self._mine) + len(self.plan.chunks(self.plan.members.index(peer)))
+        return len(self._contributions(self.me)) + len(self._results(peer))
+
+    def _contributions(self, owner: str) -> list[Span]:
+        """The chunks that everybody sends to this owner."""
+        return self._chunks[owner] if self.scatters else []
+
+    def _results(self, owner: str) -> list[Span]:
+        """The chunks that this owner sends to everybody."""
+        return self._chunks[owner] if self.gathers else []
 
     @property
     def bytes_sent(self) -> int:
         return sum(stream.bytes_sent for stream in self._streams)
 
-    def _largest_chunk(self) -> int:
-        return max((self._size(chunk) for chunk in self._mine), default=0)
-
     def _size(self, chunk: Span) -> int:
         return self.plan.codec.size(chunk.hi - chunk.lo)
-
-    def _send_all_to(self, peer: str) -> None:
-        with self._blaming(peer):
-            self._send_to(peer)
 
     @contextmanager
     def _blaming(self, peer: str) -> Iterator[None]:
         try:
             yield
-        except TransportError as error:
-            raise ReduceFailed(f"{self.plan.channel}: {error}", hung_up=peer) from None
+        except errors.TransportError as error:
+            raise errors.ReduceFailed(f"{self.plan.channel}: {error}", hung_up=peer) from None
 
     def _send_to(self, peer: str) -> None:
-        stream = self._connect(peer)
         contribution, result = _bytes(self._contribution), _bytes(self.result)
-        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
-            stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
-            self._sent(peer)
-        for number, chunk in enumerate(self._mine):
-            self._reduced.reach(number + 1)
-            stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(chunk)])
-            self._sent(peer)
-        stream.end()
+        with self._blaming(peer):
+            stream = self._connect(peer)
+            for number, chunk in enumerate(self._contributions(peer)):
+                stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
+                self.progress[peer].note(sent=1)
+            for number, chunk in enumerate(self._results(self.me)):
+                if self.scatters:
+                    self._reduced.reach(number + 1)
+                stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(chunk)])
+                self.progress[peer].note(sent=1)
+            stream.end()
 
     def _receive(self) -> None:
         stream = self._accept()
-        with self._blaming(stream.peer):
-            self._receive_from(stream)
-
-    def _receive_from(self, stream: Stream) -> None:
-        peer = stream.peer
-        window, result = self._windows[peer], self.result
-        for number, chunk in enumerate(self._mine):
-            room = window.place(number, self._size(chunk))
-            stream.receive(_expect(CONTRIBUTION, number, room))
-            window.filled()
-            self._received(peer)
-        for number, chunk in enumerate(self.plan.chunks(self.plan.members.index(peer))):
-            room = result[self.plan.result_bytes_of(chunk)]
-            stream.receive(_expect(RESULT, number, room))
-            self._refuse_bad_result(peer, chunk, room)
-            self._received(peer)
-        _expect_end(stream)
+        peer, window = stream.peer, self._windows[stream.peer]
+        with self._blaming(peer):
+            for number, chunk in enumerate(self._contributions(self.me)):
+                room = window.place(number, self._size(chunk))
+                stream.receive(_expect(CONTRIBUTION, number, room))
+                window.filled.add_one()
+                self.progress[peer].note(received=1)
+            for number, chunk in enumerate(self._results(peer)):
+                room = self.result[self.plan.result_bytes_of(chunk)]
+                stream.receive(_expect(RESULT, number, room))
+                self._refuse_bad_result(peer, chunk, room)
+                self.progress[peer].note(received=1)
+            _expect_end(stream)
 
     def _reduce(self) -> None:
-        for number, chunk in enumerate(self._mine):
+        for number, chunk in enumerate(self._contributions(self.me)):
             slot, room = self._slots[number % WINDOW], self.result[self.plan.result_bytes_of(chunk)]
             payloads = dict(zip(self.plan.members, slot[:, : self._size(chunk)], strict=True))
-            own = payloads.pop(self.plan.members[self.me])
+            own = payloads.pop(self.me)
             for peer, payload in payloads.items():
-                self._await_good(peer, number, payload, chunk)
+                self._windows[peer].filled.reach(number + 1)
+                self._refuse_bad(peer, payload, chunk)
             own.copy_(self._contribution[self.plan.bytes_of(chunk)])
-            self._refuse_bad(self.plan.members[self.me], own, chunk)
+            self._refuse_bad(self.me, own, chunk)
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
             self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room, result)
-            self._refuse_bad_result(self.plan.members[self.me], chunk, room)
+            self._refuse_bad_result(self.me, chunk, room)
             for window in self._windows.values():
-                window.free()
+                window.freed.add_one()
             self._reduced.add_one()
-
-    def _await_good(self, peer: str, number: int, payload: Tensor, chunk: Span) -> None:
-        self._windows[peer].wait_for(number)
-        self._refuse_bad(peer, payload, chunk)
 
     def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:
         try:
             self.plan.codec.refuse_bad(payload, chunk.hi - chunk.lo)
-        except CodecError as bad:
-            raise ContributionRefused(peer, bad) from None
+        except errors.CodecError as bad:
+            raise errors.ContributionRefused(peer, bad) from None
 
     def _refuse_bad_result(self, owner: str, chunk: Span, payload: Tensor) -> None:
         try:
             self.plan.result_codec.refuse_bad(payload, chunk.hi - chunk.lo)
-        except CodecError as bad:
-            raise ReduceFailed(f"{self.plan.channel}: the mean that {owner} worked out: {bad}", owner) from None
+        except errors.CodecError as bad:
+            raise errors.ReduceFailed(f"{self.plan.channel}: the mean that {owner} worked out: {bad}", owner) from None
 
     def _connect(self, peer: str) -> Stream:
         me = threading.current_thread()
@@ -221,26 +266,19 @@ class Reduction:
         while self._error is None:
             try:
                 stream = self._transport.accept(self.plan.channel, timeout_s=ACCEPT_SLICE_S)
-            except TransportTimeout:
+            except errors.TransportTimeout:
                 if time.monotonic() > give_up_at:
-                    missing = self._missing()
+                    missing = list(self._awaited)
                     reason = f"{self.plan.channel}: {', '.join(missing)}: no stream came"
-                    raise ReduceFailed(reason, hung_up=missing[0]) from None
-            else:
-                if self._claim(stream):
-                    return self._keep(stream)
-                stream.close()
+                    raise errors.ReduceFailed(reason, hung_up=missing[0]) from None
+                continue
+            with self._lock:
+                if awaited := stream.peer in self._awaited:
+                    self._awaited.remove(stream.peer)
+            if awaited:
+                return self._keep(stream)
+            stream.close()
         raise Stopped
-
-    def _missing(self) -> list[str]:
-        return [peer for peer in self.others if peer not in self._heard]
-
-    def _claim(self, stream: Stream) -> bool:
-        with self._lock:
-            if stream.peer not in self._missing():
-                return False
-            self._heard.add(stream.peer)
-        return True
 
     def _keep(self, stream: Stream) -> Stream:
         with self._lock:
@@ -250,23 +288,15 @@ class Reduction:
         stream.close()
         raise Stopped
 
-    def _sent(self, peer: str) -> None:
-        self.progress[peer].sent_chunks += 1
-        self.progress[peer].last_at = time.monotonic()
-
-    def _received(self, peer: str) -> None:
-        self.progress[peer].received_chunks += 1
-        self.progress[peer].last_at = time.monotonic()
-
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Stopped:
             pass  # whoever stopped it has said why
-        except TransportError as error:
-            self._fail(ReduceFailed(f"{self.plan.channel}: {error}"))
-        except CodecError as error:
-            self._fail(ReduceFailed(f"{self.plan.channel}: the mean cannot be encoded: {error}"))
+        except errors.TransportError as error:
+            self._fail(errors.ReduceFailed(f"{self.plan.channel}: {error}"))
+        except errors.CodecError as error:
+            self._fail(errors.ReduceFailed(f"{self.plan.channel}: the mean cannot be encoded: {error}"))
         except BaseException as error:  # noqa: BLE001 -- a thread's outermost frame: run() raises it
             self._fail(error)
 
@@ -286,11 +316,11 @@ class Reduction:
             stream.close()
 
 
-def _check_part(plan: ReducePlan, identity: str, addresses: Mapping[str, PeerAddress]) -> None:
+def _check_part(plan: ReducePlan, identity: str, addresses: Addresses) -> None:
     if identity not in plan.members:
-        raise PlanRefused(f"{plan.channel}: {identity} is not in it")
+        raise errors.PlanRefused(f"{plan.channel}: {identity} is not in it")
     if unknown := [peer for peer in plan.members if peer != identity and peer not in addresses]:
-        raise PlanRefused(f"{plan.channel}: no address of {', '.join(unknown)}")
+        raise errors.PlanRefused(f"{plan.channel}: no address of {', '.join(unknown)}")
 
 
 def _expect(kind: int, number: int, room: Tensor) -> Place:
@@ -298,7 +328,7 @@ def _expect(kind: int, number: int, room: Tensor) -> Place:
 
     def place(got: int, head: bytes, length: int) -> memoryview:
         if (got, head, length) != (kind, CHUNK_NUMBER.pack(number), len(room)):
-            raise FrameError(f"frame of kind {got} with {length} bytes, chunk {number} of kind {kind} was due")
+            raise errors.FrameError(f"frame of kind {got} with {length} bytes, chunk {number} of kind {kind} was due")
         return _bytes(room)
 
     return place
@@ -307,9 +337,9 @@ def _expect(kind: int, number: int, room: Tensor) -> Place:
 def _expect_end(stream: Stream) -> None:
     try:
         stream.receive()
-    except StreamEnded:
+    except errors.StreamEnded:
         return
-    raise FrameError(f"{stream.peer} sent more than its plan says")
+    raise errors.FrameError(f"{stream.peer} sent more than its plan says")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -7,7 +7,7 @@ streams that others opened wait to be accepted.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +34,9 @@ class PeerAddress:
     port: int = 0
     certificate_der: bytes = b""
     control: tuple[str, ...] = ()  # multiaddrs, for libp2p; without any it looks the peer up itself
+
+
+Addresses = Mapping[str, PeerAddress]  # by identity
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
-from diloco.elastic.runtime.island import among_friends, open_island
+from diloco.elastic.runtime.driver import among_friends, open_island
 from diloco.elastic.runtime.reducing import reduction_of
 from diloco.elastic.runtime.session import Session
 from diloco.elastic.runtime.work import Trained

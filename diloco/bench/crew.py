@@ -27,9 +27,8 @@ from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Reduce, Send
 from diloco.elastic.protocol.record import Record
-from diloco.elastic.runtime.driver import Driver
+from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.fetching import Snapshot, entry_of, fetch_state
-from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import TransferFailed, TransportError

@@ -16,9 +16,8 @@ from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run
+from diloco.elastic.runtime.driver import Driver, Run, among_friends, open_island
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 from diloco.island.mesh import take_place
 from diloco.report.events import Event, Events

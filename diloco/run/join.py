@@ -17,10 +17,9 @@ from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Run
+from diloco.elastic.runtime.driver import Run, among_friends, open_island
 from diloco.elastic.runtime.fetching import Snapshot, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.island import among_friends, open_island
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
@@ -168,7 +167,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
     def prepare(node: Node) -> None:
         if start.returns:
             node.peers.expect(origin.state.roster, time.monotonic() + RETURN_S)
-        node.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
+        node.own.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
         hand_in(node.bring)  # before it leads anything
 
     def look(addresses: Mapping[str, PeerAddress]) -> None:

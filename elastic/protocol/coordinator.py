@@ -3,27 +3,13 @@
 Any island can be it: the first of the roster that is not suspected. Nothing it knows is needed by the next one.
 """
 
-from diloco.elastic.protocol import propose
+from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
-from diloco.elastic.protocol.messages import (
-    Begin,
-    Collect,
-    Commit,
-    Done,
-    Failed,
-    FetchResult,
-    Heartbeat,
-    Held,
-    Nack,
-    Promise,
-    Ready,
-)
-from diloco.elastic.protocol.proposer import Proposer
-from diloco.elastic.protocol.protocol_state import ProtocolState
+from diloco.elastic.protocol.proposer import Proposer, culprits
+from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
 from diloco.elastic.protocol.record import Ballot, Key, Record
-from diloco.elastic.protocol.term import Term
 
 RESEND_EVERY = 8  # times, to those among many who have heard it
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
@@ -38,7 +24,7 @@ class Coordinator:
         if self.own.term is None and self._may_lead(now):
             self.own.highest_term += 1
             self.own.term = Term(self.own.highest_term, self.own.me, resend_at=now)
-            collect = Collect(self.own.state.head, self.own.term.number)
+            collect = msg.Collect(self.own.state.head, self.own.term.number)
             self.member.on_collect(self.own.me, collect, now)  # durable before anything is sent
         if (term := self.own.term) is None:
             return
@@ -62,7 +48,7 @@ class Coordinator:
 
     # what others say
 
-    def on_heartbeat(self, sender: str, beat: Heartbeat) -> None:
+    def on_heartbeat(self, sender: str, beat: msg.Heartbeat) -> None:
         """Count another head as an answer, and ask one that has come to ours anew."""
         term = self.own.term
         if term is None:
@@ -71,9 +57,9 @@ class Coordinator:
             term.answers[sender] = None
         elif sender in term.answers and term.answers[sender] is None:
             del term.answers[sender]
-            self.own.send(sender, Collect(self.own.state.head, term.number))
+            self.own.send(sender, msg.Collect(self.own.state.head, term.number))
 
-    def on_answer(self, sender: str, answer: Promise | Ready | Done | Failed, now: float) -> None:
+    def on_answer(self, sender: str, answer: msg.Promise | msg.Ready | msg.Done | msg.Failed, now: float) -> None:
         term = self.own.term
         if not self.own.same_key(answer.key):
             self.member.count_misfit(sender, now)  # late, or of another branch
@@ -81,19 +67,19 @@ class Coordinator:
         if term is None:
             return
         match answer:
-            case Promise() if answer.term == term.number:
+            case msg.Promise() if answer.term == term.number:
                 self._on_promise(term, sender, answer, now)
-            case Ready() if answer.term == term.number:
+            case msg.Ready() if answer.term == term.number:
                 self._on_ready(term, sender, answer, now)
-            case Done() if term.begin is not None and answer.ballot == term.begin.ballot:
+            case msg.Done() if term.begin is not None and answer.ballot == term.begin.ballot:
                 if sender in term.begin.members:
                     term.done[sender] = answer.payload
-            case Failed() if term.begin is not None and answer.ballot == term.begin.ballot:
+            case msg.Failed() if term.begin is not None and answer.ballot == term.begin.ballot:
                 self._on_failed(term, term.begin, sender, answer, now)
             case _:
                 self.member.count_misfit(sender, now)
 
-    def _on_promise(self, term: Term, sender: str, promise: Promise, now: float) -> None:
+    def _on_promise(self, term: Term, sender: str, promise: msg.Promise, now: float) -> None:
         if promise.amendment is not None and not self.own.state.accepts(promise.amendment):
             self.own.ban(sender, "brings a change of settings that is not the owner's next one", now)
             return
@@ -102,7 +88,7 @@ class Coordinator:
             term.ready.pop(sender, None)  # that life is over
         term.answers[sender] = promise
 
-    def _on_ready(self, term: Term, sender: str, ready: Ready, now: float) -> None:
+    def _on_ready(self, term: Term, sender: str, ready: msg.Ready, now: float) -> None:
         for offer in ready.offers:
             if self.own.rules.marks_decide and not self.own.state.fits(sender, offer):
                 if self.own.rules.key_names_the_parent:
@@ -115,7 +101,7 @@ class Coordinator:
         if any(offer.fragment == self.own.due for offer in ready.offers):
             term.ready_at.setdefault(sender, now)
 
-    def _on_failed(self, term: Term, begin: Begin, sender: str, failed: Failed, now: float) -> None:
+    def _on_failed(self, term: Term, begin: msg.Begin, sender: str, failed: msg.Failed, now: float) -> None:
         term.failures.append((sender, failed))
         if failed.amendment and begin.proposal.amendment is not None:
             self.proposer.add_objection(term.promised(), sender, begin.proposal.amendment, failed.reason)
@@ -123,7 +109,7 @@ class Coordinator:
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
 
-    def on_nack(self, nack: Nack, now: float) -> None:
+    def on_nack(self, nack: msg.Nack, now: float) -> None:
         if self.own.term is None or not self.own.same_key(nack.key):
             return
         self.own.highest_term = max(self.own.highest_term, nack.promise.term)
@@ -141,7 +127,7 @@ class Coordinator:
                 if self._is_due(term, term.begin.ballot, peer):
                     self.own.send(peer, term.begin)
             elif term.answers.get(peer) is None or (peer not in ready and self._is_due(term, self.own.promise, peer)):
-                self.own.send(peer, Collect(self.own.state.head, term.number))
+                self.own.send(peer, msg.Collect(self.own.state.head, term.number))
 
     def _is_due(self, term: Term, ballot: Ballot, peer: str) -> bool:
         """Say whether to tell it again: among many, seldom if its heartbeats show that it has heard. It may be long."""
@@ -194,16 +180,16 @@ class Coordinator:
     def _begin_adopted(self, term: Term, record: Record, now: float) -> None:
         term.adopted, term.fetching = record, None
         if not self.own.rules.adopting_is_not_committing:
-            self.own.held = Held(term.ballot, record)
+            self.own.held = msg.Held(term.ballot, record)
             self._commit(term, record, now)
             return
         if not self.own.holds(record.digest):
             self.own.hold(term.ballot, record)
         members = tuple(sorted(term.promised()))
-        begin = Begin(self.own.state.key, term.ballot, record.proposal, members, (), record.payload, self.own.me)
+        begin = msg.Begin(self.own.state.key, term.ballot, record.proposal, members, (), record.payload, self.own.me)
         self._begin(term, begin, now)
 
-    def _begin(self, term: Term, begin: Begin, now: float) -> None:
+    def _begin(self, term: Term, begin: msg.Begin, now: float) -> None:
         term.begin, term.begun_at, term.settle_at = begin, now, 0.0
         term.done.clear()
         term.failures.clear()
@@ -211,7 +197,7 @@ class Coordinator:
         for member in begin.members:
             self.own.send(member, begin)
 
-    def _member_lost(self, term: Term, begin: Begin, now: float) -> bool:
+    def _member_lost(self, term: Term, begin: msg.Begin, now: float) -> bool:
         """End the attempt if somebody died, or if it has failed and those who could have died were missed."""
         lost = sorted(set(begin.members) - self.liveness.alive(now) - {self.own.me})
         if not lost and not (term.settle_at and now >= term.settle_at):
@@ -219,7 +205,7 @@ class Coordinator:
         refused = [(failed.blamed, failed.reason) for _, failed in term.failures if failed.refused]
         for blamed, reason in refused:
             self.own.ban(blamed, f"its contribution was refused: {reason}", now)
-        if not lost and not refused and (pair := propose.culprits(term.failures)) is not None:
+        if not lost and not refused and (pair := culprits(term.failures)) is not None:
             self.proposer.separate(*pair)
         self.proposer.note_lost(lost)
         self._again(term, now)
@@ -231,7 +217,7 @@ class Coordinator:
         term.attempt += 1
         self._collect(term, now)
 
-    def _commit_if_done(self, term: Term, begin: Begin, now: float) -> None:
+    def _commit_if_done(self, term: Term, begin: msg.Begin, now: float) -> None:
         if set(begin.members) - term.done.keys():
             return
         payloads = sorted(term.done.values())
@@ -253,7 +239,7 @@ class Coordinator:
         if self.own.holds(record.digest):
             self.proposer.reunite(set(record.proposal.islands))
             self.member.append(record, now)
-            self.own.send_all(Commit(record))
+            self.own.send_all(msg.Commit(record))
         elif term.fetching is None:
             assert term.begin is not None
             holder = term.begin.members[term.fetches % len(term.begin.members)]
@@ -262,7 +248,7 @@ class Coordinator:
 
     def _fetch(self, term: Term, holder: str, record: Record) -> None:
         term.fetching = holder, record
-        self.own.effects.append(FetchResult(holder, record))
+        self.own.effects.append(msg.FetchResult(holder, record))
 
     def fetched(self, record: Record, now: float) -> None:
         term = self.own.term

@@ -6,9 +6,8 @@ leased has been consumed. Leases of islands that are gone return to `free`, whic
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from diloco.elastic.protocol.ranges import Ranges, both, first, minus, normal, size
+from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,8 @@ class Ledger:
     overlaps: Ranges = ()  # consumed more than once: two sides of a cut network, or an island thought dead
 
     def lease_of(self, holder: str) -> Ranges:
-        return self._by_holder.get(holder, ())
-
-    @cached_property
-    def _by_holder(self) -> dict[str, Ranges]:
-        return dict(self.leases)
+        place = self._place(holder)
+        return self.leases[place][1] if self._holds(place, holder) else ()
 
     def grant(self, holder: str, count: int) -> tuple["Ledger", Ranges]:
         """`count` more positions for this holder, fewer where the limit is near."""
@@ -33,7 +29,7 @@ class Ledger:
         fresh = self._fresh(count - size(returned))
         granted = normal(returned + fresh)
         ledger = replace(self, free=minus(self.free, returned), next=self.next + size(fresh))
-        return ledger._lease(holder, normal(self._held_by(holder) + granted)), granted
+        return ledger._lease(holder, normal(self.lease_of(holder) + granted)), granted
 
     def _fresh(self, count: int) -> Ranges:
         hi = self.next + count if self.limit is None else min(self.next + count, self.limit)
@@ -42,7 +38,7 @@ class Ledger:
     def consume(self, holder: str, ranges: Ranges) -> "Ledger":
         """Takes these out of the holder's lease, as a rule. What was leased on another branch may be anywhere: free,
         leased to somebody else, not handed out yet. What is nowhere has been consumed before."""
-        own = self._held_by(holder)
+        own = self.lease_of(holder)
         if not minus(ranges, own):
             return self._lease(holder, minus(own, ranges))
         ledger = self._reach(ranges[-1][1])
@@ -57,7 +53,7 @@ class Ledger:
         return self if end <= self.next else replace(self, next=end, free=normal((*self.free, (self.next, end))))
 
     def release(self, holder: str) -> "Ledger":
-        return replace(self, free=normal(self.free + self._held_by(holder)))._lease(holder, ())
+        return replace(self, free=normal(self.free + self.lease_of(holder)))._lease(holder, ())
 
     def _lease(self, holder: str, ranges: Ranges) -> "Ledger":
         place = self._place(holder)
@@ -65,14 +61,9 @@ class Ledger:
         rest = self.leases[place + self._holds(place, holder) :]
         return replace(self, leases=self.leases[:place] + new + rest)
 
-    def _held_by(self, holder: str) -> Ranges:
-        """As `lease_of`, for a ledger that is soon replaced: a round of a thousand islands makes thousands."""
-        place = self._place(holder)
-        return self.leases[place][1] if self._holds(place, holder) else ()
-
     def _place(self, holder: str) -> int:
         """Where its lease is, or would be."""
-        return bisect_left(self.leases, holder, key=lambda lease: lease[0])
+        return bisect_left(self.leases, (holder, ()))
 
     def _holds(self, place: int, holder: str) -> bool:
         return place < len(self.leases) and self.leases[place][0] == holder
@@ -82,17 +73,8 @@ class Ledger:
         """Below `next`: free or leased."""
         return normal(self.free + tuple(part for _, lease in self.leases for part in lease))
 
-    @property
-    def consumed(self) -> int:
-        return self.next - size(self.unconsumed)
-
     def exhausted(self, batch: int = 1) -> bool:
         """Nothing is left to lease, and nobody holds enough for a batch."""
         if self.limit is None or self.next < self.limit or self.free:
             return False
         return all(size(lease) < batch for _, lease in self.leases)
-
-    def missing(self, epoch: int = 0) -> Ranges:
-        """Positions of this pass that no committed contribution has consumed."""
-        all_of_it = ((epoch * self.epoch, (epoch + 1) * self.epoch),)
-        return both(normal((*self.unconsumed, (self.next, max(self.next, all_of_it[0][1])))), all_of_it)

@@ -3,22 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
+from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.liveness import Liveness
-from diloco.elastic.protocol.messages import (
-    Append,
-    Begin,
-    Collect,
-    Done,
-    Failed,
-    FetchResult,
-    Heartbeat,
-    Held,
-    Message,
-    Moved,
-    Nack,
-    Ready,
-    Reduce,
-)
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
 from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.state import RunState
@@ -34,7 +20,7 @@ class Member:
         self.pending: dict[int, Offer] = {}  # by fragment: to be contained
         self._frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
 
-    def on_heartbeat(self, sender: str, beat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, sender: str, beat: msg.Heartbeat, now: float) -> None:
         view = self.own.peers.view(sender, now)
         if view.head is not None and beat.incarnation == view.incarnation and beat.head < view.head:
             return  # very late: within a life, heads only grow
@@ -75,7 +61,7 @@ class Member:
         self.own.note("diverged", self.own.me, "its vectors differ from the others': it fetches theirs")
         self.own.catch_up(min(peer for peer in said if said[peer] == digest), self.own.state.head)
 
-    def on_collect(self, sender: str, collect: Collect, now: float) -> None:
+    def on_collect(self, sender: str, collect: msg.Collect, now: float) -> None:
         self._meet(sender, collect.head, now)
         ballot = Ballot(collect.term, sender, 0)
         if not self.own.same_key(Key(collect.head.round + 1, collect.head.digest)):
@@ -83,13 +69,13 @@ class Member:
         elif collect.term > self.own.highest_term + MAX_TERMS_AHEAD:
             self.own.ban(sender, f"asks for term {collect.term}", now)
         elif ballot < self.own.promise and ballot[:2] != self.own.promise[:2]:
-            self.own.send(sender, Nack(self.own.state.key, self.own.promise))
+            self.own.send(sender, msg.Nack(self.own.state.key, self.own.promise))
         else:
             self._promise(max(ballot, self.own.promise), now)
             self.own.send(sender, self.own.promise_for(collect.term))
             self.say_ready()
 
-    def _refuse(self, sender: str, answer: Message, now: float) -> None:
+    def _refuse(self, sender: str, answer: msg.Message, now: float) -> None:
         self.count_misfit(sender, now)
         self.own.send(sender, answer)
 
@@ -126,15 +112,15 @@ class Member:
                 self._frozen.setdefault(fragment, offer)
         if self.own.promise.coordinator and self._frozen and not self.own.diverged:
             offers = tuple(self._frozen.values())
-            ready = Ready(self.own.state.key, self.own.promise.term, offers, self.own.bytes_per_s)
+            ready = msg.Ready(self.own.state.key, self.own.promise.term, offers, self.own.bytes_per_s)
             self.own.send(self.own.promise.coordinator, ready)
 
-    def on_begin(self, sender: str, begin: Begin, now: float) -> None:
+    def on_begin(self, sender: str, begin: msg.Begin, now: float) -> None:
         current = self.own.current
         if not self.own.same_key(begin.key):
             self._refuse(sender, self.own.heartbeat(), now)
         elif begin.ballot < self.own.promise:
-            self._refuse(sender, Nack(self.own.state.key, self.own.promise), now)
+            self._refuse(sender, msg.Nack(self.own.state.key, self.own.promise), now)
         elif current is not None and current.begin.ballot == begin.ballot:
             if answer := current.done or current.failed:
                 self.own.send(sender, answer)
@@ -155,14 +141,14 @@ class Member:
             if self.own.holds(record.digest):
                 self.hold(current, record)
             else:
-                self.own.effects.append(FetchResult(begin.holder, record))
+                self.own.effects.append(msg.FetchResult(begin.holder, record))
         elif not begin.proposal.contributions:
             self.hold(current, Record(begin.proposal, EMPTY))
         else:
             current.reducing = True
-            self.own.effects.append(Reduce(begin))
+            self.own.effects.append(msg.Reduce(begin))
 
-    def _what_is_wrong(self, sender: str, begin: Begin) -> str:
+    def _what_is_wrong(self, sender: str, begin: msg.Begin) -> str:
         proposal = begin.proposal
         if begin.ballot.coordinator != sender:
             return "it began somebody else's ballot"
@@ -180,7 +166,7 @@ class Member:
             return f"it proposed what cannot follow: {invalid}"
         return ""
 
-    def _refusal(self, begin: Begin) -> Failed | None:
+    def _refusal(self, begin: msg.Begin) -> msg.Failed | None:
         """Return why this island takes no part: it has not offered that, or could not follow the change of settings.
 
         What is adopted may be decided already: who cannot follow that ends with an error instead.
@@ -190,22 +176,22 @@ class Member:
             return None
         offers = [part.offer for part in proposal.contributions if part.island == self.own.me]
         if any(self._frozen.get(offer.fragment) != offer for offer in offers):
-            return Failed(begin.key, begin.ballot, self.own.me, "that offer was of an earlier life")
+            return msg.Failed(begin.key, begin.ballot, self.own.me, "that offer was of an earlier life")
         if amendment is not None and (reason := self.own.options.objection(self.own.state, amendment)):
-            return Failed(begin.key, begin.ballot, "", reason, amendment=True)
+            return msg.Failed(begin.key, begin.ballot, "", reason, amendment=True)
         return None
 
     def hold(self, current: CurrentAttempt, record: Record) -> None:
         begin = current.begin
-        current.done = Done(begin.key, begin.ballot, record.payload)
-        self.own.held = Held(begin.ballot, record)
+        current.done = msg.Done(begin.key, begin.ballot, record.payload)
+        self.own.held = msg.Held(begin.ballot, record)
         if self.own.rules.done_is_durable:
             self.own.remember()
         self.own.send(current.sender, current.done)
 
     def give_up(self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False) -> None:
         current.reducing = False
-        current.failed = Failed(current.begin.key, current.begin.ballot, blamed, reason, refused)
+        current.failed = msg.Failed(current.begin.key, current.begin.ballot, blamed, reason, refused)
         self.own.send(current.sender, current.failed)
 
     def on_commit(self, sender: str, record: Record, now: float) -> None:
@@ -214,7 +200,7 @@ class Member:
         if self.own.held is not None and self.own.holds(record.digest):
             self.append(self.own.held.record, now)
         elif self.own.catching_up is None:
-            self.own.catch_up(sender, _head_after(self.own.state, record))
+            self.own.catch_up(sender, self.own.state.head_after(record))
 
     def append(self, record: Record, now: float) -> None:
         try:
@@ -223,9 +209,9 @@ class Member:
             if self.own.rules.marks_decide and self.own.rules.key_names_the_parent:
                 raise
             # only with rules switched off: what would happen without them
-            head, proposal = _head_after(self.own.state, record), record.proposal
+            head, proposal = self.own.state.head_after(record), record.proposal
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
-        self.own.effects.append(Append(record))
+        self.own.effects.append(msg.Append(record))
         self._move(state, now, switched=False)
 
     def caught_up(self, state: RunState, now: float, *, whole: bool) -> None:
@@ -252,9 +238,5 @@ class Member:
             self.pending = {f: offer for f, offer in self.pending.items() if state.fits(own.me, offer)}
         own.commit_at[(state.updates - 1) % own.options.fragments] = own.lead_at = now
         own.peers.expected.clear()  # it goes on: who is not there by now is missed like anybody
-        own.effects.append(Moved(switched))
+        own.effects.append(msg.Moved(switched))
         own.remember()
-
-
-def _head_after(state: RunState, record: Record) -> Head:
-    return Head(state.head.tokens + record.proposal.tokens, record.proposal.key.round, record.digest)

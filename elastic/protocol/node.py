@@ -7,26 +7,11 @@ line. What is decided is a `Record`; what follows from records is a `RunState`.
 
 from collections.abc import Iterable
 
+from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.coordinator import Coordinator
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
-from diloco.elastic.protocol.messages import (
-    Begin,
-    Collect,
-    Commit,
-    Done,
-    Effect,
-    Failed,
-    Goodbye,
-    Heartbeat,
-    Held,
-    Memory,
-    Message,
-    Nack,
-    Promise,
-    Ready,
-)
 from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
 from diloco.elastic.protocol.proposer import Proposer
@@ -34,7 +19,6 @@ from diloco.elastic.protocol.protocol_state import ProtocolState
 from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Offer, Record
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.protocol.term import Term
 
 __all__ = ["Node", "Options"]
 
@@ -42,252 +26,204 @@ __all__ = ["Node", "Options"]
 class Node:
     def __init__(
         self, me: str, state: RunState, options: Options, *, now: float, incarnation: int = 0,
-        memory: Memory | None = None, rules: Rules = ALL, peers: Peers | None = None,
+        memory: msg.Memory | None = None, rules: Rules = ALL, peers: Peers | None = None,
     ) -> None:  # fmt: skip
         self.me, self.incarnation, self.peers = me, incarnation, peers or Peers(options.silence_s)
         self.peers.know(set(state.roster) - {me}, now)  # until they are silent for too long, they count as alive
-        memory = memory or Memory(state.key, NO_BALLOT, None)
+        memory = memory or msg.Memory(state.key, NO_BALLOT, None)
         remembers = memory.key == state.key
-        self._own = own = ProtocolState(
+        self.own = own = ProtocolState(
             me, incarnation, rules, self.peers, state, options.amended(options, state) if state.amendments else options,
             options.want, commit_at=[now] * options.fragments, lead_at=now,
             promise=memory.promise if remembers else NO_BALLOT, held=memory.held if remembers else None,
             highest_term=memory.term, amendments={amendment.number: amendment for amendment in state.amendments},
         )  # fmt: skip
-        self._liveness = Liveness(own, now)
-        self._member = Member(own, self._liveness)
-        self._coordinator = Coordinator(own, self._liveness, self._member, Proposer(own, self._liveness))
+        self.liveness = Liveness(own, now)
+        self.member = Member(own, self.liveness)
+        self._coordinator = Coordinator(own, self.liveness, self.member, Proposer(own, self.liveness))
         self._awake_at = now
 
     # inputs
 
-    def tick(self, now: float) -> list[Effect]:
-        if self.leaving:
+    def tick(self, now: float) -> list[msg.Effect]:
+        if self.own.leaving:
             return []
-        self._liveness.tick(now)
+        self.liveness.tick(now)
         effects = self._finish(now)
         self._awake_at = now
         return effects
 
-    def receive(self, sender: str, message: Message, now: float) -> list[Effect]:
-        if not self.peers.banned(sender, now) and not self.leaving:
+    def receive(self, sender: str, message: msg.Message, now: float) -> list[msg.Effect]:
+        if not self.peers.banned(sender, now) and not self.own.leaving:
             self.peers.hear(sender, now)
             self._handle(sender, message, now)
         # a tick will do for heartbeats and, among many, for answers: each time, a coordinator looks at all of them
-        answer = isinstance(message, Promise | Ready | Done | Failed)
-        can_wait = isinstance(message, Heartbeat) or (answer and not self._liveness.are_few())
+        answer = isinstance(message, msg.Promise | msg.Ready | msg.Done | msg.Failed)
+        can_wait = isinstance(message, msg.Heartbeat) or (answer and not self.liveness.are_few())
         return self._take_effects() if can_wait else self._finish(now)
 
-    def know(self, peers: Iterable[str], now: float) -> list[Effect]:
+    def know(self, peers: Iterable[str], now: float) -> list[msg.Effect]:
         self.peers.know(set(peers) - {self.me}, now)
         return self._finish(now)
 
-    def closed(self, peer: str, now: float) -> list[Effect]:
+    def closed(self, peer: str, now: float) -> list[msg.Effect]:
         """Take in that its connection broke and that it cannot be reached again."""
         if (view := self.peers.views.get(peer)) is not None:
             view.closed = True
         return self._finish(now)
 
-    def offer(self, offer: Offer, now: float) -> list[Effect]:
+    def offer(self, offer: Offer, now: float) -> list[msg.Effect]:
         """Offer progress to be contained in a round. It stays on offer until it is, or is withdrawn."""
         self.pending[offer.fragment] = offer
-        self._member.say_ready()
+        self.member.say_ready()
         return self._finish(now)
 
-    def withdraw(self, fragment: int) -> None:
+    def withdraw(self, fragment: int) -> list[msg.Effect]:
         """Take an offer back: more progress will be offered instead. What was said for the present round stands."""
         self.pending.pop(fragment, None)
+        return []
 
-    def ask(self, want: int, now: float) -> list[Effect]:
+    def ask(self, want: int, now: float) -> list[msg.Effect]:
         """Ask for so many samples to hold."""
-        self._own.want = want
-        self._member.promise_again()
+        self.own.want = want
+        self.member.promise_again()
         return self._finish(now)
 
-    def amend(self, amendment: Amendment, now: float) -> list[Effect]:
+    def amend(self, amendment: Amendment, now: float) -> list[msg.Effect]:
         """Take a change of the run's settings that its owner has made to rounds, until one contains it."""
         self.bring(amendment)
-        self._member.promise_again()
+        self.member.promise_again()
         return self._finish(now)
 
     def bring(self, amendment: Amendment) -> None:
         """Take a change of settings along with the next promise."""
         if not amendment.is_by(self.state.owner):
-            self._own.note("refused", self.me, f"change {amendment.number} of settings: not signed by the run's owner")
-        elif self.state.accepts(amendment) and (reason := self.options.objection(self.state, amendment)):
-            self._own.note("refused", self.me, reason)
+            self.own.note("refused", self.me, f"change {amendment.number} of settings: not signed by the run's owner")
+        elif self.state.accepts(amendment) and (reason := self.own.options.objection(self.state, amendment)):
+            self.own.note("refused", self.me, reason)
         else:
-            self._own.amendments[amendment.number] = amendment
+            self.own.amendments[amendment.number] = amendment
 
-    def reduced(self, ballot: Ballot, payload: str, now: float) -> list[Effect]:
-        current = self._own.current
-        if current is not None and current.begin.ballot == ballot and ballot >= self.promise:
+    def reduced(self, ballot: Ballot, payload: str, now: float) -> list[msg.Effect]:
+        current = self.own.current
+        if current is not None and current.begin.ballot == ballot and ballot >= self.own.promise:
             current.reducing = False
-            self._member.hold(current, Record(current.begin.proposal, payload))
+            self.member.hold(current, Record(current.begin.proposal, payload))
         return self._finish(now)
 
     def reduce_failed(
         self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False
-    ) -> list[Effect]:
-        current = self._own.current
+    ) -> list[msg.Effect]:
+        current = self.own.current
         if current is not None and current.begin.ballot == ballot:
-            self._member.give_up(current, blamed, reason, refused=refused)
+            self.member.give_up(current, blamed, reason, refused=refused)
         return self._finish(now)
 
-    def fetched(self, record: Record, now: float) -> list[Effect]:
+    def fetched(self, record: Record, now: float) -> list[msg.Effect]:
         """Take in that the result's bytes are here."""
-        current = self._own.current
+        current = self.own.current
         if current is not None and current.adopts(record):
-            self._member.hold(current, record)
+            self.member.hold(current, record)
         else:
             self._coordinator.fetched(record, now)
         return self._finish(now)
 
-    def fetch_failed(self, holder: str, record: Record, reason: str, now: float) -> list[Effect]:
-        current = self._own.current
+    def fetch_failed(self, holder: str, record: Record, reason: str, now: float) -> list[msg.Effect]:
+        current = self.own.current
         if current is not None and current.adopts(record):
-            self._member.give_up(current, holder, reason)
+            self.member.give_up(current, holder, reason)
         else:
             self._coordinator.fetch_failed(holder, record, now)
         return self._finish(now)
 
-    def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[Effect]:
+    def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[msg.Effect]:
         """Move to a state that was fetched completely, if its head is strictly greater.
 
         `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors.
         """
-        self._member.caught_up(state, now, whole=whole)
+        self.member.caught_up(state, now, whole=whole)
         return self._finish(now)
 
-    def catch_up_failed(self, peer: str, now: float) -> list[Effect]:
+    def catch_up_failed(self, peer: str, now: float) -> list[msg.Effect]:
         """Fetch from it later. It stays alive in our eyes: who is behind must not go its own way for that."""
-        self._own.catching_up = None
+        self.own.catching_up = None
         view = self.peers.view(peer, now)
-        view.fetch_at = now + self.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
+        view.fetch_at = now + self.own.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
         view.fetches_failed += 1
         return self._finish(now)
 
-    def ban(self, peer: str, reason: str, now: float) -> list[Effect]:
-        self._own.ban(peer, reason, now)
+    def ban(self, peer: str, reason: str, now: float) -> list[msg.Effect]:
+        self.own.ban(peer, reason, now)
         return self._finish(now)
 
-    def report_digest(self, digest: str, now: float) -> list[Effect]:
+    def report_digest(self, digest: str, now: float) -> list[msg.Effect]:
         """Take in the digest of this island's vectors at its head, to be compared with the others'."""
-        self._own.state_digest = digest
+        self.own.state_digest = digest
         return self._finish(now)
 
-    def leave(self, now: float) -> list[Effect]:
-        self._own.send_all(Goodbye("leaves"))
-        self._own.leaving = True  # and nothing more is said
+    def leave(self, now: float) -> list[msg.Effect]:
+        self.own.send_all(msg.Goodbye("leaves"))
+        self.own.leaving = True  # and nothing more is said
         return self._finish(now)
 
-    def pause(self, now: float) -> list[Effect]:
+    def pause(self, now: float) -> list[msg.Effect]:
         """Go without a word, to come back the same: from here on nothing is led, answered or finished."""
-        self._own.leaving, self._own.term = True, None
-        self._own.stop_attempt()
+        self.own.leaving, self.own.term = True, None
+        self.own.stop_attempt()
         return self._finish(now)
 
-    def _handle(self, sender: str, message: Message, now: float) -> None:
+    def _handle(self, sender: str, message: msg.Message, now: float) -> None:
         match message:
-            case Heartbeat():
-                self._member.on_heartbeat(sender, message, now)
+            case msg.Heartbeat():
+                self.member.on_heartbeat(sender, message, now)
                 self._coordinator.on_heartbeat(sender, message)
-            case Collect():
-                self._member.on_collect(sender, message, now)
-            case Promise() | Ready() | Done() | Failed():
+            case msg.Collect():
+                self.member.on_collect(sender, message, now)
+            case msg.Promise() | msg.Ready() | msg.Done() | msg.Failed():
                 self._coordinator.on_answer(sender, message, now)
-            case Nack():
+            case msg.Nack():
                 self._coordinator.on_nack(message, now)
-            case Begin():
-                self._member.on_begin(sender, message, now)
-            case Commit():
-                self._member.on_commit(sender, message.record, now)
-            case Goodbye():
+            case msg.Begin():
+                self.member.on_begin(sender, message, now)
+            case msg.Commit():
+                self.member.on_commit(sender, message.record, now)
+            case msg.Goodbye():
                 view = self.peers.view(sender, now)
                 view.closed = view.left = True
-                self._own.note("left", sender, message.reason[:200])
+                self.own.note("left", sender, message.reason[:200])
 
-    def _finish(self, now: float) -> list[Effect]:
+    def _finish(self, now: float) -> list[msg.Effect]:
         self._notice_sleep(now)
         self._coordinator.lead(now)
-        while self._own.to_self:
-            self._handle(self.me, self._own.to_self.pop(0), now)
+        while self.own.to_self:
+            self._handle(self.me, self.own.to_self.pop(0), now)
             self._coordinator.lead(now)
         return self._take_effects()
 
     def _notice_sleep(self, now: float) -> None:
         """Begin anew if this island was stopped, or swapped out: what it has not heard, it could not hear."""
-        if now - self._awake_at <= self.options.silence_s / 2:
+        if now - self._awake_at <= self.own.options.silence_s / 2:
             return
         self._awake_at = now
         self.peers.reset(now)
-        if self.term is not None and self._own.rules.new_term_after_sleep:
-            self._own.term = None
-            self._own.lead_at = now + self.options.heartbeat_s
+        if self.own.term is not None and self.own.rules.new_term_after_sleep:
+            self.own.term = None
+            self.own.lead_at = now + self.own.options.heartbeat_s
 
-    def _take_effects(self) -> list[Effect]:
-        effects, self._own.effects = self._own.effects, []
+    def _take_effects(self) -> list[msg.Effect]:
+        effects, self.own.effects = self.own.effects, []
         return effects
 
-    # what others may know
+    # what others ask for most
 
     @property
     def state(self) -> RunState:
-        return self._own.state
-
-    @property
-    def options(self) -> Options:
-        return self._own.options
-
-    @property
-    def promise(self) -> Ballot:
-        return self._own.promise
-
-    @property
-    def held(self) -> Held | None:
-        return self._own.held
-
-    @property
-    def term(self) -> Term | None:
-        return self._own.term
+        return self.own.state
 
     @property
     def pending(self) -> dict[int, Offer]:
-        return self._member.pending
+        return self.member.pending
 
     @property
     def due(self) -> int:
-        return self._own.due
-
-    @property
-    def want(self) -> int:
-        return self._own.want
-
-    @property
-    def leaving(self) -> bool:
-        return self._own.leaving
-
-    @property
-    def diverged(self) -> bool:
-        """Say whether this island's vectors differ from the others'."""
-        return self._own.diverged
-
-    @property
-    def broadcasts(self) -> bool:
-        """Say whether this island tells everybody that it lives."""
-        return self._liveness.broadcasts
-
-    @property
-    def bytes_per_s(self) -> int:
-        return self._own.bytes_per_s
-
-    @bytes_per_s.setter
-    def bytes_per_s(self, rate: int) -> None:
-        self._own.bytes_per_s = rate
-
-    def alive(self, now: float) -> set[str]:
-        """Return whom this island thinks alive. May be called on any thread."""
-        return self._liveness.alive(now)
-
-    def coordinator(self, now: float) -> str:
-        return self._liveness.coordinator(now)
+        return self.own.due

@@ -50,10 +50,7 @@ class Peers:
             self.view(peer, now)
 
     def view(self, peer: str, now: float) -> PeerView:
-        view = self.views.get(peer)
-        if view is None:
-            view = self.views[peer] = PeerView(now)
-        return view
+        return self.views.setdefault(peer, PeerView(now))
 
     def hear(self, peer: str, now: float) -> None:
         view = self.view(peer, now)

@@ -1,18 +1,100 @@
-"""When a coordinator that has everybody's promise begins a round, and of whom. `propose.py` has the arithmetic."""
+"""When a coordinator that has everybody's promise begins a round, and of whom: `Proposer`, after pure functions over
+offers, the state, and who is alive."""
 
 from collections.abc import Collection, Iterable
+from statistics import median
 from typing import NamedTuple
 
-from diloco.elastic.protocol import propose
 from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.liveness import Liveness
-from diloco.elastic.protocol.messages import Begin, Promise
-from diloco.elastic.protocol.protocol_state import ProtocolState
+from diloco.elastic.protocol.messages import Begin, Failed, Promise
+from diloco.elastic.protocol.options import Decide
+from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Offer, holder_name
-from diloco.elastic.protocol.term import Term
+from diloco.elastic.protocol.record import Contribution, Grant, Offer, Proposal, holder_name
+from diloco.elastic.protocol.state import RunState
 
+WEIGHT_CAP = 2  # times the round's median
+OUTSIZE = 100  # times the median norm of a round's offers: refused
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
+
+
+def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: float) -> float | None:
+    """Return when to go on without the rest: after `straggler` times what half of the live members have needed."""
+    times, half = sorted(ready_at), -(-live // 2)
+    if len(times) < half or not times:
+        return None
+    return commit_at + straggler * max(0.0, times[half - 1] - commit_at)
+
+
+def weigh(offers: dict[str, Offer]) -> dict[str, int]:
+    cap = WEIGHT_CAP * median([offer.tokens for offer in offers.values()])
+    return {peer: max(1, min(offer.tokens, int(cap))) for peer, offer in offers.items()}
+
+
+def outsize(offers: dict[str, Offer]) -> list[str]:
+    """Return those whose progress is far larger than the others': one that has diverged would take the rest along."""
+    usual = median([offer.norm for offer in offers.values()]) if len(offers) > 2 else 0.0
+    return [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
+
+
+def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:
+    """Return many that can all reach each other. Whose turn it is goes first, so that nobody is left out for ever."""
+    order, kept = sorted(members), dict[str, None]()
+    apart = [tuple(pair) for pair in pairs]
+    for index in range(len(order)):
+        peer = order[(turn + index) % len(order)]
+        if not any(peer in pair and kept.keys() & pair for pair in apart):
+            kept[peer] = None
+    return list(kept)
+
+
+def propose(
+    state: RunState, fragment: int, offers: dict[str, Offer], alive: dict[str, int], wants: dict[str, int],
+    decide: Decide, amendment: Amendment | None = None,
+) -> Proposal:  # fmt: skip
+    """Make a fresh proposal.
+
+    `alive` has the incarnation of all who stay, `wants` the samples each would like to hold.
+    """
+    order = [peer for peer in state.roster if peer in alive] + sorted(set(offers) - set(state.roster))
+    weights = weigh(offers) if offers else {}
+    contributions = tuple(Contribution(peer, offers[peer], weights[peer]) for peer in order if peer in offers)
+    settings, step = decide(state, fragment, contributions)
+    holders = {holder_name(peer, incarnation) for peer, incarnation in alive.items()}
+    releases = tuple(holder for holder, _ in state.ledger.leases if holder not in holders)
+    wanted = {holder_name(peer, alive[peer]): wants[peer] for peer in sorted(wants)}
+    return Proposal(
+        state.key, fragment if offers else -1, contributions, tuple(order), releases,
+        _grants(state.settled(contributions, releases), wanted), settings, step, amendment,
+    )  # fmt: skip
+
+
+def _grants(ledger: Ledger, wanted: dict[str, int]) -> tuple[Grant, ...]:
+    """Fill every holder's lease up to what it wants."""
+    before, grants = ledger, []
+    for holder, want in wanted.items():
+        lack = want - size(before.lease_of(holder))
+        if lack > 0:
+            ledger, samples = ledger.grant(holder, lack)
+            grants += [Grant(holder, samples)] if samples else []
+    return tuple(grants)
+
+
+def quorum(roster: tuple[str, ...], present: Iterable[str]) -> bool:
+    """Say whether a majority is present, or exactly half with the first member."""
+    there = set(present) & set(roster)
+    return 2 * len(there) > len(roster) or (2 * len(there) == len(roster) and roster[0] in there)
+
+
+def culprits(failures: list[tuple[str, Failed]]) -> tuple[str, str] | None:
+    """Return the pair that could not reach each other: two that accuse each other, or the first that were reported."""
+    accused = [(reporter, failed.blamed) for reporter, failed in failures if failed.blamed not in ("", reporter)]
+    for reporter, blamed in sorted(accused):
+        if (blamed, reporter) in accused:
+            return reporter, blamed
+    return accused[0] if accused else None
 
 
 class Separation(NamedTuple):
@@ -33,8 +115,8 @@ class Proposer:
         own, fragment, promised = self.own, self.own.due, term.promised()
         ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
         offers = self._without_stuck_pairs(ready)
-        for peer in propose.outsize(offers):
-            own.ban(peer, f"its contribution is more than {propose.OUTSIZE} times as large as the others'", now)
+        for peer in outsize(offers):
+            own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
             del offers[peer]
         if (amendment := self._amendment(promised)) is not None:
             offers = {}  # whoever has promised says whether it can follow, not only who contributes
@@ -47,14 +129,14 @@ class Proposer:
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
         self.note_lost(set(own.state.roster) - alive.keys())
-        proposal = propose.propose(own.state, fragment, offers, alive, wants, own.options.decide, amendment)
+        proposal = propose(own.state, fragment, offers, alive, wants, own.options.decide, amendment)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
         return Begin(own.state.key, term.ballot, proposal, members, rates)
 
     def has_quorum(self, members: Iterable[str]) -> bool:
         """Say whether these may decide: with `partition: merge` anybody may."""
-        return self.own.options.partition != "pause" or propose.quorum(self.own.state.roster, members)
+        return self.own.options.partition != "pause" or quorum(self.own.state.roster, members)
 
     def _are_enough(self, members: Collection[str]) -> bool:
         return self.has_quorum(members) and len(members) >= max(1, self.own.options.min_islands)
@@ -71,7 +153,7 @@ class Proposer:
         # those with late progress were ready at once
         training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
-        due = propose.deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
+        due = deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
         return due is not None and now >= due
 
     def _is_starving(self, peer: str, promise: Promise) -> bool:
@@ -122,7 +204,7 @@ class Proposer:
         pairs = [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
         if not pairs or not self.own.rules.leave_out_stuck_pairs:
             return offers
-        choices = (propose.together(pairs, offers, turn + shift) for shift in range(len(offers)))
+        choices = (together(pairs, offers, turn + shift) for shift in range(len(offers)))
         chosen = next((choice for choice in choices if self._are_enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 
@@ -132,9 +214,9 @@ class Proposer:
         rounds = min(2 * self._separations[pair].rounds, MAX_ROUNDS_APART) if pair in self._separations else 2
         self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds)
 
-    def reunite(self, together: set[str]) -> None:
+    def reunite(self, islands: set[str]) -> None:
         """Forget the separations among those who have just been in one round."""
-        self._separations = {pair: apart for pair, apart in self._separations.items() if not pair <= together}
+        self._separations = {pair: apart for pair, apart in self._separations.items() if not pair <= islands}
 
     def note_lost(self, peers: Iterable[str]) -> None:
         """Say who is gone: not of those who said goodbye, and of each once."""

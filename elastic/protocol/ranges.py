@@ -37,8 +37,6 @@ def minus(ranges: Ranges, others: Ranges) -> Ranges:
             if lo < other_lo:
                 left.append((lo, other_lo))
             lo = other_hi
-            if lo >= hi:
-                break
         if lo < hi:
             left.append((lo, hi))
     return tuple(left)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.ranges import Ranges, size
+from diloco.elastic.protocol.ranges import size
 from diloco.elastic.protocol.record import Contribution, Head, Key, Offer, Record, holder_name
 from diloco.errors import RecordInvalid
 
@@ -63,6 +63,9 @@ class RunState:
         numbered = all(number == each.number for number, each in enumerate(self.amendments, start=1))
         return self.owner == owner and numbered and all(each.is_by(owner) for each in self.amendments)
 
+    def head_after(self, record: Record) -> Head:
+        return Head(self.head.tokens + record.proposal.tokens, record.proposal.key.round, record.digest)
+
     def after(self, record: Record) -> "RunState":
         proposal = record.proposal
         amendments = () if proposal.amendment is None else (proposal.amendment,)
@@ -82,10 +85,12 @@ class RunState:
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
         ledger = self.settled(proposal.contributions, proposal.releases)
         for grant in proposal.grants:
-            ledger = _granted(ledger, grant.holder, grant.samples)
+            ledger, granted = ledger.grant(grant.holder, size(grant.samples))
+            if granted != grant.samples:  # the ledger decides which positions come next
+                raise RecordInvalid(f"{grant.holder} is granted samples that are not next in line")
         return replace(
             self,
-            head=Head(self.head.tokens + proposal.tokens, proposal.key.round, record.digest),
+            head=self.head_after(record),
             roster=proposal.roster,
             ledger=ledger,
             marks=tuple(sorted(marks.items())),
@@ -104,11 +109,3 @@ class RunState:
         for holder in releases:
             ledger = ledger.release(holder)
         return ledger
-
-
-def _granted(ledger: Ledger, holder: str, samples: Ranges) -> Ledger:
-    """The ledger decides which positions come next; a grant of others is refused."""
-    ledger, granted = ledger.grant(holder, size(samples))
-    if granted != samples:
-        raise RecordInvalid(f"{holder} is granted samples that are not next in line")
-    return ledger

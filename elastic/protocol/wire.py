@@ -24,11 +24,8 @@ T = TypeVar("T")
 
 
 def encode_message(message: Message) -> bytes:
-    return pack(dump([type(message).__name__, to_plain(message)]))
-
-
-def pack(raw: bytes) -> bytes:
-    """What names many islands names each several times, far apart: a fifth is left."""
+    """What names many islands names each several times, far apart: packed, a fifth is left."""
+    raw = dump([type(message).__name__, to_plain(message)])
     return PACKED + lzma.compress(raw, preset=0) if len(raw) > PACK_BYTES else raw
 
 
@@ -46,8 +43,7 @@ def unpack(raw: bytes) -> bytes:
 
 
 def decode_message(raw: bytes) -> Message:
-    plain = parse(unpack(raw))
-    match plain:
+    match parse(unpack(raw)):
         case [str(kind), body] if kind in KINDS:
             return typing.cast(Message, from_plain(KINDS[kind], body))
     raise MessageRefused("no message of ours")
@@ -87,19 +83,16 @@ def to_plain(value: object) -> Any:
 def from_plain(kind: Any, plain: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
-        return _optional(kind, plain)
+        (other,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
+        return None if plain is None else from_plain(other, plain)
     if origin is tuple:
         return _tuple(typing.get_args(kind), plain)
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        return _structure(kind, plain)
+        hints = _hints(kind)
+        if not isinstance(plain, list) or len(plain) != len(hints):
+            raise MessageRefused(f"{kind.__name__} has {len(hints)} fields")
+        return kind(*(from_plain(hint, part) for hint, part in zip(hints, plain, strict=True)))
     return _scalar(kind, plain)
-
-
-def _optional(kind: Any, plain: Any) -> Any:
-    if plain is None:
-        return None
-    (other,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
-    return from_plain(other, plain)
 
 
 def _tuple(items: tuple[Any, ...], plain: Any) -> tuple[Any, ...]:
@@ -112,18 +105,10 @@ def _tuple(items: tuple[Any, ...], plain: Any) -> tuple[Any, ...]:
     return tuple(from_plain(item, part) for item, part in zip(items, plain, strict=True))
 
 
-def _structure(kind: Any, plain: Any) -> Any:
-    hints = _hints(kind)
-    if not isinstance(plain, list) or len(plain) != len(hints):
-        raise MessageRefused(f"{kind.__name__} has {len(hints)} fields")
-    return kind(*(from_plain(hint, part) for hint, part in zip(hints, plain, strict=True)))
-
-
 @cache
 def _hints(kind: Any) -> tuple[Any, ...]:
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields
-    return tuple(hints[name] for name in names)
+    """Of its fields, in order: our dataclasses and named tuples annotate nothing else."""
+    return tuple(typing.get_type_hints(kind).values())
 
 
 def _scalar(kind: Any, plain: Any) -> Any:

@@ -21,12 +21,10 @@ from diloco.checkpoint.log.store import Store
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, Record
-from diloco.elastic.protocol.state import RunState, Version
+from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode, to_plain
 from diloco.elastic.runtime.fetching import Manifest, Snapshot, entry_of
 from diloco.elastic.runtime.fragments import Fragments
-
-__all__ = ["Applier", "Kept", "Run", "Vectors", "Version"]
 
 KEEP_RECORDS = 1000  # for those who tell people what happened
 LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
@@ -75,7 +73,6 @@ class Applier:
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
         self.applied_at: dict[int, float] = {}  # by the clock on the wall, each of the last rounds
-        self.versions = self._versions(state)
         known = store.entries()
         last = (decode(Record, entry.header) for entry in known[-LAST_RECORDS:])
         self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
@@ -165,13 +162,10 @@ class Applier:
     def _announce(self, state: RunState) -> None:
         """Together with the vectors: whoever reads them holds their lock."""
         with self.changed:
-            self.applied, self.versions = state, self._versions(state)
+            self.applied = state
             self.applied_at[state.head.round] = time.time()
             self.applied_at.pop(state.head.round - KEEP_RECORDS, None)
             self.changed.notify_all()
-
-    def _versions(self, state: RunState) -> list[Version]:
-        return [state.version(fragment) for fragment in range(len(self.run.fragments))]
 
     def _take_snapshot(self, state: RunState) -> None:
         """Only the copy is made here."""

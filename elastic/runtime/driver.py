@@ -8,85 +8,49 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
 
+from diloco import errors
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.donor import Donor
-from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
+from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.amendment import Amendment
-from diloco.elastic.protocol.messages import (
-    Append,
-    Begin,
-    Cancel,
-    CatchUp,
-    Effect,
-    FetchResult,
-    Heartbeat,
-    Message,
-    Note,
-    Reduce,
-    Remember,
-    Send,
-)
-from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import Ballot, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.applier import Applier, Run, Vectors, Version
+from diloco.elastic.runtime.applier import Applier, Run, Vectors
 from diloco.elastic.runtime.fetching import Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
-from diloco.elastic.runtime.mailbox import Mailbox
-from diloco.elastic.runtime.reducing import Attempt, Outcome, stall_after
-from diloco.errors import (
-    CodecError,
-    ConfigError,
-    DilocoError,
-    MessageRefused,
-    PlanRefused,
-    RecordInvalid,
-    TransferFailed,
-    TransportError,
-)
+from diloco.elastic.runtime.mailbox import Input, Mailbox, Network
+from diloco.elastic.runtime.reducing import Attempt, Outcome, reduction_of, stall_after
+from diloco.elastic.runtime.restoring import Origin
 
-__all__ = ["Driver", "Network", "Run", "Version", "check"]
+__all__ = ["Driver", "Network", "Run", "among_friends", "check", "open_island"]
 
 TICK_S = 0.05
 
 log = logging.getLogger(__name__)
 
-Input = Callable[[float], list[Effect]]
-FETCH_ERRORS = (TransferFailed, TransportError, MessageRefused, CodecError, ValueError)  # also for what a peer wrote
-
-
-@dataclass(frozen=True)
-class Network:
-    """`bulk` reuses connections, for all-reduces; `plain` is for everything that goes both ways."""
-
-    plain: Transport
-    bulk: Transport
-    greeting: bytes
-    admit: Callable[[str, bytes], None]
+Tell = Callable[[msg.Note], None]
+# also for what a peer wrote
+FETCH_ERRORS = (errors.TransferFailed, errors.TransportError, errors.MessageRefused, errors.CodecError, ValueError)
 
 
 class Driver:
     def __init__(
-        self,
-        node: Node,
-        run: Run,
-        vectors: Vectors,
-        network: Network,
-        tell: Callable[[Note], None],
-        store: Store | None = None,
+        self, node: Node, run: Run, vectors: Vectors, network: Network, tell: Tell, store: Store | None = None
     ) -> None:
         """`store` is where the log is kept; its owner closes it. None: in memory only."""
         self.node, self.run, self.network, self.tell = node, run, network, tell
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
-        self.contribution: Callable[[Begin], Tensor] | None = None  # set by the trainer's side
+        self.contribution: Callable[[msg.Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None  # of an attempt that worked, with others
         self._stalls = 0  # since then
         self._bytes_reduced = 0
@@ -97,14 +61,12 @@ class Driver:
         self.applier = Applier(run, node.state, vectors, self.store, self._report_digest)
         self.changed, self.replica, self.log = self.applier.changed, self.applier.replica, self.applier.log
         self.library, self.records = self.applier.library, self.applier.records
-        if node.held is not None and (item := self.store.item(node.held.record.payload)) is not None:
-            self.applier.hold(node.held.record.payload, tensor_of(item.data))
-        self.mailbox = Mailbox(network.plain, self, greeting=network.greeting, admit=network.admit)
+        if node.own.held is not None and (item := self.store.item(node.own.held.record.payload)) is not None:
+            self.applier.hold(node.own.held.record.payload, tensor_of(item.data))
+        self.mailbox = Mailbox(network, node, self.post)
+        admitted = self.mailbox.admitted
         self.donor = Donor(
-            network.plain,
-            self.library,
-            may_read=self.mailbox.admitted.__contains__,
-            in_a_hurry=lambda: bool(self._attempts),
+            network.plain, self.library, may_read=admitted.__contains__, in_a_hurry=lambda: bool(self._attempts)
         )
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
@@ -118,16 +80,12 @@ class Driver:
         """What the vectors contain."""
         return self.applier.applied
 
-    @property
-    def versions(self) -> list[Version]:
-        return self.applier.versions
-
-    def know(self, addresses: Mapping[str, PeerAddress]) -> None:
+    def know(self, addresses: Addresses) -> None:
         """Peers that the directory lists. Called from any thread."""
         others = {peer: address for peer, address in addresses.items() if peer != self.node.me}
         self.addresses = {**self.addresses, **others}
         self.mailbox.know(others)
-        self.post(lambda now: self.node.know(others, now))
+        self.post(partial(self.node.know, others))
 
     @property
     def bytes_sent(self) -> int:
@@ -139,18 +97,7 @@ class Driver:
 
     def amend(self, amendment: Amendment) -> None:
         """Called from any thread."""
-        self.post(lambda now: self.node.amend(amendment, now))
-
-    # what the mailbox hears
-
-    def heard(self, peer: str, message: Message) -> None:
-        self.post(lambda now: self.node.receive(peer, message, now))
-
-    def gone(self, peer: str) -> None:
-        self.post(lambda now: self.node.closed(peer, now))
-
-    def refuse(self, peer: str, reason: str) -> None:
-        self.post(lambda now: self.node.ban(peer, reason, now))
+        self.post(partial(self.node.amend, amendment))
 
     # the loop
 
@@ -159,7 +106,7 @@ class Driver:
         try:
             work()
         except BaseException as error:
-            if not isinstance(error, ConfigError):  # which says all there is to say
+            if not isinstance(error, errors.ConfigError):  # which says all there is to say
                 log.exception("the driver failed")
             with self.changed:
                 self.failure = error
@@ -181,30 +128,31 @@ class Driver:
             for effect in step(time.monotonic()):
                 self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: msg.Effect) -> None:
         match effect:
-            case Remember(memory):
+            case msg.Remember(memory):
                 self.store.remember(encode(memory))
-            case Send(to, Heartbeat() as beat):  # promises nothing: a slow disk must not make an island seem dead
+            case msg.Send(to, msg.Heartbeat() as beat):
+                # promises nothing: a slow disk must not make an island seem dead
                 self.mailbox.send(to, beat)
-            case Send(to, message):
+            case msg.Send(to, message):
                 self.store.then(partial(self.mailbox.send, to, message))
-            case Reduce(begin):
+            case msg.Reduce(begin):
                 self._reduce(begin)
-            case Cancel(ballot):
+            case msg.Cancel(ballot):
                 if (attempt := self._attempts.get(ballot)) is not None:
                     attempt.cancel()
-            case FetchResult():
-                self._spawn(lambda: self._fetch(effect))
-            case CatchUp():
-                diverged, head = self.node.diverged, self.node.state.head.digest
-                self._spawn(lambda: self._catch_up(effect.peer, head, anew=diverged))
-            case Append(record):
+            case msg.FetchResult(holder, record):
+                self._spawn(partial(self._fetch, holder, record))
+            case msg.CatchUp(peer):
+                head = self.node.state.head.digest
+                self._spawn(partial(self._catch_up, peer, head, anew=self.node.own.diverged))
+            case msg.Append(record):
                 self.applier.append(record)
                 if not self._mending:  # once: by the first commit, others are there, if any are
                     self._mending = True
                     self._spawn(self._mend)
-            case Note():
+            case msg.Note():
                 self.tell(effect)
 
     def _spawn(self, work: Callable[[], None]) -> None:
@@ -212,22 +160,20 @@ class Driver:
 
     # all-reduces
 
-    def _reduce(self, begin: Begin) -> None:
+    def _reduce(self, begin: msg.Begin) -> None:
         assert self.contribution is not None
         try:
             count = self.run.fragments.counts[begin.proposal.fragment]
-            payload = self.contribution(begin)
-            attempt = Attempt(begin, payload, count, self.network.bulk, self.addresses, self._reduced)
-        except PlanRefused as refused:
-            reason = str(refused)
+            reduction = reduction_of(begin, self.contribution(begin), count, self.network.bulk, self.addresses)
+        except errors.PlanRefused as refused:
             unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
             blamed = unknown[0] if unknown else begin.ballot.coordinator
-            self.post(lambda now: self.node.reduce_failed(begin.ballot, blamed, reason, now))
+            self.post(partial(self.node.reduce_failed, begin.ballot, blamed, str(refused)))
             return
-        self._attempts[begin.ballot] = attempt
+        self._attempts[begin.ballot] = Attempt(begin, reduction, self._reduced)
 
-    def _reduced(self, begin: Begin, outcome: Outcome) -> None:
-        def step(now: float) -> list[Effect]:
+    def _reduced(self, begin: msg.Begin, outcome: Outcome) -> None:
+        def step(now: float) -> list[msg.Effect]:
             self._attempts.pop(begin.ballot, None)
             self._bytes_reduced += outcome.bytes_sent
             if outcome.result is None:
@@ -243,12 +189,12 @@ class Driver:
         self.post(step)
 
     def _watch_attempts(self) -> None:
-        silence_s = self.node.options.silence_s
+        silence_s = self.node.own.options.silence_s
         for attempt in self._attempts.values():
             attempt.watch(stall_after(silence_s, self.last_outcome, attempt.chunks, self._stalls))
 
     def _report_digest(self, state: RunState, digest: str) -> None:
-        def step(now: float) -> list[Effect]:
+        def step(now: float) -> list[msg.Effect]:
             return self.node.report_digest(digest, now) if self.node.state.head == state.head else []
 
         self.post(step)
@@ -256,21 +202,19 @@ class Driver:
     # fetching
 
     def _donors(self, first: str) -> dict[str, PeerAddress]:
-        alive = self.node.alive(time.monotonic())
+        alive = self.node.liveness.alive(time.monotonic())
         order = [first, *sorted(alive - {first})]
         return {peer: self.addresses[peer] for peer in order if peer in self.addresses}
 
-    def _fetch(self, effect: FetchResult) -> None:
-        record, holder = effect.record, effect.holder
+    def _fetch(self, holder: str, record: Record) -> None:
         try:
             size = self.run.result_bytes(record)
             result = fetch_bytes(self.network.plain, {holder: self.addresses[holder]}, record.payload, size)
-        except (TransferFailed, TransportError, KeyError, CodecError) as error:
-            reason = str(error)
-            self.post(lambda now: self.node.fetch_failed(holder, record, reason, now))
+        except (errors.TransferFailed, errors.TransportError, KeyError, errors.CodecError) as error:
+            self.post(partial(self.node.fetch_failed, holder, record, str(error)))
             return
 
-        def step(now: float) -> list[Effect]:
+        def step(now: float) -> list[msg.Effect]:
             self.applier.hold(record.payload, result)
             return self.node.fetched(record, now)
 
@@ -280,30 +224,26 @@ class Driver:
         """The records that were missed where that is less, else the whole state."""
         donors, sizes = self._donors(peer), dict.fromkeys(self.applier.vector_names, self.run.fragments.count)
         if peer not in donors:  # it was heard before its record came
-            self.post(lambda now: self.node.catch_up_failed(peer, now))
+            self.post(partial(self.node.catch_up_failed, peer))
             return
         try:
             missed = [] if anew else list(self._missed(peer, donors, head))
             if missed:
-                self.post(lambda now: self._extend(missed, now))
+                self.post(partial(self._extend, missed))
                 return
             network, genesis = self.network.plain, self.run.genesis_digest
             found = fetch_state(network, peer, donors, genesis, sizes, self.store.begun)
-            snapshot = found.of(self.node.state.owner)
-            self.post(lambda now: self._switch(snapshot, now))
+            self.post(partial(self._switch, found.of(self.node.state.owner)))
         except FETCH_ERRORS as error:
-            reason = str(error)
-            self.tell(Note("behind", self.node.me, f"could not catch up yet: {reason}"))
-            self.post(lambda now: self.node.catch_up_failed(peer, now))
+            self.tell(msg.Note("behind", self.node.me, f"could not catch up yet: {error}"))
+            self.post(partial(self.node.catch_up_failed, peer))
 
-    def _missed(
-        self, peer: str, donors: Mapping[str, PeerAddress], since: str, **options: Any
-    ) -> Iterator[tuple[Record, Tensor]]:
+    def _missed(self, peer: str, donors: Addresses, since: str, **options: Any) -> Iterator[tuple[Record, Tensor]]:
         """Never more than a whole state."""
         at_most = 4 * len(self.applier.vector_names) * self.run.fragments.count
         return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
-    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
+    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[msg.Effect]:
         """By records: one after the other, as far as they follow what is here by now."""
         state = self.node.state
         try:
@@ -312,21 +252,21 @@ class Driver:
                     state = state.after(record)
                     self.applier.hold(record.payload, result)
                     self.applier.append(record)
-        except RecordInvalid as invalid:
+        except errors.RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
         if len(missed) > 1:  # one is nothing: a round went on without this island
             size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
-            self.tell(Note("caught up", self.node.me, text))
+            self.tell(msg.Note("caught up", self.node.me, text))
         return self.node.caught_up(state, now, whole=False)
 
-    def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
+    def _switch(self, snapshot: Snapshot, now: float) -> list[msg.Effect]:
         head, own = snapshot.state.head, self.node.state.head
-        if head > own or (self.node.diverged and head >= own):
+        if head > own or (self.node.own.diverged and head >= own):
             self.applier.switch(snapshot)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
-            self.tell(Note("caught up", self.node.me, text))
+            self.tell(msg.Note("caught up", self.node.me, text))
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
@@ -343,7 +283,7 @@ class Driver:
                 if self.store.broken_after() != asked:
                     break
         if asked:
-            self.tell(Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+            self.tell(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
 
     # the end
 
@@ -353,10 +293,10 @@ class Driver:
 
     def leave(self, timeout_s: float = 2.0) -> None:
         """Wait until the others have what this island has, say goodbye, and wait until that has gone out."""
-        self._linger(2 * self.node.options.silence_s)
+        self._linger(2 * self.node.own.options.silence_s)
         said = threading.Event()
 
-        def after_that(now: float) -> list[Effect]:
+        def after_that(now: float) -> list[msg.Effect]:
             self.store.then(said.set)
             return []
 
@@ -367,10 +307,10 @@ class Driver:
 
     def _linger(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self.failure is None and not self.node.leaving:  # paused: it hears nobody
-            views = self.node.peers.views
-            alive = self.node.alive(time.monotonic())
-            if all((head := views[peer].head) is not None and head >= self.node.state.head for peer in alive):
+        views, own = self.node.peers.views, self.node.own
+        while time.monotonic() < deadline and self.failure is None and not own.leaving:  # paused: it hears nobody
+            alive = self.node.liveness.alive(time.monotonic())
+            if all((head := views[peer].head) is not None and head >= own.state.head for peer in alive):
                 return
             time.sleep(TICK_S)
 
@@ -395,7 +335,38 @@ class Driver:
 
 
 def check(driver: Driver) -> None:
-    if isinstance(driver.failure, ConfigError):  # the run's settings do not work here
+    if isinstance(driver.failure, errors.ConfigError):  # the run's settings do not work here
         raise driver.failure
     if driver.failure is not None:
-        raise DilocoError(f"the network side of this island failed: {driver.failure!r}") from driver.failure
+        raise errors.DilocoError(f"the network side of this island failed: {driver.failure!r}") from driver.failure
+
+
+def ignore(_: object) -> None:
+    """Do nothing with it."""
+
+
+def open_island(
+    run: Run,
+    origin: Origin,
+    options: Options,
+    network: Network,
+    *,
+    incarnation: int = 1,
+    store: Store | None = None,
+    tell: Tell = ignore,
+    prepare: Callable[[Node], None] = ignore,
+    driver: Callable[..., Driver] = Driver,
+) -> Driver:
+    """Start an island and return its driver, which a `with` statement closes.
+
+    `tell` gets what people should know; `prepare` may change the node before it takes part in anything.
+    """
+    now, me = time.monotonic(), network.plain.identity
+    node = Node(me, origin.state, options, now=now, incarnation=incarnation, memory=origin.memory)
+    prepare(node)
+    return driver(node, run, origin.vectors, network, tell, store)
+
+
+def among_friends(transport: Transport) -> Network:
+    """Return a network whose islands let everybody in who can reach them."""
+    return Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
+from itertools import compress, takewhile
 from random import sample
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from diloco.checkpoint.log.replica import vector_name
 from diloco.checkpoint.log.store import Begun
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, ask, describe
 from diloco.comm.transport.frame import Buffer
-from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode
@@ -61,7 +62,7 @@ class Snapshot:
         return self
 
 
-def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest: str, size: int) -> Tensor:
+def fetch_bytes(transport: Transport, donors: Addresses, digest: str, size: int) -> Tensor:
     """A result by its digest, from whoever has it."""
     if digest == EMPTY and size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -75,19 +76,19 @@ def fetch_bytes(transport: Transport, donors: Mapping[str, PeerAddress], digest:
     return room
 
 
-def _describe(transport: Transport, donors: Mapping[str, PeerAddress], name: str, size: int) -> Parcel:
-    parcel = _any_of(donors, name, lambda address: describe(transport, address, name, ASK_S))
+def _describe(transport: Transport, donors: Addresses, name: str, size: int) -> Parcel:
+    parcel = _any_of(transport, donors, name, partial(describe, timeout_s=ASK_S))
     if parcel.size != size:
         raise TransferFailed(f"{name}: {parcel.size} bytes, {size} were due")
     return parcel
 
 
-def _any_of(donors: Mapping[str, PeerAddress], name: str, ask_one: Callable[[PeerAddress], Answer]) -> Answer:
+def _any_of(transport: Transport, donors: Addresses, name: str, how: Callable[..., Answer]) -> Answer:
     """Return the answer of the first donor that gives one."""
     reasons = []
     for address in donors.values():
         try:
-            return ask_one(address)
+            return how(transport, address, name)
         except TransferFailed as failed:
             reasons.append(str(failed))
     raise TransferFailed("; ".join(reasons) or f"{name}: nobody to ask")
@@ -96,7 +97,7 @@ def _any_of(donors: Mapping[str, PeerAddress], name: str, ask_one: Callable[[Pee
 def fetch_missed(
     transport: Transport,
     peer: str,
-    others: Mapping[str, PeerAddress],
+    others: Addresses,
     since: str,
     result_bytes: Callable[[Record], int],
     *,
@@ -118,7 +119,7 @@ def fetch_missed(
 def fetch_state(
     transport: Transport,
     peer: str,
-    others: Mapping[str, PeerAddress],
+    others: Addresses,
     genesis: str,
     sizes: Mapping[str, int],
     begun: Begun | None = None,
@@ -130,41 +131,31 @@ def fetch_state(
     if not donors:
         raw = ask(transport, others[peer], "manifest", limit=SMALL_BYTES, timeout_s=ASK_S)
     manifest = decode(Manifest, raw)
-    if manifest.genesis != genesis or dict(manifest.sizes) != dict(sizes):
+    if manifest.genesis != genesis or dict(manifest.sizes) != sizes:
         raise TransferFailed(f"{peer} has the state of another run")
     if not donors:
         # not the same for each newcomer, so that they share the load; who has another version by now is passed over
         donors = {other: others[other] for other in (peer, *sample(sorted(others), min(len(others), MAX_DONORS)))}
         if begun is not None:
             begun.start(raw)
-    fetch = _Fetch(transport, donors, manifest, begun)
-    snapshot = fetch.run()
+    snapshot = _Fetch(transport, donors, manifest, begun).run()
     if begun is not None:  # all of it has come: right or wrong, there is nothing to go on with
         begun.end()
-    if not fetch.right:
+    if snapshot is None:
         raise TransferFailed(f"the state of {next(iter(donors))} is not what its digest says")
     return snapshot
 
 
-def _to_go_on(
-    transport: Transport, others: Mapping[str, PeerAddress], begun: Begun | None
-) -> tuple[bytes, dict[str, PeerAddress]]:
-    raw = begun.about if begun is not None else None
-    if raw is None:
-        return b"", {}
+def _to_go_on(transport: Transport, others: Addresses, begun: Begun | None) -> tuple[bytes, Addresses]:
+    """What was begun a while ago, and those who still have that version."""
+    raw = (begun.about if begun is not None else None) or b""
     try:
-        return raw, _pinned(transport, others, decode(Manifest, raw).version)
-    except MessageRefused:  # it is torn
+        version = decode(Manifest, raw).version
+    except MessageRefused:  # there is nothing, or it is torn
         return b"", {}
-
-
-def _pinned(transport: Transport, others: Mapping[str, PeerAddress], version: str) -> dict[str, PeerAddress]:
-    """Those who have this version, which was there a while ago."""
-    if not others:
-        return {}
     with ThreadPoolExecutor(min(len(others), MAX_DONORS)) as pool:
-        answers = pool.map(lambda address: _has(transport, address, version), others.values())
-        return {other: address for (other, address), here in zip(others.items(), answers, strict=True) if here}
+        have_it = pool.map(lambda address: _has(transport, address, version), others.values())
+        return raw, dict(compress(others.items(), have_it))
 
 
 def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
@@ -179,15 +170,14 @@ def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
 class _Fetch:
     """Of one state. What is to be worked out, there and here, is worked out while bytes are on their way."""
 
-    def __init__(
-        self, transport: Transport, donors: Mapping[str, PeerAddress], manifest: Manifest, begun: Begun | None
-    ) -> None:
+    def __init__(self, transport: Transport, donors: Addresses, manifest: Manifest, begun: Begun | None) -> None:
         self._transport, self._donors, self._manifest, self._begun = transport, donors, manifest, begun
         self._taken = dict.fromkeys(donors, 0)
         self._asked = time.monotonic()
-        self._found, self.right = hashlib.sha256(), False  # of all vectors
+        self._found = hashlib.sha256()  # of all vectors
 
-    def run(self) -> Snapshot:
+    def run(self) -> Snapshot | None:
+        """None where it is not what its digest says."""
         sizes, version = sorted(self._manifest.sizes), self._manifest.version
         pool = ThreadPoolExecutor(2)
         try:
@@ -195,20 +185,17 @@ class _Fetch:
                 pool.submit(_describe, self._transport, self._donors, vector_name(version, name), 4 * count)
                 for name, count in sizes
             ]
-            digest = pool.submit(_any_of, self._donors, f"digest/{version}", self._ask_digest)
+            ask_long = partial(ask, limit=200, timeout_s=6 * ASK_S)  # it may have to be worked out
+            digest = pool.submit(_any_of, self._transport, self._donors, f"digest/{version}", ask_long)
             vectors = {}
             for (name, count), parcel in zip(sizes, parcels, strict=True):
                 vectors[name] = torch.empty(count)
                 room = memoryview(vectors[name].view(torch.uint8).numpy())  # type: ignore[arg-type]
                 self._fetch(name, parcel.result(), room)
-            self.right = self._found.hexdigest() == digest.result()
+            right = self._found.hexdigest() == digest.result().decode()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return Snapshot(self._manifest.state, vectors, self._taken)
-
-    def _ask_digest(self, address: PeerAddress) -> str:
-        name = f"digest/{self._manifest.version}"
-        return ask(self._transport, address, name, limit=200, timeout_s=6 * ASK_S).decode()
+        return Snapshot(self._manifest.state, vectors, self._taken) if right else None
 
     def _fetch(self, name: str, parcel: Parcel, room: memoryview) -> None:
         have = self._begun.load(name, parcel, room) if self._begun is not None else set()

@@ -1,6 +1,6 @@
 """The fixed parts of the outer vectors that are synchronised one after the other. One part is all of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,7 +43,3 @@ class Fragments:
             if first < last:
                 yield lo + first - at, lo + last - at, values[first:last]
             at += hi - lo
-
-    def copy(self, source: Mapping[str, Tensor], name: str, out: Tensor, fragment: int) -> None:
-        for lo, hi in self.ranges[fragment]:
-            out[lo:hi].copy_(source[name][lo:hi])

@@ -8,18 +8,21 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 from diloco.comm.transport.frame import END
-from diloco.comm.transport.transport import PeerAddress, Stream, Transport
-from diloco.elastic.protocol.messages import Message
+from diloco.comm.transport.transport import Addresses, PeerAddress, Stream, Transport
+from diloco.elastic.protocol.messages import Effect, Message
+from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.errors import FrameError, MessageRefused, PeerRefused, StreamClosed, TransportError, TransportTimeout
 
 CHANNEL = "control"
 GREETING, MESSAGE = 1, 2
+PROBE = b""  # instead of a message: its own stream to us broke, is it still there?
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WAITING = 1000  # messages to one peer
 CONNECT_S = 3.0
@@ -29,20 +32,23 @@ RETRY_S = 0.25
 log = logging.getLogger(__name__)
 
 
-class Hears(Protocol):
-    """Called from the mailbox's threads."""
+Input = Callable[[float], list[Effect]]  # of a node, lacking only the time
 
-    def heard(self, peer: str, message: Message) -> None: ...
-    def gone(self, peer: str) -> None: ...
-    def refuse(self, peer: str, reason: str) -> None: ...
+
+@dataclass(frozen=True)
+class Network:
+    """`bulk` reuses connections, for all-reduces; `plain` is for everything that goes both ways."""
+
+    plain: Transport
+    bulk: Transport
+    greeting: bytes
+    admit: Callable[[str, bytes], None]  # raises a DilocoError where a peer's greeting does not let it in
 
 
 class Mailbox:
-    def __init__(
-        self, transport: Transport, ears: Hears, *, greeting: bytes = b"", admit: Callable[[str, bytes], None]
-    ) -> None:
-        """`admit` raises a DilocoError where a peer's greeting does not let it in."""
-        self.transport, self.ears, self.greeting, self.admit = transport, ears, greeting, admit
+    def __init__(self, network: Network, node: Node, post: Callable[[Input], None]) -> None:
+        """`post` is called from the mailbox's threads."""
+        self.network, self.node, self.post = network, node, post
         self._lines: dict[str, Line] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -50,7 +56,7 @@ class Mailbox:
         self.admitted: set[str] = set()
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
-    def know(self, addresses: Mapping[str, PeerAddress]) -> None:
+    def know(self, addresses: Addresses) -> None:
         for peer, address in addresses.items():
             with self._lock:
                 line = self._lines.get(peer)
@@ -85,14 +91,14 @@ class Mailbox:
         with self._lock:
             self._closed = True
             lines = list(self._lines.values())
-        self.transport.forget(CHANNEL)
+        self.network.plain.forget(CHANNEL)
         for line in lines:
             line.close()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                stream = self.transport.accept(CHANNEL, timeout_s=0.2)
+                stream = self.network.plain.accept(CHANNEL, timeout_s=0.2)
             except TransportTimeout:
                 continue
             except StreamClosed:
@@ -103,26 +109,22 @@ class Mailbox:
         heard = False
         try:
             greeting = stream.receive(_bounded(GREETING), timeout_s=CONNECT_S)
-            self.admit(stream.peer, bytes(greeting.payload))
+            self.network.admit(stream.peer, bytes(greeting.payload))
             self.admitted.add(stream.peer)
             while True:
                 frame = stream.receive(_bounded(MESSAGE))
                 heard = True  # who hangs up before that was only looking whether we live
-                self.ears.heard(stream.peer, decode_message(bytes(frame.payload)))
+                self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))
         except (FrameError, MessageRefused) as bad:
-            self.ears.refuse(stream.peer, f"sent garbage: {bad}")
+            self.post(partial(self.node.ban, stream.peer, f"sent garbage: {bad}"))
         except TransportError as lost:
-            log.debug("%s: stream of %s is over: %s", self.transport.identity, stream.peer, lost)
-            if heard:
-                self._look_into(stream.peer)
+            log.debug("%s: stream of %s is over: %s", self.node.me, stream.peer, lost)
+            if heard and not self._closed and (line := self._lines.get(stream.peer)) is not None:
+                line.put(PROBE)
         except Exception as error:  # noqa: BLE001 -- a thread's outermost frame: admission was refused
-            self.ears.refuse(stream.peer, f"was not admitted: {error}")
+            self.post(partial(self.node.ban, stream.peer, f"was not admitted: {error}"))
         finally:
             stream.close()
-
-    def _look_into(self, peer: str) -> None:
-        if not self._closed and (line := self._lines.get(peer)) is not None:
-            line.probe()
 
 
 class Line:
@@ -147,10 +149,6 @@ class Line:
         except queue.Full:  # nobody reads: what it missed is sent again, or no longer matters
             log.debug("%s does not keep up", self.address.identity)
 
-    def probe(self) -> None:
-        """Its own stream to us broke: is it still there?"""
-        self.put(b"")
-
     def close(self) -> None:
         self._closed = True
         if self._stream is not None:
@@ -163,7 +161,8 @@ class Line:
             self._busy = True
             try:
                 if raw:
-                    self._say(raw)
+                    self._stream = self._stream or self._connect()
+                    self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
                 else:
                     self._connect().close()  # a stream that is fine stays: hanging up would make the other side probe
             except TransportError as error:
@@ -172,21 +171,16 @@ class Line:
             self._busy = False
         self._hang_up()
 
-    def _say(self, raw: bytes) -> None:
-        if self._stream is None:
-            self._stream = self._connect()
-        self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
-
     def _connect(self) -> Stream:
         started = time.monotonic()
         try:
-            stream = self.mailbox.transport.connect(self.address, CHANNEL, timeout_s=CONNECT_S)
-            stream.send(GREETING, b"", self.mailbox.greeting, timeout_s=CONNECT_S)
+            stream = self.mailbox.network.plain.connect(self.address, CHANNEL, timeout_s=CONNECT_S)
+            stream.send(GREETING, b"", self.mailbox.network.greeting, timeout_s=CONNECT_S)
             return stream
         except TransportError as error:
             refused_us = isinstance(error, PeerRefused)  # it lives, and does not know us yet
             if not refused_us and time.monotonic() - started < QUICK_S and not self._closed:
-                self.mailbox.ears.gone(self.address.identity)
+                self.mailbox.post(partial(self.mailbox.node.closed, self.address.identity))
             self._drain()
             time.sleep(RETRY_S)
             raise

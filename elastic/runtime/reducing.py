@@ -4,8 +4,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
 from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
 from diloco.comm.reduce.two_level import TwoLevelReduction
-from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.messages import Begin
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
@@ -44,20 +44,11 @@ class Outcome:
 
 class Attempt:
     def __init__(
-        self,
-        begin: Begin,
-        contribution: Tensor,
-        count: int,
-        transport: Transport,
-        addresses: Mapping[str, PeerAddress],
-        done: Callable[[Begin, Outcome], None],
+        self, begin: Begin, reduction: Reduction | TwoLevelReduction, done: Callable[[Begin, Outcome], None]
     ) -> None:
-        self.begin = begin
-        self.started = time.monotonic()
-        self._done = done
-        self.reduction = reduction_of(begin, contribution, count, transport, addresses)
-        first = self.reduction.levels.scatter if isinstance(self.reduction, TwoLevelReduction) else self.reduction.plan
-        self.chunks = max(len(first.chunks(member)) for member in range(len(first.members)))
+        self.begin, self.reduction, self._done = begin, reduction, done
+        self.started, plan = reduction.level.began, reduction.level.plan
+        self.chunks = max(len(plan.chunks(member)) for member in range(len(plan.members)))
         self._stalled = ""
         threading.Thread(target=self._run, name="reduce", daemon=True).start()
 
@@ -74,31 +65,28 @@ class Attempt:
             log.exception("an all-reduce failed here")
             outcome = Outcome("", reason=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - self.started
-        sent = self.reduction.bytes_sent
-        self._done(self.begin, Outcome(**{**vars(outcome), "seconds": seconds, "bytes_sent": sent}))
+        self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent))
 
     def cancel(self) -> None:
         self.reduction.cancel("another ballot")
 
     def watch(self, stall_s: float) -> None:
         """Give it up when somebody's chunks have not come for so long; the one who is behind longest is to blame."""
-        now, began = time.monotonic(), self.started
-        if isinstance(self.reduction, TwoLevelReduction):
-            began = self.reduction.level_began
-            stall_s += began - self.started  # others may need as long again for what comes before
+        level = self.reduction.level
+        stall_s += level.began - self.started  # others may need as long again for what comes before
         last = {
-            peer: max(began, progress.last_at)
-            for peer, progress in self.reduction.progress.items()
-            if progress.received_chunks < self.reduction.expected(peer)
+            peer: max(level.began, progress.last_at)
+            for peer, progress in level.progress.items()
+            if progress.received_chunks < level.expected(peer)
         }
         slowest = min(last, key=lambda peer: last[peer], default="")
-        if slowest and not self._stalled and now - last[slowest] > stall_s:
+        if slowest and not self._stalled and time.monotonic() - last[slowest] > stall_s:
             self._stalled = slowest
             self.reduction.cancel(f"no chunk of {slowest} for {stall_s:.1f} s")
 
 
 def reduction_of(
-    begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Mapping[str, PeerAddress]
+    begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Addresses
 ) -> Reduction | TwoLevelReduction:
     """Build the all-reduce that *begin* asks for. PlanRefused: what peers propose is checked here."""
     plan = plan_of(begin, count)

@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.comm.codec.feedback import ErrorFeedback
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import codec_named
-from diloco.elastic.protocol.messages import Begin, Effect
+from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.ranges import Ranges, minus, normal, size
 from diloco.elastic.protocol.record import Contribution, Head, Offer, Record, holder_name
 from diloco.elastic.protocol.state import RunState
@@ -49,7 +49,7 @@ class Session:
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
         self._taken = [""] * len(fragments)  # which update of each fragment the trainer's base contains
-        self._wanted, self._late = driver.node.want, 0  # samples to train on, and those behind late progress
+        self._wanted, self._late = driver.node.own.want, 0  # samples to train on, and those behind late progress
         self._offered_at = [("", 0)] * len(fragments)
         self._offers: dict[int, Offer] = {}  # by fragment: the last one
         self._encoding = ThreadPoolExecutor(1, "encode")
@@ -91,8 +91,10 @@ class Session:
         `progress` holds its values when `ready` has been called, and is not to be changed after that."""
         check(self.driver)
         work = self.works[fragment]
-        make_offer = work.cut(progress, done, usual_norm=self._usual_norm())
-        self._offered_at[fragment] = self.driver.versions[fragment].digest, work.mark
+        last = self.last_round()
+        usual_norm = median([contribution.offer.norm for contribution in last]) if last else 0.0
+        make_offer = work.cut(progress, done, usual_norm=usual_norm)
+        self._offered_at[fragment] = self.driver.applied.version(fragment).digest, work.mark
 
         def encode_and_offer() -> None:
             ready()
@@ -100,11 +102,6 @@ class Session:
             self.driver.post(partial(self.driver.node.offer, offer))
 
         self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]
-
-    def _usual_norm(self) -> float:
-        """The median of the last round with contributions; 0: there was none."""
-        last = self.last_round()
-        return median([contribution.offer.norm for contribution in last]) if last else 0.0
 
     def last_round(self) -> tuple[Contribution, ...]:
         """Who contributed what to the last round that had contributions."""
@@ -131,8 +128,8 @@ class Session:
 
     def over(self, fragment: int) -> bool:
         """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
-        version, mark = self._offered_at[fragment]
-        return self.driver.versions[fragment].digest != version or self._mark(self.driver.applied, fragment) != mark
+        state = self.driver.applied
+        return (state.version(fragment).digest, self._mark(state, fragment)) != self._offered_at[fragment]
 
     def _mark(self, state: RunState, fragment: int) -> int:
         node = self.driver.node
@@ -154,7 +151,7 @@ class Session:
 
     def moved(self, fragment: int) -> bool:
         """Its outer parameters are not those that were last taken."""
-        return self.driver.versions[fragment].digest != self._taken[fragment]
+        return self.driver.applied.version(fragment).digest != self._taken[fragment]
 
     def forget_taken(self, fragments: Iterable[int]) -> None:
         """Count these as changed: the trainer does not hold what they are now."""
@@ -171,17 +168,15 @@ class Session:
         """Where this fragment is now: its parameters are written to their place in `base`. What was on offer is no
         longer: contained or owed."""
         with self.driver.replica.reading() as vectors, self.driver.changed:
-            self.fragments.copy(vectors, "parameters", base, fragment)
-            self.state, version = self.driver.applied, self.driver.versions[fragment]
+            for lo, hi in self.fragments.ranges[fragment]:
+                base[lo:hi].copy_(vectors["parameters"][lo:hi])
+            self.state = self.driver.applied
+        version = self.state.version(fragment)
         self._taken[fragment] = version.digest
         work = self.works[fragment]
         owed = work.rebase(self._mark(self.state, fragment))
-        self.driver.post(partial(self._withdraw, fragment))
+        self.driver.post(lambda now: self.driver.node.withdraw(fragment))
         return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
-
-    def _withdraw(self, fragment: int, now: float) -> list[Effect]:
-        self.driver.node.withdraw(fragment)
-        return []
 
     def available(self, used: Ranges) -> Ranges:
         """Samples that this island may train on, besides those it has used since its last cut."""

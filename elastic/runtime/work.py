@@ -136,11 +136,6 @@ class Work:
         owed = self.owed(mark)
         return self._sum(owed) if owed else None
 
-    @property
-    def clean(self) -> bool:
-        """Everything up to the last cut is contained."""
-        return self.mark == self.hi
-
     def facts(self) -> dict[str, Any]:
         """With `payloads`: what a save holds of it. What is contained is left out."""
         owed = [(piece, piece.encoded(self._encode).norm) for piece in self.owed(self.mark)]

@@ -234,7 +234,7 @@ def _strike(world: World, fault: Fault) -> None:
             case "crash at":
                 crash(name)
             case "crash coordinator at":
-                crash(world.lives[name].node.promise.coordinator)
+                crash(world.lives[name].node.own.promise.coordinator)
             case "power cut":
                 for each in list(world.lives):
                     crash(each)

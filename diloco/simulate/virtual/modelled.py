@@ -169,14 +169,14 @@ def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: d
     Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`:
     what the heartbeat says, once for all who hear it.
     """
-    peers, state, term = node.peers, node.state, node.term
+    peers, state, term = node.peers, node.state, node.own.term
     assert isinstance(peers, SharedPeers)
     known = peers.dealt_with.get(sender) == (beat, state.head) and beat.head == state.head
-    at_rest = not (node.leaving or node.diverged) and (term is None or term.answers.get(sender) is not None)
+    at_rest = not (node.own.leaving or node.own.diverged) and (term is None or term.answers.get(sender) is not None)
     if not (known and at_rest and peers.touch(sender, now)):
         peers.dealt_with[sender] = beat, state.head
         return False
-    if beat.missed is not None and not node.broadcasts:
+    if beat.missed is not None and not node.liveness.broadcasts:
         key = id(state.places)
         peers.accept_report(
             sender, words.get(key) or words.setdefault(key, LivenessReport(now, frozenset(beat.missed), state.places))
@@ -278,13 +278,13 @@ class Modelled(Costs):
         return SharedPeers(self.setting.silence_s, name, self._directory, now)
 
     def first_tick_s(self, node: Node) -> float:
-        return node.options.heartbeat_s * self.timeline.chance("first tick")
+        return node.own.options.heartbeat_s * self.timeline.chance("first tick")
 
     def ticks(self, life: Life) -> bool:
-        return life.node.term is None or life.heard or self.timeline.now - life.ticked_at >= IDLE_S
+        return life.node.own.term is None or life.heard or self.timeline.now - life.ticked_at >= IDLE_S
 
     def tick_s(self, node: Node, islands: int) -> float:
-        return node.options.heartbeat_s if node.term is None else max(TICK_S, LOOK_S * islands)
+        return node.own.options.heartbeat_s if node.own.term is None else max(TICK_S, LOOK_S * islands)
 
     def phase_s(self, name: str) -> float:
         usual_s, chance = self.setting.phase_s * self.setting.pace(int(name)), self.timeline.chance(f"phase {name}")
@@ -306,7 +306,7 @@ class Modelled(Costs):
 
     def closed_s(self, gone: Node, other: Node) -> float | None:
         """Only those who speak to all have a stream to each other."""
-        return self.setting.line.delay_s if other.broadcasts or gone.broadcasts else None
+        return self.setting.line.delay_s if other.liveness.broadcasts or gone.liveness.broadcasts else None
 
     def allreduce(self, members: int) -> Cost:
         cost = two_level if self.setting.reduces_in_two_levels(members) else flat

@@ -132,7 +132,7 @@ def _until(world: World, come: Callable[[], bool], command: str) -> None:
 
 
 def _holds(world: World, who: str, number: int) -> bool:
-    held = world.lives[who].node.held
+    held = world.lives[who].node.own.held
     return held is not None and held.record.proposal.key.round == number
 
 

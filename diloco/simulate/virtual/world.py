@@ -199,7 +199,7 @@ class World:
         self.stopped.pop(name, None)
         self._crash_after.pop(name, None)
         self._doubt({name})
-        setback = self.reductions.lost(name, silent=silent) or life.node.term is not None
+        setback = self.reductions.lost(name, silent=silent) or life.node.own.term is not None
         self.past.append(Past(self.now, self.now - life.since, life.trainer.computed_s, setback))
         for other, theirs in () if silent else self.lives.items():
             if (wait_s := self.costs.closed_s(life.node, theirs.node)) is not None:
@@ -359,7 +359,7 @@ class World:
             self.enter(name, lambda node, now: node.fetch_failed(holder, record, "gone", now))
 
     def _has(self, name: str, record: Record) -> bool:
-        held = self.lives[name].node.held
+        held = self.lives[name].node.own.held
         logged = (entry.digest for entry in reversed(self.disks[name].log))
         return (held is not None and held.record.digest == record.digest) or record.digest in logged
 
