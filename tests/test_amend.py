@@ -202,7 +202,7 @@ def test_a_change_waits_while_somebody_cannot_follow_it_and_rounds_go_on():
     assert [(note.peer, note.kind) for note in effects if isinstance(note, Note)] == [("B", "refused")]
     later = [effect for at in range(3, 30) for effect in leads.tick(at / 10)]
     assert FIRST not in begun_by(*later) and not notes(later, "excluded")
-    again = leads.receive("B", replace(promise(FIRST), incarnation=2, term=leads.term.number), 3.0)
+    again = leads.receive("B", replace(promise(FIRST), incarnation=2, term=leads.own.term.number), 3.0)
     assert begun_by(*again) == [FIRST]  # it has come back, perhaps with another diloco
 
 
