@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import subprocess
@@ -76,3 +77,7 @@ def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     """The real command in a real process."""
     command = [sys.executable, "-m", "diloco", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

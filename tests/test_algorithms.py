@@ -173,4 +173,4 @@ def test_what_is_left_at_the_end_is_contributed(small):
     local = torch.empty(life.trainer.layout.size)
     life.trainer.island.shards.read(local)
     torch.testing.assert_close(life.outer["parameters"], local)
-    assert life.trainer.step_count == 12 and life.trainer.rounds.updates == 8
+    assert life.trainer.step_count == 12 and life.trainer.sync.view.updates == 8

@@ -12,11 +12,10 @@ from test_elastic_state import record as any_record
 
 from diloco.bench.team import Heard, driver_for
 from diloco.comm.peers.identity import Identity
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Append, Begin, Collect, Done, Failed, FetchResult, Note, Promise
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Record
+from diloco.elastic.protocol.record import EMPTY, Amendment, Ballot, Head, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.elastic.runtime.driver import check as check_driver

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import read_events
 from own_loops import DATA, PLAIN, made, run_of, train, train_all, vector
 from team import PATIENT, own_folder, own_loop_driver, side_by_side
 from torch import nn
@@ -25,7 +26,7 @@ from diloco.elastic.protocol.record import holder_name
 from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError
 from diloco.island.layout import Layout
 from diloco.island.user_model import OwnModel
-from diloco.report.events import Events, read_events
+from diloco.report.events import Events
 from diloco.run.genesis import Genesis
 from diloco.run.join import options_for
 from diloco.train.rounds import Rounds

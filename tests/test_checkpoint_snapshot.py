@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from alone import HERE
+from conftest import read_events
 from safetensors.torch import load_file
 from test_checkpoint_segments import BASE, chain, entry, opened, write
 
@@ -27,7 +28,7 @@ from diloco.checkpoint.log.snapshot import (
 )
 from diloco.checkpoint.save import saves
 from diloco.errors import SnapshotDamaged
-from diloco.report.events import Events, JsonLines, read_events
+from diloco.report.events import Events, JsonLines
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SMALL, run_cli
+from conftest import SMALL, read_events, run_cli
 from typer.testing import CliRunner
 
 from diloco.cli.app import app
 from diloco.errors import ConfigError
-from diloco.report.events import read_events
 from diloco.run.folder import prepare_folder
 
 COMMANDS = [

@@ -32,10 +32,19 @@ from diloco.comm.transport.transport import Frame, PeerAddress, Stream, hear_cha
 from diloco.comm.transport.wire import Piece, WireCarrier
 from diloco.config.file import parse_config
 from diloco.elastic.protocol import messages
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Held, Memory
-from diloco.elastic.protocol.record import Ballot, Contribution, Grant, Offer, Proposal, Record, Settings, canonical
+from diloco.elastic.protocol.record import (
+    Amendment,
+    Ballot,
+    Contribution,
+    Grant,
+    Offer,
+    Proposal,
+    Record,
+    Settings,
+    canonical,
+)
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, decode_message, encode, encode_message, from_plain, to_plain
 from diloco.elastic.runtime.applier import Kept

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import SMALL, read_events
 from rich.console import Console
 from test_board import a_round, told
 
 from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
-from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, is_saving, open_run, spread
-from diloco.launch.plan import Plan
+from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, Plan, is_saving, open_run, spread
 from diloco.launch.processes import Child
-from diloco.report.events import Event, read_events
+from diloco.report.events import Event
 from diloco.report.watching import IslandsView
 from diloco.run.folder import release
 from diloco.run.signals import REPEAT_S

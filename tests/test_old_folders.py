@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_cli
+from conftest import read_events, run_cli
 
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.save import read_facts, saves
 from diloco.history.log import newest_state, rows, state_of
-from diloco.report.events import read_events
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = sorted(path.parent.name for path in DATA.glob("*/digests.json"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import read_events
 from test_checkpoint_log import ROUNDS
 from test_checkpoint_log import log as log
 from test_launcher import wait_until
@@ -23,9 +24,7 @@ from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.history.log import find_logs, newest_state, rows, state_of, verify
 from diloco.history.rewind import rewind
-from diloco.island.fragments import fragments_of
-from diloco.island.layout import Layout
-from diloco.report.events import read_events
+from diloco.island.layout import Layout, fragments_of
 from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
 from diloco.run.join import run_of

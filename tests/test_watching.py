@@ -5,9 +5,10 @@ import json
 import os
 
 import pytest
+from conftest import read_events
 from rich.console import Console
 
-from diloco.report.events import Events, JsonLines, read_events
+from diloco.report.events import Events, JsonLines
 from diloco.report.terminal import PlainView, curve, open_view
 from diloco.report.trackers import TensorBoard, WandB
 

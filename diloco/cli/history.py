@@ -16,7 +16,7 @@ from diloco.cli.shared import Device, Json, Overrides, RunName, RunTokenizer, ne
 from diloco.errors import ConfigError, DataError, SaveError
 
 if TYPE_CHECKING:
-    from diloco.elastic.protocol.amendment import Amendment
+    from diloco.elastic.protocol.record import Amendment
     from diloco.history.log import Findings, Row
 
 COLUMNS = ("round", "fragment", "step", "tokens", "bytes", "digest", "contributors")

@@ -185,8 +185,9 @@ def _cells(plan: Plan, row: Row) -> list[str]:
     needs = ["no rate" if rate is None else units.format_rate(rate) for rate in row.needed_bits_per_s]
     if plan.situation.line == NO_LINE:
         return [_short(one.sync), units.format_size(max(part.sent for part in one.rounds)), *needs]
-    figures = [_seconds(one.round_s), percent(one.utilisation), _decimal(one.sent_a_day)]
-    return [_short(one.sync), *figures, *needs]
+    sent = one.sent_a_day / 1e9
+    volume = f"{sent / 1000:.3g} TB" if sent >= 1000 else f"{sent:.3g} GB"
+    return [_short(one.sync), _seconds(one.round_s), percent(one.utilisation), volume, *needs]
 
 
 def _short(sync: SyncConfig) -> str:
@@ -206,10 +207,6 @@ def _memory(plan: Plan) -> str:
         return text
     remedy = "raise island.fsdp or accumulate, or set activation_checkpointing"
     return f"{text}; an accelerator has {size(accelerator.memory_bytes)}: {remedy}"
-
-
-def _decimal(size: float) -> str:
-    return f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.3g} GB"
 
 
 def _seconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, TicketError
 from diloco.units import parse_link, parse_rate
 
 if TYPE_CHECKING:
-    from diloco.launch.plan import Plan
+    from diloco.launch.fleet import Plan
     from diloco.train.trainer import Outcome
 
 
@@ -43,7 +43,7 @@ def run(
     torchrun --nnodes 2 … -m diloco run CONFIG
     """
     from diloco.config.file import load_config
-    from diloco.launch.plan import Plan
+    from diloco.launch.fleet import Plan
     from diloco.run.folder import islands_to_start
 
     loaded = load_config(config, set_ or [])

@@ -7,7 +7,7 @@ without its first token. Neighbours share one token, which is a target in one an
 import numpy as np
 import numpy.typing as npt
 
-from diloco.data.shuffle import permute
+from diloco.data.shuffle import over_epochs
 from diloco.data.source import Source
 from diloco.errors import DataError
 
@@ -31,12 +31,7 @@ class Samples:
 
     def train(self, position: int, count: int) -> Rows:
         """[count, sequence + 1]. Positions run on over epochs; each epoch has an order of its own."""
-        epochs, places = np.divmod(_positions(position, count), self.train_count)
-        indices = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            indices[now] = permute(places[now], self.train_count, self.seed, int(epoch))
-        return self._rows(indices)
+        return self._rows(over_epochs(_positions(position, count), self.train_count, self.seed))
 
     def validation(self, position: int, count: int) -> Rows:
         """[count, sequence + 1], in the source's order; after the last sample comes the first again."""

@@ -33,6 +33,15 @@ def permute(positions: npt.ArrayLike, n: int, seed: int, epoch: int) -> npt.NDAr
     return places.astype(np.int64).reshape(given.shape)
 
 
+def over_epochs(positions: npt.NDArray[np.int64], n: int, seed: int | None) -> npt.NDArray[np.int64]:
+    """Positions run on over epochs of n elements; each epoch has an order of its own, if there is a seed."""
+    epochs, places = np.divmod(positions, n)
+    if seed is not None:
+        for epoch in np.unique(epochs):
+            places[epochs == epoch] = permute(places[epochs == epoch], n, seed, int(epoch))
+    return places
+
+
 def _feistel(values: _U64, side: np.uint64, keys: _U64) -> _U64:
     left, right = values // side, values % side
     for key in keys:

@@ -11,8 +11,7 @@ from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import ConfigError, ModelError
 from diloco.island.flat import Shards
-from diloco.island.fragments import fragments_of
-from diloco.island.layout import Layout
+from diloco.island.layout import Layout, fragments_of
 from diloco.island.mesh import Place
 from diloco.model.build import refuse_float_buffers
 

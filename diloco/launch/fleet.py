@@ -5,8 +5,10 @@ with a ticket that names the addresses of all.
 """
 
 import json
+import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,8 +17,8 @@ from diloco.checkpoint.save import read_facts, saves
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
+from diloco.config.schema import Config
 from diloco.errors import SaveError
-from diloco.launch.plan import Plan
 from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
@@ -24,12 +26,62 @@ from diloco.run.folder import islands_in, prepare_folder
 from diloco.run.signals import PAUSE, signals
 from diloco.train.resume import among_others
 
+OWN = ("island", "log", "evaluate", "checkpoint")  # a joiner's own sections; all others come from the founder
 LOOK_S = 0.2
 RESTART_S = 3.0
 RESTARTS = 5  # of one island
 LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s, unless it is still saving
 SAVING_S = 30.0  # since it last wrote to a file
 TICKET_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which islands are started on this machine, where, and by which commands."""
+
+    config: Config
+    path: Path
+    overrides: tuple[str, ...]
+    islands: int
+    link: str | None = None
+    host: str | None = None
+    restart: bool = True
+    resume: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.dir)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"island-{number}" for number in range(1, self.islands + 1)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return {"OMP_NUM_THREADS": str(max(1, cores // self.islands))}
+
+    def founder(self) -> list[str]:
+        changes = [*self.overrides, f"checkpoint.dir={self.folder / self.names[0]}"]
+        resume = ["--resume"] if self.resume else []
+        return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network()]
+
+    def joiner(self, name: str) -> list[str]:
+        where = ["--name", name, "--dir", str(self.folder / name)]
+        return ["join", str(self.folder / "ticket"), *where, *_sets(self._own()), *self.network()]
+
+    def _own(self) -> list[str]:
+        sections = {name: getattr(self.config, name).model_dump(mode="json", exclude_unset=True) for name in OWN}
+        leaves = [(f"{name}.{key}", value) for name, tree in sections.items() for key, value in tree.items()]
+        return [f"{key}={json.dumps(value)}" for key, value in leaves if key != "checkpoint.dir"]
+
+    def network(self) -> list[str]:
+        given = {"--link": self.link, "--host": self.host}
+        return [word for option, value in given.items() if value is not None for word in (option, value)]
+
+
+def _sets(changes: list[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
 
 
 def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:

@@ -7,8 +7,7 @@ from diloco.comm.reduce.spans import spans_by_bandwidth
 from diloco.config.schema import Config, DataConfig
 from diloco.data.source import source_kind
 from diloco.errors import DataError
-from diloco.island.fragments import fragments_of
-from diloco.island.layout import Layout
+from diloco.island.layout import Layout, fragments_of
 from diloco.island.parallel import blocks_of
 from diloco.model.build import Network, build_network
 from diloco.model.flops import flops_per_token

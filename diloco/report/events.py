@@ -65,7 +65,3 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_events(path: Path) -> list[Event]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -13,9 +13,9 @@ from diloco.checkpoint.transfer.mirror import Mirror, Remote
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Run, among_friends, open_island
 from diloco.elastic.runtime.fetching import Snapshot, fetch_state

@@ -189,6 +189,6 @@ class Entrance:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
             rounds = meet(self.stack, peer, start, part, incarnation)
-            self.stop.on_pause = rounds.pause
+            self.stop.on_pause = rounds.driver.pause
         part.join(rounds, self.place.share(earlier))
         return part

@@ -13,7 +13,7 @@ from diloco.atomic import create_file
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, overrides_tree, parse_config
 from diloco.config.schema import Config
-from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.protocol.wire import MAX_TEXT, decode, encode
 from diloco.errors import ConfigError, MessageRefused, SaveError
 

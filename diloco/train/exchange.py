@@ -19,7 +19,7 @@ from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.session import at_once
 from diloco.elastic.runtime.work import Trained
 from diloco.island.flat import Shards
-from diloco.island.fragments import names_of
+from diloco.island.layout import names_of
 from diloco.island.mesh import Place
 from diloco.train.policy import Taken
 from diloco.train.rounds import Rounds
@@ -95,7 +95,7 @@ class Exchange:
         """The fragment's outer parameters are others by now: the island goes there with what they do not contain, and
         with what it has trained in `steps` since the last cut."""
         self._finish_cut(fragment)
-        update = self.rounds.take(fragment) if self.rounds is not None else None
+        update = self.rounds.session.take(fragment, self.rounds.base) if self.rounds is not None else None
         seen = (Taken(update.step, update.owed_steps), update.owed is None) if update is not None else None
         taken, contained = self._place.share(seen)
         if launched and contained and self._sync.apply == "eager":
@@ -135,7 +135,7 @@ class Exchange:
         if self._local is not None:
             kept = torch.empty_like(self._local)
         self._shards.read(kept)
-        self._shards.write(self.rounds.parameters if self.rounds is not None else None)
+        self._shards.write(self.rounds.outer()["parameters"] if self.rounds is not None else None)
         try:
             yield
         finally:

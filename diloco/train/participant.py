@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diloco.checkpoint.save import Saver, read_outer, write_save
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
-from diloco.elastic.protocol.amendment import Amendment
+from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.flat import Shards
 from diloco.island.layout import Layout
@@ -164,15 +164,12 @@ class Participant(ABC):
         self.meter.count(tokens)
         if self.step_count % self.config.log.every and self.step_count != self.sync.config.inner.steps:
             return
-        mean = self._mean_loss()
+        mean = self.place.mean(torch.stack(self._losses).mean()) if self._losses else float("nan")
         rate = self.meter.tokens_per_s()
         read = {name: value() if callable(value) else value for name, value in figures.items()}
         self.events.emit("step", step=self.step_count, loss=mean, tokens_per_s=rate, mfu=self.meter.mfu(rate), **read)
         self._losses.clear()
         self.meter.reset()
-
-    def _mean_loss(self) -> float:
-        return self.place.mean(torch.stack(self._losses).mean()) if self._losses else float("nan")
 
     def report_wait(self, seconds: float) -> None:
         """A wait ends now: for a round, for what is done after it, or for samples."""

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec.registry import result_codec_for
-from diloco.config.schema import Config, SyncConfig
-from diloco.elastic.protocol.amendment import Amendment
-from diloco.elastic.protocol.record import Contribution, Record, Settings
+from diloco.config.schema import Config
+from diloco.elastic.protocol.record import Amendment, Contribution, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
-from diloco.elastic.runtime.session import Session, Update
+from diloco.elastic.runtime.session import Session
 from diloco.train.amend import InForce
 from diloco.train.outer import outer_settings, preview
 from diloco.train.policy import View
@@ -36,17 +35,12 @@ def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]
     return decide
 
 
-def decay_of(sync: SyncConfig) -> float | None:
-    """Of error feedback; None: there is none."""
-    return sync.feedback_decay if sync.feeds_back else None
-
-
 class Rounds:
     """Serves one trainer thread; an island alone is a run of one and has rounds like any other."""
 
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.fragments = driver.run.fragments
-        feedback = decay_of(config.sync)
+        feedback = config.sync.feedback_decay if config.sync.feeds_back else None
         self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
         self._names = names  # of islands, for people
         self._config = InForce(config)
@@ -57,30 +51,14 @@ class Rounds:
         self._told = self.session.state.head.round
 
     @property
-    def step(self) -> int:
-        return self.session.state.step
-
-    @property
-    def updates(self) -> int:
-        return self.session.state.updates
-
-    @property
     def amendments(self) -> tuple[Amendment, ...]:
         """Of the run's settings, as last looked at."""
         return self.session.state.amendments
 
     @property
-    def round(self) -> int:
-        return self.session.state.head.round
-
-    @property
     def first(self) -> bool:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
-
-    def paces(self) -> list[int]:
-        """What an inner step took on each island of the last round, in milliseconds."""
-        return [contribution.offer.step_ms for contribution in self.session.last_round()]
 
     def look(self) -> View:
         with self.driver.changed:
@@ -89,20 +67,11 @@ class Rounds:
             over, moved, owes = (tuple(map(of, each)) for of in (session.over, session.moved, session.owes))
             return View(state.head, state.step, state.updates, over, moved, owes)
 
-    @property
-    def parameters(self) -> Tensor:
-        """As they are now: a copy."""
-        with self.driver.replica.reading() as vectors:
-            return vectors["parameters"].clone()
-
-    def take(self, fragment: int) -> Update:
-        return self.session.take(fragment, self.base)
-
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
         """Where the fragment would be if the round had nothing but this island's share of it."""
         share, islands = self._share()
         config = self._config.at(self.amendments)
-        settings = outer_settings(config, islands, self.updates // len(self.fragments) + 1)
+        settings = outer_settings(config, islands, self.session.state.updates // len(self.fragments) + 1)
         with self.driver.replica.reading() as vectors:
             return preview(vectors, self.fragments, fragment, progress * share, settings)
 
@@ -118,8 +87,9 @@ class Rounds:
     def stories(self) -> list[dict[str, Any]]:
         """Of the rounds that are over since the last time, for people."""
         records = [record for record in self.session.records() if record.proposal.key.round > self._told]
-        self._told = max(self._told, self.round)
-        return [self._story(record) for record in records if record.proposal.key.round <= self.round]
+        seen = self.session.state.head.round
+        self._told = max(self._told, seen)
+        return [self._story(record) for record in records if record.proposal.key.round <= seen]
 
     def _story(self, record: Record) -> dict[str, Any]:
         proposal = record.proposal
@@ -157,7 +127,3 @@ class Rounds:
     def leave(self) -> None:
         self.driver.leave()
         self.session.close()
-
-    def pause(self) -> None:
-        """Without a word: whoever goes like this means to come back and go on."""
-        self.driver.pause()

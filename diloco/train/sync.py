@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from diloco.config.schema import Config
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
+from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.runtime.work import Trained
 from diloco.island.flat import Shards
 from diloco.island.mesh import Place
@@ -39,12 +39,7 @@ def samples_ahead(config: Config, per_step: int) -> int:
 
 class SyncLoop:
     def __init__(
-        self,
-        shards: Shards,
-        place: Place,
-        config: Config,
-        rounds: Rounds | None,
-        after_round: Callable[[], None],
+        self, shards: Shards, place: Place, config: Config, rounds: Rounds | None, after_round: Callable[[], None]
     ) -> None:
         self.place, self.sync, self.elastic, self.rounds = place, config.sync, config.elastic, rounds
         self._config = InForce(config)
@@ -89,8 +84,8 @@ class SyncLoop:
         """What only the leader knows, for all processes: the samples, and this island's share of a phase."""
         seen = None
         if self.rounds is not None:
-            paces = self.rounds.paces() if self.elastic.adaptive else []
-            share = fair_share(self.sync.phase_steps, self._step_ms, paces)
+            last = self.rounds.session.last_round() if self.elastic.adaptive else ()
+            share = fair_share(self.sync.phase_steps, self._step_ms, [each.offer.step_ms for each in last])
             seen = self.rounds.session.available(self.policy.used), self.rounds.exhausted(), share
         self.pool, self._exhausted, self._share = self.place.share(seen)
 
@@ -141,9 +136,9 @@ class SyncLoop:
 
     def _may_go_on(self, count: int) -> bool:
         """If there will be no more samples, nobody comes to rounds."""
-        if (rounds := self.rounds) is None:
-            return self.place.any(False)
-        return self.place.any(rounds.exhausted() or size(rounds.session.available(self.policy.used)) >= count)
+        rounds, used = self.rounds, self.policy.used
+        enough = rounds is not None and (rounds.exhausted() or size(rounds.session.available(used)) >= count)
+        return self.place.any(enough)
 
     def wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
         """Carry out a decision to its end. False: asked to stop before."""
@@ -177,7 +172,7 @@ class SyncLoop:
     def pause(self) -> None:
         """Go without a word, to come back and go on from a save. What is in flight is not waited for."""
         if self.rounds is not None:
-            self.rounds.pause()
+            self.rounds.driver.pause()
 
     def facts(self) -> dict[str, Any]:
         """What a save must hold for the same island to go on among the others."""

@@ -23,8 +23,8 @@ from diloco.data.batches import Batches, open_samples, validation_batches
 from diloco.data.samples import Samples
 from diloco.elastic.protocol.ranges import Ranges, first, size
 from diloco.errors import TrainingDiverged
-from diloco.island.fragments import fragments_of
 from diloco.island.island import Island
+from diloco.island.layout import fragments_of
 from diloco.island.mesh import Place
 from diloco.model.build import build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops

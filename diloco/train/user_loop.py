@@ -6,24 +6,28 @@ What `Trainer` is for the built-in model, `Run` is for somebody else's: the loop
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import default_collate
 
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
-from diloco.data.shuffle import permute
+from diloco.data.shuffle import over_epochs
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
-from diloco.errors import DataError, LoopError
+from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import Place
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
-from diloco.train.user_save import inner_state, restore_inner
 
 
 class Run(Participant):
@@ -129,14 +133,9 @@ class Run(Participant):
 
 
 def indices(batch: Ranges, length: int, seed: int | None) -> list[int]:
-    """The samples at these positions, which run on over epochs; each epoch has its own order, if there is a seed."""
+    """The samples at these positions."""
     positions = np.concatenate([np.arange(lo, hi) for lo, hi in batch])
-    epochs, places = np.divmod(positions, length)
-    if seed is not None:
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            places[now] = permute(places[now], length, seed, int(epoch))
-    return [int(place) for place in places]
+    return [int(place) for place in over_epochs(positions, length, seed)]
 
 
 def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
@@ -149,3 +148,48 @@ def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
         )
     if len(dataset) == 0:
         raise DataError("run.batches: the data is empty")
+
+
+# Saves: what it trains, the state of the optimizer it brought, and its dice. The optimizer's settings are not restored:
+# they are the program's, and may be others at a restart.
+
+AGAIN = "undo that, or start again with fresh=True"
+
+
+def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    dice = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        dice["cuda"] = torch.cuda.get_rng_state()
+    state = {"model": module.state_dict(), "rng": dice, "optimizer": _name(optimizer)}
+    return state if optimizer is None else {**state, "moments": optimizer.state_dict()["state"]}
+
+
+def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    state = _read_inner(save)
+    if state["optimizer"] != _name(optimizer):
+        raise SaveError(f"{save} was made with optimizer={state['optimizer']}, now it is {_name(optimizer)}: {AGAIN}")
+    try:
+        module.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise SaveError(f"{save} is of another model ({str(error).splitlines()[-1].strip()}): {AGAIN}") from None
+    if optimizer is not None:
+        moments = {int(number): moments for number, moments in state.get("moments", {}).items()}
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(state["rng"]["cpu"])
+    if "cuda" in state["rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+
+
+def _read_inner(save: Path) -> dict[str, Any]:
+    """All of it, whatever it holds: the state of somebody's optimizer has a shape of its own."""
+    state: dict[str, Any] = {}
+    reader, planner = FileSystemReader(save / "inner"), _EmptyStateDictLoadPlanner()
+    try:
+        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)  # as dcp_to_torch_save does it
+    except (OSError, RuntimeError, ValueError, UnpicklingError, CheckpointException) as error:
+        raise SaveError(f"{save}/inner cannot be loaded ({error}): delete {save} to fall back") from None
+    return state
+
+
+def _name(optimizer: torch.optim.Optimizer | None) -> str:
+    return "none" if optimizer is None else type(optimizer).__name__

@@ -12,6 +12,7 @@ from diloco.elastic.protocol.ranges import is_normal, size
 from diloco.elastic.protocol.record import Ballot, Key, Record
 
 RESEND_EVERY = 8  # times, to those among many who have heard it
+SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
@@ -105,7 +106,7 @@ class Coordinator:
         term.failures.append((sender, failed))
         if failed.amendment and begin.proposal.amendment is not None:
             self.proposer.add_objection(term.promised(), sender, begin.proposal.amendment, failed.reason)
-        term.settle_at = term.settle_at or now + self.own.options.settle_s
+        term.settle_at = term.settle_at or now + self.own.options.silence_s / SETTLE
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
 

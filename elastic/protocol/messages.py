@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from diloco.elastic.protocol.amendment import Amendment
-from diloco.elastic.protocol.record import Ballot, Head, Key, Offer, Proposal, Record
+from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Offer, Proposal, Record
 
 
 @dataclass(frozen=True)

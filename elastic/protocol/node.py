@@ -8,7 +8,6 @@ line. What is decided is a `Record`; what follows from records is a `RunState`.
 from collections.abc import Iterable
 
 from diloco.elastic.protocol import messages as msg
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.coordinator import Coordinator
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
@@ -16,7 +15,7 @@ from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
 from diloco.elastic.protocol.proposer import Proposer
 from diloco.elastic.protocol.protocol_state import ProtocolState
-from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Offer, Record
+from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Offer, Record
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.elastic.protocol.amendment import Amendment
-from diloco.elastic.protocol.record import Contribution, Settings
+from diloco.elastic.protocol.record import Amendment, Contribution, Settings
 from diloco.elastic.protocol.state import RunState
 
 # the state, the fragment, its contributions -> the round's settings, and the run's clock after it
@@ -37,12 +36,3 @@ class Options:
     def answer_s(self) -> float:
         """Return how long an island may give signs of life but no answer, before it is left out."""
         return 2 * self.silence_s
-
-    @property
-    def settle_s(self) -> float:
-        """Return how long to wait after a failed attempt, until those who died have been missed."""
-        return self.silence_s / 20
-
-    @property
-    def ban_s(self) -> float:
-        return 20 * self.silence_s

@@ -78,9 +78,6 @@ class Peers:
         if any(said.at - report.at > self.silence_s for report in self.reports.values()):
             self.reports = {peer: one for peer, one in self.reports.items() if said.at - one.at <= self.silence_s}
 
-    def _reported(self, peer: str, now: float) -> bool:
-        return any(now - one.at <= self.silence_s and one.hears(peer) for one in self.reports.values())
-
     def banned(self, peer: str, now: float) -> bool:
         view = self.views.get(peer)
         return view is not None and now < view.banned_until
@@ -94,7 +91,9 @@ class Peers:
         if view is None or view.closed or now < view.banned_until:
             return False
         silent_s = now - view.heard_at
-        if silent_s <= self.silence_s or self._reported(peer, now) or now <= self.expected.get(peer, 0.0):
+        if silent_s <= self.silence_s or now <= self.expected.get(peer, 0.0):
+            return True
+        if any(now - one.at <= self.silence_s and one.hears(peer) for one in self.reports.values()):
             return True
         return silent_s <= MINORITY_PATIENCE * self.silence_s and self._majority_is_silent(now, roster)
 

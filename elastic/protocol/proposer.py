@@ -5,14 +5,13 @@ from collections.abc import Collection, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.messages import Begin, Failed, Promise
 from diloco.elastic.protocol.options import Decide
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Contribution, Grant, Offer, Proposal, holder_name
+from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, holder_name
 from diloco.elastic.protocol.state import RunState
 
 WEIGHT_CAP = 2  # times the round's median

@@ -4,14 +4,14 @@ import hashlib
 from dataclasses import dataclass, field
 
 from diloco.elastic.protocol import messages as msg
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
-from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.rules import Rules
 from diloco.elastic.protocol.state import RunState
 
 LONGEST_BACKOFF = 16  # times the shortest
+BAN = 20  # times silence_s
 
 
 @dataclass
@@ -129,7 +129,7 @@ class ProtocolState:
 
     def ban(self, peer: str, reason: str, now: float, for_s: float | None = None) -> None:
         if peer != self.me:
-            self.peers.view(peer, now).banned_until = now + (self.options.ban_s if for_s is None else for_s)
+            self.peers.view(peer, now).banned_until = now + (BAN * self.options.silence_s if for_s is None else for_s)
             self.note("excluded", peer, reason)
 
     def remember(self) -> None:

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from diloco.elastic.protocol.amendment import Amendment
+from diloco.comm.peers.identity import Identity, verify
 from diloco.elastic.protocol.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record that admits islands and changes nothing else
+CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
 
 
 class Head(NamedTuple):
@@ -34,6 +35,36 @@ class Ballot(NamedTuple):
 
 
 NO_BALLOT = Ballot(0, "", 0)
+
+
+@dataclass(frozen=True)
+class Amendment:
+    """A change of a run's settings while it goes on: only its owner can make one, a record makes it so for everybody.
+
+    What it changes is opaque here. They are numbered; whoever holds one brings it to rounds until one contains it.
+    """
+
+    number: int  # 1, 2, …: each follows the one before
+    changes: str
+    signature: str = ""  # in hex
+
+    @classmethod
+    def sign(cls, owner: Identity, number: int, changes: str) -> "Amendment":
+        """The run is its owner's key, so that this is for no other run."""
+        draft = cls(number, changes)
+        return replace(draft, signature=owner.sign(draft._signed).hex())
+
+    @property
+    def _signed(self) -> bytes:
+        return CONTEXT + json.dumps([self.number, self.changes], separators=(",", ":")).encode()
+
+    def is_by(self, owner: str) -> bool:
+        """`owner`: a public key in hex."""
+        try:
+            key, signature = bytes.fromhex(owner), bytes.fromhex(self.signature)
+        except ValueError:
+            return False
+        return verify(key, signature, self._signed)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Contribution, Head, Key, Offer, Record, holder_name
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Key, Offer, Record, holder_name
 from diloco.errors import RecordInvalid
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment

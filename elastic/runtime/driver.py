@@ -20,9 +20,8 @@ from diloco.checkpoint.transfer.donor import Donor
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol import messages as msg
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Ballot, Record
+from diloco.elastic.protocol.record import Amendment, Ballot, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier, Run, Vectors

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity
-from diloco.launch.fleet import Fleet, open_run
-from diloco.launch.plan import Plan
+from diloco.launch.fleet import Fleet, Plan, open_run
 from diloco.report.watching import IslandsView
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.netns import Namespaces

@@ -7,8 +7,7 @@ from functools import cache, partial
 from diloco.elastic.protocol.messages import Begin, Message
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.virtual.costs import Costs
-from diloco.simulate.virtual.timeline import Timeline
+from diloco.simulate.virtual.costs import Costs, Timeline
 from diloco.simulate.virtual.trainer import USUAL, Pace
 from diloco.simulate.virtual.world import Pair, World, decide
 

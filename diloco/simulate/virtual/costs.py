@@ -1,18 +1,57 @@
-"""What everything takes in a world. All times are seconds."""
+"""Virtual time, chance that is the same whenever the same seed is run, and what everything takes in a world."""
 
 from __future__ import annotations
 
+import heapq
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING
 
 from diloco.elastic.protocol.messages import Begin, Message
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.peers import Peers
-from diloco.simulate.virtual.timeline import Timeline
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import Life, World
+
+
+class Timeline:
+    """Chance is drawn by name, from a stream for each: taking one fault away leaves everything else as it was. That is
+    how disasters are made short. A smooth timeline knows no chance at all."""
+
+    def __init__(self, seed: int, *, smooth: bool) -> None:
+        self.now = 0.0
+        self.smooth = smooth
+        self.stream = cache(lambda name: random.Random(f"{seed}/{name}"))
+        self._order = count()
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+
+    def chance(self, name: str) -> float:
+        """In [0, 1)."""
+        return 0.5 if self.smooth else self.stream(name).random()
+
+    def at(self, time: float, what: Callable[[], object]) -> None:
+        heapq.heappush(self._queue, (time, next(self._order), what))
+
+    def after(self, seconds: float, what: Callable[[], object]) -> None:
+        self.at(self.now + seconds, what)
+
+    def later(self, seconds: float, what: Callable[[], object]) -> None:
+        """As `after`, but what takes no time is done before anything else happens."""
+        if seconds:
+            self.after(seconds, what)
+        else:
+            what()
+
+    def run(self, until: float) -> None:
+        queue, pop = self._queue, heapq.heappop
+        while queue and queue[0][0] <= until:
+            self.now, _, what = pop(queue)
+            what()
+        self.now = until
 
 
 class Costs(ABC):

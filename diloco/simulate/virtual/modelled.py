@@ -22,8 +22,7 @@ from diloco.elastic.protocol.wire import PACK_BYTES, dump, to_plain
 from diloco.elastic.runtime.reducing import CONNECT_S, FLAT_UP_TO, SLACK
 from diloco.plan.predict import Host, Line
 from diloco.simulate.virtual.allreduce import Cost, flat, two_level
-from diloco.simulate.virtual.costs import Costs
-from diloco.simulate.virtual.timeline import Timeline
+from diloco.simulate.virtual.costs import Costs, Timeline
 from diloco.simulate.virtual.world import KEEP_RECORDS, Life, World
 
 DAY_S = 86400.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.record import Record
-from diloco.simulate.virtual.timeline import Timeline
+from diloco.simulate.virtual.costs import Timeline
 
 Entry = tuple[float, str] | tuple[float, str, str, m.Message]
 

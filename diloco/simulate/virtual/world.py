@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol import messages as m
-from diloco.elastic.protocol.amendment import Amendment
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Contribution, Head, Record, Settings
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Record, Settings
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 from diloco.simulate.virtual.check import Checker, Violation
