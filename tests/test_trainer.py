@@ -51,6 +51,10 @@ def test_island_and_outer_state_agree_after_a_round(small):
     assert torch.equal(local, life.outer["parameters"])
 
 
+def test_alone_rounds_wait_for_nobody_however_many_islands_the_settings_ask_for(small):
+    assert train(small(elastic={"min_islands": 3})).outcome.finished
+
+
 def test_syncing_every_step_with_plain_sgd_is_plain_training(small):
     """M=1, H=1, outer SGD with lr 1, nothing lost in between: the outer round must be invisible."""
     sync = {"every": 1, "codec": "fp32"}

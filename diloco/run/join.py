@@ -174,7 +174,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
         driver.know(addresses)
         hand_in(driver.amend)
 
-    run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part)
+    run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)
     incarnation = incarnation or new_incarnation(peer.id, origin.state)
     if (remote := remote_of(peer, config)) is not None:  # the rest is copied when the store has been closed
         stack.callback(Mirror(store.folder, remote, peer.id, store.tell).close)
@@ -202,13 +202,15 @@ def alone(part: Participant) -> Iterator[None]:
     transport = MemoryNetwork().transport("alone")
     genesis = Genesis.of(config, part.layout, part.samples, transport.identity)
     run, origin = run_of(genesis, config, part.fragments), Origin(genesis.state(), vectors)
-    with closing(transport), open_island(run, origin, options_for(config), among_friends(transport)) as driver:
+    options = options_for(config, alone=True)
+    with closing(transport), open_island(run, origin, options, among_friends(transport)) as driver:
         part.join(Rounds(driver, config, lambda peer: config.run))
         yield
 
 
-def _options_at(state: RunState, part: Participant) -> Options:
-    options, now = options_for(part.config), amended(part.config, state.amendments)
+def _options_at(state: RunState, part: Participant, peer: LocalPeer) -> Options:
+    options = options_for(part.config, alone=not isinstance(peer, Peer))
+    now = amended(part.config, state.amendments)
     over = schedule_of(now.sync, now.inner).is_over(state.step, state.updates)
     # it has come to look: no round is needed to give it samples; a loop of one's own asks when it wants batches
     return replace(options, want=0) if over or part.samples is None else options
@@ -227,18 +229,19 @@ def leased_incarnation(me: str, state: RunState) -> int | None:
     return next((int(incarnation) for island, _, incarnation in held if island == me), None)
 
 
-def options_for(config: Config) -> Options:
+def options_for(config: Config, *, alone: bool = False) -> Options:
+    """`alone`: nobody else can come, so rounds wait for nobody."""
     elastic = config.elastic
 
     def heeding(options: Options, state: RunState) -> Options:
         now = amended(config, state.amendments)
-        return replace(
-            options, decide=decider(now), steps=now.inner.steps, straggler=now.elastic.straggler,
-            min_islands=now.elastic.min_islands,
-        )  # fmt: skip
+        least = 1 if alone else now.elastic.min_islands
+        straggler, steps = now.elastic.straggler, now.inner.steps
+        return replace(options, decide=decider(now), steps=steps, straggler=straggler, min_islands=least)
 
+    least = 1 if alone else elastic.min_islands
     return Options(
-        decider(config), elastic.silence_s, elastic.straggler, elastic.min_islands, elastic.partition,
+        decider(config), elastic.silence_s, elastic.straggler, least, elastic.partition,
         fragments=config.sync.fragments, want=samples_ahead(config, config.island.batch),
         steps=config.inner.steps, amended=heeding,
         objection=lambda state, amendment: objection(config, (*state.amendments, amendment)),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco.comm.codec.registry import result_codec_for
 from diloco.config.schema import Config
-from diloco.elastic.protocol.record import Amendment, Contribution, Record, Settings
+from diloco.elastic.protocol.record import Contribution, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
 from diloco.elastic.runtime.session import Session
@@ -51,11 +51,6 @@ class Rounds:
         self._told = self.session.state.head.round
 
     @property
-    def amendments(self) -> tuple[Amendment, ...]:
-        """Of the run's settings, as last looked at."""
-        return self.session.state.amendments
-
-    @property
     def first(self) -> bool:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
@@ -70,7 +65,7 @@ class Rounds:
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
         """Where the fragment would be if the round had nothing but this island's share of it."""
         share, islands = self._share()
-        config = self._config.at(self.amendments)
+        config = self._config.at(self.session.state.amendments)
         settings = outer_settings(config, islands, self.session.state.updates // len(self.fragments) + 1)
         with self.driver.replica.reading() as vectors:
             return preview(vectors, self.fragments, fragment, progress * share, settings)

@@ -54,7 +54,7 @@ class SyncLoop:
         self._after_round = after_round
         self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
-        self._heed(place.share(rounds.amendments if rounds is not None else None))
+        self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
         self.refresh()
 
     @property
@@ -196,7 +196,7 @@ class SyncLoop:
     def look(self) -> View:
         before, seen = self.policy.view, None
         if self.rounds is not None:
-            seen = self.rounds.look(), self.rounds.amendments
+            seen = self.rounds.look(), self.rounds.session.state.amendments
         if not self.place.any(seen is not None and seen[0] != before):
             return before
         view, amendments = self.place.share(seen)
