@@ -50,11 +50,11 @@ def classic(config, batches) -> list[torch.Tensor]:
 def reference(config, batches, fragments, method) -> list[torch.Tensor]:
     """The outer parameters after each update of a fragment, or of a round that others are not waited for."""
     islands = [island_for(config) for _ in batches]
-    count, total = len(fragments), islands[0].layout.size
+    count, total = len(fragments), islands[0].shards.layout.size
     delay, alpha = method.get("delay", 0), 0.5 if method.get("apply") == "mix" else None
     where = [torch.cat([torch.arange(lo, hi) for lo, hi in ranges]) for ranges in fragments.ranges]
     theta, velocity = torch.empty(total), torch.zeros(total)
-    islands[0].read(theta)
+    islands[0].shards.read(theta)
     base, local = [theta.clone() for _ in islands], [theta.clone() for _ in islands]
     history, flying, launch_steps = [], [], [round(H * k / count) for k in range(1, PASSES * count + 1)]
 
