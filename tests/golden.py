@@ -1,4 +1,4 @@
-"""Golden digests of the codecs. `python tests/golden.py` prints them for every device of a machine, without pytest."""
+"""Golden digests of the codecs. `python tests/golden.py` makes them on every device of a machine, without pytest."""
 
 from hashlib import sha256
 
@@ -81,5 +81,5 @@ if __name__ == "__main__":
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         for name in CODECS:
             for made, expected in ((golden_digest, GOLDEN), (reduced_digest, REDUCED)):
-                same = made(name, device) == expected[name]
-                print(device, name, made.__name__, "as expected" if same else "DIFFERS")
+                found = made(name, device)
+                print(device, name, made.__name__, found, "as expected" if found == expected.get(name) else "DIFFERS")

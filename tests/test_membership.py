@@ -59,9 +59,9 @@ def test_left_behind_with_one_fragment_an_island_finishes_its_phase(small):
             slow.trained((), 10)
         for _ in range(6):
             fast.trained((), 10)
-        assert contribute(fast, 0, lambda: False) and fast.step == 6
-        wait_until(lambda: slow.policy.follow() and slow.step != 2)
-        assert slow.step == 6 + 2
+        assert contribute(fast, 0, lambda: False) and fast.policy.step == 6
+        wait_until(lambda: slow.policy.follow() and slow.policy.step != 2)
+        assert slow.policy.step == 6 + 2
 
 
 def test_progress_that_a_later_round_contains_counts_once(small):
@@ -76,7 +76,7 @@ def test_progress_that_a_later_round_contains_counts_once(small):
         for _ in range(2):
             island.trained((), 10)
         wait_until(lambda: island.policy.follow() and drivers["A"].applied.updates == 1)
-        assert island.step == 6 + 2
+        assert island.policy.step == 6 + 2
 
 
 def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):

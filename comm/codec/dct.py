@@ -23,7 +23,7 @@ class Dct(Grouped):
 
     name, about = "dct", "the 32 largest waves of each 64 x 64 values (DeMo)"
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
-    unit, scales = CHUNK, 1
+    unit, scales, largest = CHUNK, 1, 1e36
     headroom = 2.0 * (LEVELS + 1)  # 32 waves of 128 scales, each wave 1/32 high: 128 scales, and what rounding adds
     kept = Kept(name, WAVES, nearest=True)
 

@@ -28,7 +28,7 @@ class LowRank(Grouped):
 
     name, about = "lowrank", "the four strongest outer products of each 128 x 256 values (PowerSGD)"
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
-    unit, scales = PAGE, RANK
+    unit, scales, largest = PAGE, RANK, 1e36
     headroom = 2.0 * RANK * (LEVELS + 1) ** 2
 
     @property

@@ -1,4 +1,4 @@
-"""The transport inside one process, for tests and simulation: bounded pipes, so that senders feel back-pressure."""
+"""The transport inside one process, for an island alone, tests and simulation: bounded pipes, for back-pressure."""
 
 import threading
 from collections import deque

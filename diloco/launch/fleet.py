@@ -6,6 +6,7 @@ with a ticket that names the addresses of all.
 
 import json
 import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -226,7 +227,7 @@ class Fleet:
         row.state = "left" if child.exit_code == 0 else "gone"
         if child.exit_code == 0 or self._killing:
             return
-        if asked and child.exit_code == -PAUSE:
+        if asked and child.exit_code in (-PAUSE, -signal.SIGTERM):  # no handler of ours was there
             self.view.say(f"{name} had not started yet")
             return
         self.view.say(f"{name} died ({child.reason()})")

@@ -143,7 +143,7 @@ class Participant(ABC):
     @property
     def step_count(self) -> int:
         """The run's clock: inner steps of the outer state, and those done here since."""
-        return self.sync.step
+        return self.sync.policy.step
 
     @property
     def finished(self) -> bool:

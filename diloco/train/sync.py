@@ -1,4 +1,4 @@
-"""An island's part in a run: what it may train on, how long things take, and the waiting. `policy.py` decides when it
+"""Carries out what the sync policy decides: draws samples, waits, keeps the time. `policy.py` decides when an island
 contributes and what it waits for, `exchange.py` moves the parameters.
 
 All processes of an island call the same methods in the same order; only the leader has rounds.
@@ -56,11 +56,6 @@ class SyncLoop:
         self._phase_began = time.perf_counter()
         self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
         self.refresh()
-
-    @property
-    def step(self) -> int:
-        """The run's clock: the outer state's, and what was trained since."""
-        return self.policy.step
 
     @property
     def config(self) -> Config:
