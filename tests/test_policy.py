@@ -20,6 +20,7 @@ class Seen:
     moved: set[int] = field(default_factory=set)
     owed_steps: int = 0
     done: list[tuple[str, int]] = field(default_factory=list)
+    then: tuple[int, set[int]] | None = None  # updates, and what is over, after the next result is taken
 
     def look(self) -> View:
         each = range(self.fragments)
@@ -33,6 +34,8 @@ class Seen:
         self.done.append(("take", fragment))
         self.over.discard(fragment)
         self.moved.discard(fragment)
+        if self.then is not None:
+            (self.updates, self.over), self.then = self.then, None
         return Taken(self.step, self.owed_steps)
 
     def policy(self, schedule: Schedule) -> SyncPolicy:
@@ -102,6 +105,20 @@ def test_who_waits_for_one_fragment_offers_what_is_due_before_and_takes_it_when_
     assert seen.done[-1] == ("take", 0) and policy.in_flight == {1}
     seen.updates, seen.over = 2, {1}
     assert not list(waits) and not policy.in_flight
+
+
+def test_what_it_waits_for_may_be_over_while_it_takes_something_else():
+    """The round of 1 is committed while the result of 0 is taken: it is taken too, and not launched again."""
+    seen = Seen(fragments=3)
+    policy = seen.policy(Schedule(range(1, 100), 3, delay=2))
+    policy.trained((), 10)
+    assert policy.launch(1)
+    policy.trained((), 10)
+    waits = policy.finish(1)
+    next(waits)
+    seen.updates, seen.over, seen.then = 1, {0}, (2, {1})
+    assert list(zip(waits, range(5), strict=False)) and not policy.in_flight & {0, 1}
+    assert seen.done == [("launch", 1), ("launch", 0), ("take", 0), ("take", 1)]
 
 
 def test_without_samples_it_waits_no_longer_than_it_has_none():

@@ -6,6 +6,7 @@ import torch
 from alone import HERE, train
 from torch import nn
 
+from diloco.bench.team import Heard
 from diloco.checkpoint.save import saves
 from diloco.comm.peers.identity import Identity
 from diloco.data.batches import Batches, open_samples
@@ -49,6 +50,17 @@ def test_island_and_outer_state_agree_after_a_round(small):
     local = torch.empty(life.trainer.layout.size)
     life.trainer.island.shards.read(local)
     assert torch.equal(local, life.outer["parameters"])
+
+
+def test_a_round_that_comes_while_it_leaves_is_told(small):
+    heard = Heard()
+    trainer = Trainer(small(sync={"every": 6}), HERE, Events([heard]))
+    with alone(trainer):
+        for _ in range(8):
+            trainer.advance()
+        trainer.leave()
+    told = {kind: [event["round"] for event in heard.events if event["event"] == kind] for kind in ("round", "agreed")}
+    assert told["round"][-1:] == told["agreed"] and len(told["round"]) > 1
 
 
 def test_alone_rounds_wait_for_nobody_however_many_islands_the_settings_ask_for(small):

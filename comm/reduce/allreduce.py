@@ -37,9 +37,11 @@ class Progress:
     received_chunks: int = 0
     last_at: float = 0.0  # time.monotonic()
 
-    def note(self, *, sent: int = 0, received: int = 0) -> None:
-        self.sent_chunks, self.received_chunks = self.sent_chunks + sent, self.received_chunks + received
-        self.last_at = time.monotonic()
+    def sent(self) -> None:  # each counter has one thread that writes it
+        self.sent_chunks, self.last_at = self.sent_chunks + 1, time.monotonic()
+
+    def received(self) -> None:
+        self.received_chunks, self.last_at = self.received_chunks + 1, time.monotonic()
 
 
 # How the threads of one all-reduce wait for each other. Whatever stops the attempt wakes all of them.
@@ -198,12 +200,12 @@ class Reduction:
             stream = self._connect(peer)
             for number, chunk in enumerate(self._contributions(peer)):
                 stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
-                self.progress[peer].note(sent=1)
+                self.progress[peer].sent()
             for number, chunk in enumerate(self._results(self.me)):
                 if self.scatters:
                     self._reduced.reach(number + 1)
                 stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(chunk)])
-                self.progress[peer].note(sent=1)
+                self.progress[peer].sent()
             stream.end()
 
     def _receive(self) -> None:
@@ -214,12 +216,12 @@ class Reduction:
                 room = window.place(number, self._size(chunk))
                 stream.receive(_expect(CONTRIBUTION, number, room))
                 window.filled.add_one()
-                self.progress[peer].note(received=1)
+                self.progress[peer].received()
             for number, chunk in enumerate(self._results(peer)):
                 room = self.result[self.plan.result_bytes_of(chunk)]
                 stream.receive(_expect(RESULT, number, room))
                 self._refuse_bad_result(peer, chunk, room)
-                self.progress[peer].note(received=1)
+                self.progress[peer].received()
             _expect_end(stream)
 
     def _reduce(self) -> None:

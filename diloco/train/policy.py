@@ -143,21 +143,22 @@ class SyncPolicy:
 
     def finish(self, fragment: int) -> Waits:
         """Wait until the round of what is in flight is over, with or without this island's part; take the result."""
-        early = set[int]()
+        early: list[int] = []
         while not (view := self._look()).over[fragment]:
-            self._keep_up(early)
+            self._keep_up(fragment, early)
             yield view.head
         for each in (fragment, *early):
             self._conclude(each)
 
-    def _keep_up(self, early: set[int]) -> None:
-        """Rounds come in turn: whoever waits for a later one takes part in those before it, or they may never come."""
-        due = self.view.updates % self._count
-        for fragment in (*early, due):
+    def _keep_up(self, awaited: int, early: list[int]) -> None:
+        """Rounds come in turn: whoever waits for a later one takes part in those before it, or they may never come.
+        More of them may be over each time that something was taken; what is awaited then is not launched again."""
+        for fragment in {*early, self.view.updates % self._count} - {awaited}:
             self._conclude(fragment)
         self.follow()
-        if self.launch(due):
-            early.add(due)
+        due = self.view.updates % self._count
+        if not self.view.over[awaited] and self.launch(due):
+            early.append(due)
 
     def _conclude(self, fragment: int) -> None:
         if fragment in self.in_flight and self.view.over[fragment]:

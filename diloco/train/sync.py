@@ -161,6 +161,7 @@ class SyncLoop:
         if self.policy.owes_something and not self.policy.over:
             deadline = time.monotonic() + self.elastic.grace_s
             self.wait_out(self.policy.give_everything(), lambda: time.monotonic() > deadline)
+            self._follow()
         if self.rounds is not None:
             self.rounds.leave()
 
