@@ -122,7 +122,7 @@ def test_a_save_that_the_log_does_not_lead_to_is_left_alone(paired):
     life.driver.close()
     life.store.close()
     assert life.earlier.path == older and life.earlier.incarnation is None  # it has been gone on from
-    assert torch.equal(held_by(life), life.together.parameters)
+    assert torch.equal(held_by(life), life.together.outer()["parameters"])
     assert life.trainer.sync.policy.steps == read_facts(older)["exchange"]["steps"] > 0
 
 

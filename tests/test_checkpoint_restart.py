@@ -84,6 +84,8 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
     with living(tmp_path, ("A",)) as (_, (island,)):
         at_round([island], 13)
         stand_still([island])
+        node, work = island.driver.node, island.session.works[0]
+        wait_for(lambda: island.state.mark(node.me, node.incarnation, 0) == work.hi, [island])  # what it offered last
         digest, head = island.driver.replica.digest(), island.state.head
     store = DiskStore(tmp_path / "A", lambda what, text: None)
     again = restore(store.folder, store.journal, SMALL.run, store.tell)

@@ -183,6 +183,7 @@ async def close_node(node: DHTNode) -> None:
     for task in others:
         task.cancel()
     await node.p2p.shutdown()
+    node.p2p._child._transport.close()  # of a killed daemon: asyncio would complain when the loop is gone
     # hivemind never asks how its writer ended; asyncio would complain of that at some later garbage collection
     await asyncio.gather(writer, return_exceptions=True)
     for task in done:

@@ -11,6 +11,7 @@ from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
 from diloco.elastic.protocol.record import Ballot, Key, Record
 
+RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
@@ -120,7 +121,7 @@ class Coordinator:
     # a term
 
     def _resend(self, term: Term, now: float) -> None:
-        term.resend_at, term.resends = now + self.own.options.resend_s, term.resends + 1
+        term.resend_at, term.resends = now + self.own.options.silence_s / RESEND, term.resends + 1
         ready = term.offers(self.own.due)
         members = set(term.begin.members if term.begin is not None else ()) - term.done.keys()
         for peer in self.own.peers.views:
@@ -194,7 +195,7 @@ class Coordinator:
         term.begin, term.begun_at, term.settle_at = begin, now, 0.0
         term.done.clear()
         term.failures.clear()
-        term.resend_at = now + self.own.options.resend_s
+        term.resend_at = now + self.own.options.silence_s / RESEND
         for member in begin.members:
             self.own.send(member, begin)
 

@@ -29,10 +29,6 @@ class Options:
         return self.silence_s / 5
 
     @property
-    def resend_s(self) -> float:
-        return self.silence_s / 4
-
-    @property
     def answer_s(self) -> float:
         """Return how long an island may give signs of life but no answer, before it is left out."""
         return 2 * self.silence_s
