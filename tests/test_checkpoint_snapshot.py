@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -174,6 +175,17 @@ def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):
     store.close()
     store, _ = opened(tmp_path, after[1][0].digest, 9)
     assert [entry.round for entry in store.entries()] == [8, 9] and store.broken_after() is None
+    store.close()
+
+
+def test_a_record_that_is_being_written_is_no_damage(tmp_path):
+    store, _ = opened(tmp_path)
+    photograph(store, 0, BASE)
+    written = threading.Event()
+    write(store, chain(2000))
+    store.then(written.set)
+    while not written.is_set():
+        assert store.broken_after() is None
     store.close()
 
 

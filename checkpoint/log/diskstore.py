@@ -247,14 +247,13 @@ class DiskStore(Store):
         if job.moves is not None and job.entry is None:  # the anchor will be lost: what came before still has it
             self._segment.sync()
             self._note_durable()
-        self._keep_in_mind(job)
-        if job.kind is not None:
-            place = self._segment.write(job.kind, job.head, job.body)
-            with self._changed:
-                if job.entry is not None:
-                    self.journal.add(job.entry)
-                else:
-                    self.journal.take(job.kind, job.head, place)
+        place = None if job.kind is None else self._segment.write(job.kind, job.head, job.body)
+        with self._changed:  # a head and its record at once: whoever asks between them would find the record missing
+            self._keep_in_mind(job)
+            if job.entry is not None:
+                self.journal.add(job.entry)
+            elif job.kind is not None and place is not None:
+                self.journal.take(job.kind, job.head, place)
         # never between a result and its record: they are pruned together
         if job.rotate or (job.entry is not None and self._segment.size > self._segment_bytes):
             self._segment.close()
