@@ -67,7 +67,7 @@ class Chances(Costs):
 
     def phase_s(self, name: str) -> float:
         duration = PHASE_S * (0.6 + 0.8 * self._chance(f"phase {name}"))
-        return duration * (5 if self._chance(f"slow {name}") < 0.05 else 1)
+        return duration * (5 if self._chance(f"slow {name}") < 0.05 and not self.calm else 1)
 
     def encode_s(self, name: str) -> float:
         return 0.0 if self.timeline.smooth else ENCODE_S * self._chance(f"encode {name}")

@@ -58,6 +58,7 @@ class Costs(ABC):
     connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
     apply_s = 0.0  # after a round
+    calm = False  # faults are over, and so are slow phases: how long rounds take is known
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline

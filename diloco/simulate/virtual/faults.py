@@ -250,6 +250,7 @@ def _strike(world: World, fault: Fault) -> None:
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:
     world.tell("* the faults are over")
+    world.costs.calm = True
     world.watchers.clear()
     world.heal()
     if all_return:
