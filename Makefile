@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit browser quick coverage demo picture prove clean
+.PHONY: help install test lint types unit browser quick coverage demo docs picture prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,11 @@ coverage: install browser  ## which lines of the product every test together run
 demo: install  ## four islands train one model, one is killed and comes back; then a slow link (three minutes)
 	$(BIN)/python examples/demo.py
 
+docs: install  ## build the documentation into site/ (its tools are installed if they are missing)
+	@$(BIN)/python -c 'import material, mkdocs' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
 picture: install  ## draw the rooms from the imports into ARCHITECTURE.md
 	$(BIN)/python tests/house.py --write
 
@@ -49,7 +54,7 @@ prove: install  ## run every claim of the project that needs no GPU, and print o
 	$(BIN)/python tests/prove.py
 
 clean:    ## remove caches and build outputs; keeps .venv and runs
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,175 @@
+"""What the documents say can be done can be done: pages, links, commands, settings and error codes exist."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+import docs
+from diloco.cli.app import app
+from diloco.config.file import flat, parse_config
+from diloco.config.schema import Config
+from diloco.errors import DilocoError
+
+PAGES = sorted((docs.ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*sorted(docs.ROOT.glob("*.md")), *sorted((docs.ROOT / "examples").glob("*.md")), *PAGES]
+WRITTEN = [path for path in DOCUMENTS if path not in docs.PAGES]  # by people
+CONFIG_KEYS = set(flat(Config().model_dump()))
+
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"")
+REFUSED = typer.BadParameter.__mro__[1]  # what typer raises for any mistake on a command line
+
+
+def each(documents: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("document", documents, ids=lambda path: str(path.relative_to(docs.ROOT)))
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert list(docs.stale()) == [], "run `python tests/docs.py --write`"
+
+
+# the site
+
+
+def pages_of(nav: list[dict[str, str | list]]) -> Iterator[str]:
+    for entry in nav:
+        for below in entry.values():
+            yield from pages_of(below) if isinstance(below, list) else [below]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    site = yaml.safe_load((docs.ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages_of(site["nav"])) == sorted(str(page.relative_to(docs.ROOT / "docs")) for page in PAGES)
+
+
+# links
+
+
+def prose(document: Path) -> str:
+    return FENCE.sub("", document.read_text())
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them; of a page, only those that are the same on the site."""
+    titles = re.findall(r"^#{1,6} +(.*?) *#*$", prose(document), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", title) for title in titles]
+    github = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+    site = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in plain}
+    return github & site if document in PAGES else github
+
+
+def broken(document: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (document.parent / path).resolve() if path else document
+    return not target.exists() or bool(anchor and anchor not in anchors(target))
+
+
+@each(DOCUMENTS)
+def test_relative_links_lead_to_a_file_and_to_a_heading_in_it(document: Path) -> None:
+    links = [link for pair in LINK.findall(prose(document)) for link in pair if link]
+    assert [link for link in links if not re.match(r"[a-z]+:", link) and broken(document, link)] == []
+
+
+@each(PAGES)
+def test_links_of_a_page_stay_inside_the_site(document: Path) -> None:
+    local = [link for pair in LINK.findall(prose(document)) for link in pair if link and not re.match(r"[a-z]+:", link)]
+    outside = [link for link in local if not (document.parent / link).resolve().is_relative_to(docs.ROOT / "docs")]
+    assert outside == [], "name a file of the repository by its path, in backticks"
+
+
+# errors
+
+
+def codes(error: type[DilocoError]) -> set[str]:
+    return {error.code}.union(*(codes(kind) for kind in error.__subclasses__()))
+
+
+def test_every_error_code_is_explained() -> None:
+    page = (docs.ROOT / "docs/troubleshooting.md").read_text()
+    explained = re.findall(r"^##+ error\[([^]]+)\]$", page, re.MULTILINE)
+    assert sorted(codes(DilocoError) - set(explained)) == [], "a heading `## error[CODE]` is missing for each"
+
+
+# commands and settings
+
+
+def commands_in(document: Path) -> list[str]:
+    """Commands of ours in its blocks, each on one line. One that is shown with the error it ends in is left out."""
+    blocks = [block.replace("\\\n", " ") for _, _, block in FENCE.findall(document.read_text())]
+    shown = re.compile(r"^ *(?:\$ )?(diloco .*)$(?!\nerror\[)", re.MULTILINE)
+    return [command for block in blocks for command in shown.findall(block)]
+
+
+def words_of(command: str) -> list[str]:
+    """Up to where the shell takes over; `…` stands for more of the same."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    ends = [place for place, word in enumerate(words) if set(word) <= set("();<>|&")]
+    return [word for word in words[: min(ends, default=None)] if word != "…"]
+
+
+def mistake_in(command: str) -> str:
+    """What the command line would answer, without doing anything. Empty where it has nothing to say against it."""
+    program, *words = words_of(command)
+    at, path = typer.main.get_command(app), program
+    while (below := getattr(at, "commands", None)) is not None:
+        if not words or words[0].startswith("-") or words[0].isupper():  # NAME stands for any
+            return ""
+        if words[0] not in below:
+            return f"there is no {path} {words[0]}"
+        at, path, words = below[words[0]], f"{path} {words[0]}", words[1:]
+    try:
+        at.make_context(path, words)
+    except REFUSED as refused:
+        return refused.format_message()
+    except typer.Exit:  # --help
+        pass
+    return ""
+
+
+@each(WRITTEN)
+def test_commands_in_blocks_are_understood(document: Path) -> None:
+    mistakes = {command: mistake_in(command) for command in commands_in(document)}
+    assert {command: mistake for command, mistake in mistakes.items() if mistake} == {}
+
+
+@each(WRITTEN)
+def test_commands_in_a_line_have_no_other_options_than_there_are(document: Path) -> None:
+    """They are often cut short, so what they lack does not matter. "There is no `diloco x`" may be true."""
+    spans = re.findall(r"(?<!\bno )`(diloco [a-z][^`]*)`", prose(document).replace("\\|", "|"))
+    mistakes = {span: mistake_in(" ".join(span.split())) for span in spans}
+    assert {span: said for span, said in mistakes.items() if said.startswith(("there is no", "No such option"))} == {}
+
+
+@each(WRITTEN)
+def test_settings_that_documents_change_exist(document: Path) -> None:
+    shown = "\n".join([*commands_in(document), prose(document)])
+    keys = re.findall(r"--set ([a-z_]+\.?[a-z_0-9]*)=", shown)
+    assert [key for key in keys if key not in CONFIG_KEYS] == []
+
+
+@each(WRITTEN)
+def test_configurations_in_documents_are_valid(document: Path) -> None:
+    blocks = [yaml.safe_load(block) for _, kind, block in FENCE.findall(document.read_text()) if kind == "yaml"]
+    for tree in blocks:
+        if isinstance(tree, dict) and tree.keys() <= Config.model_fields.keys():
+            parse_config(tree)
+
+
+# code
+
+
+EXAMPLES = [block for _, kind, block in FENCE.findall((docs.ROOT / "CONTRIBUTING.md").read_text()) if kind == "python"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.partition("\n")[0].removeprefix("# "))
+def test_examples_of_extensions_can_be_loaded(example: str) -> None:
+    place = docs.ROOT / example.partition("\n")[0].removeprefix("# ")
+    assert place.parent.is_dir() and not place.exists()
+    exec(compile(example, place, "exec"), {"__name__": place.stem})
