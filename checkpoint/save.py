@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.log.writing import PIECE, Pace, Rest, make_way, no_rest, write_tensors
+from diloco.checkpoint.log.writing import PIECE, Rest, WritePace, make_way, no_rest, write_tensors
 from diloco.errors import SaveError, first_line
 
 KEEP = 2
@@ -50,7 +50,7 @@ class Saver:
     def __init__(self, folder: Path, written: Written, failed: Failed) -> None:
         self._folder, self._written, self._failed = folder, written, failed
         self._thread: threading.Thread | None = None
-        self._pace, self._begun_at = Pace(), -math.inf
+        self._pace, self._begun_at = WritePace(), -math.inf
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Saver:
         outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
         if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._pace = Pace(self._time_to_spare())
+        self._pace = WritePace(self._time_to_spare())
         # not a daemon: a program that ends meanwhile ends when this is on disk
         self._thread = threading.Thread(target=self._write, args=(step, inner, outer, facts), name="save")
         self._thread.start()

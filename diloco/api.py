@@ -17,13 +17,13 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_tree, parse_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DeviceError, SaveError
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.peer import Connection, host_towards, own_name
-from diloco.run.start import Entrance
+from diloco.run.start import RunEntry
 from diloco.train.user_loop import Run
 from diloco.units import parse_link, parse_rate
 
@@ -71,9 +71,9 @@ def connect(
         events = Events()
         stack.callback(events.close)
 
-        def enter(connection: Connection | None) -> Entrance:
-            place, build = Place(0, 1, own.device, None), partial(Run, model=own, optimizer=chosen, events=events)
-            return Entrance(place, events, stack, connection, build, view=False)
+        def enter(connection: Connection | None) -> RunEntry:
+            place, build = ProcessMesh(0, 1, own.device, None), partial(Run, model=own, optimizer=chosen, events=events)
+            return RunEntry(place, events, stack, connection, build, view=False)
 
         if isinstance(where, str):
             run = _join(enter, connection, where, dir)
@@ -86,7 +86,7 @@ def connect(
             run.leave(pause=alone)
 
 
-def _found(entrance: Entrance, config: Config, dir: str | Path | None, own: OwnModel, *, fresh: bool) -> Run:
+def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnModel, *, fresh: bool) -> Run:
     """A new run; or, where the folder holds one that was founded there, that one again."""
     if dir is not None:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": str(dir)})})
@@ -111,7 +111,7 @@ def _found(entrance: Entrance, config: Config, dir: str | Path | None, own: OwnM
     return run
 
 
-def _join(enter: Callable[[Connection], Entrance], connection: Connection, text: str, dir: str | Path | None) -> Run:
+def _join(enter: Callable[[Connection], RunEntry], connection: Connection, text: str, dir: str | Path | None) -> Run:
     ticket = Ticket.parse(text, time.time())
     name, host = connection.name or own_name(), connection.host or host_towards(ticket.addresses)
     folder = Path(dir or Path("runs") / f"{ticket.run_id.hex()[:8]}-{name}")

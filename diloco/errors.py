@@ -238,7 +238,7 @@ class WrongBytes(TransferFailed):
     code = "wrong-bytes"
 
 
-class ParcelRefused(TransferFailed):
+class ManifestRefused(TransferFailed):
     """The description of an item cannot be right. Nothing was allocated or fetched."""
 
     code = "parcel"

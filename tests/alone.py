@@ -9,13 +9,13 @@ import torch
 
 from diloco.bench.team import Heard
 from diloco.config.schema import Config
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
 from diloco.run.folder import release
-from diloco.run.start import Entrance
+from diloco.run.start import RunEntry
 from diloco.train.trainer import Outcome, Trainer
 
-HERE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
+HERE = ProcessMesh(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Life:
 def train(
     config: Config,
     *,
-    place: Place = HERE,
+    place: ProcessMesh = HERE,
     until: int | None = None,
     resume: bool = False,
     prepare: Callable[[Trainer], None] = lambda trainer: None,
@@ -55,7 +55,7 @@ def train(
             prepare(trainer)
             return trainer
 
-        entrance = Entrance(place, events, stack, None, build, view=False)
+        entrance = RunEntry(place, events, stack, None, build, view=False)
         trainer = entrance.resume(config) if resume else entrance.found(config, fresh=False)
 
         def stop() -> bool:

@@ -24,7 +24,7 @@ from diloco.elastic.protocol.messages import Held, Memory
 from diloco.elastic.protocol.record import Ballot, Contribution, Head, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.applier import Applier, Run
+from diloco.elastic.runtime.applier import Applier, RunContext
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import restore
 from diloco.train.outer import apply_record
@@ -38,8 +38,8 @@ SETTINGS = Settings(lr=0.7, momentum=0.9, codec="fp32")
 DEADLY = ("write", "fsync", "fdatasync", "rename", "replace", "unlink", "mkdir", "rmdir", "open", "ftruncate")
 
 
-def run() -> Run:
-    return Run(GENESIS, DIGEST, Fragments.whole(COUNT), apply_record, EVERY)
+def run() -> RunContext:
+    return RunContext(GENESIS, DIGEST, Fragments.whole(COUNT), apply_record, EVERY)
 
 
 def beginning() -> tuple[RunState, dict[str, Tensor]]:
@@ -107,10 +107,10 @@ def work(folder: Path, pipe: Connection, calls: int) -> None:
         die_at(calls)
     told: list[tuple[str, str]] = []
     store = DiskStore(folder, lambda what, text: told.append((what, text)), keep=2, segment_bytes=SEGMENT_BYTES)
-    restored = restore(folder, store.journal, run(), store.tell)
+    restored = restore(folder, store.journal, run(), store.report)
     state, vectors = (restored.state, restored.vectors) if restored else beginning()
     say("opened", state.head.round, vectors_digest(vectors), told)
-    store.tell = lambda what, text: say("told", what, text)
+    store.report = lambda what, text: say("told", what, text)
     store.begin(DIGEST, state.head.digest, state.head.round, known=restored is not None)
     applier = Applier(run(), state, vectors, store, lambda state, digest: None)
     threading.Thread(target=applier.apply_all, daemon=True).start()

@@ -51,10 +51,15 @@ def is_docstring(statement: ast.stmt) -> bool:
     return False
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Find the Python files below a folder, links left out."""
+    found = (Path(at) / name for at, _, names in os.walk(folder) for name in names if name.endswith(".py"))
+    return sorted(file for file in found if not file.is_symlink())
+
+
 def count_folder(folder: Path) -> int:
     """Count what lies below a folder, links left out."""
-    found = (Path(at) / name for at, _, names in os.walk(folder) for name in names if name.endswith(".py"))
-    return sum(count_lines(file.read_text(encoding="utf-8")) for file in found if not file.is_symlink())
+    return sum(count_lines(file.read_text(encoding="utf-8")) for file in files_below(folder))
 
 
 def report(rooms: dict[str, int], tests_lines: int) -> dict[str, object]:

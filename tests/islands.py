@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.bench.bare import BareIsland, Setting
+from diloco.bench.bare import BareConfig, BareIsland
 from diloco.comm.transport.transport import PeerAddress, Transport
 from diloco.elastic.protocol.messages import Note
 from diloco.elastic.runtime.driver import among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 
-SMALL = Setting(count=70_000, silence_s=0.5, pace_s=0.02, samples=8, snapshot_every=10)
+SMALL = BareConfig(count=70_000, silence_s=0.5, pace_s=0.02, samples=8, snapshot_every=10)
 
 
 class TestIsland(BareIsland):
@@ -20,10 +20,10 @@ class TestIsland(BareIsland):
 
     __test__ = False
 
-    def __init__(self, transport: Transport, origin: Origin, setting: Setting = SMALL, **more: Any) -> None:
+    def __init__(self, transport: Transport, origin: Origin, setting: BareConfig = SMALL, **more: Any) -> None:
         self.notes: list[Note] = []
-        network, tell = among_friends(transport), self.notes.append
-        super().__init__(setting, open_island(setting.run, origin, setting.options, network, tell=tell, **more))
+        network, report = among_friends(transport), self.notes.append
+        super().__init__(setting, open_island(setting.run, origin, setting.options, network, report=report, **more))
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, daemon=True)
 

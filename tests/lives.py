@@ -14,13 +14,13 @@ from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run, among_friends, open_island
+from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin, restore
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
 from diloco.run.join import options_for
 from diloco.train.outer import apply_record
-from diloco.train.resume import Earlier, find_earlier
+from diloco.train.resume import EarlierSave, find_earlier
 from diloco.train.rounds import Rounds
 from diloco.train.trainer import Trainer
 
@@ -34,22 +34,22 @@ class Life:
     store: DiskStore
 
     def __init__(
-        self, name: str, roster: tuple[str, ...], config: Config, network: MemoryNetwork, place: Place = HERE
+        self, name: str, roster: tuple[str, ...], config: Config, network: MemoryNetwork, place: ProcessMesh = HERE
     ) -> None:
         self.name, self.config = name, own_folder(config, name)
         self.heard = Heard()
         self.trainer = Trainer(self.config, place, Events([self.heard]))
         self.together: Rounds | None = None
-        self.earlier: Earlier | None = None
+        self.earlier: EarlierSave | None = None
         vectors = self.trainer.initial_vectors()  # all processes take part in reading them
         if place.leader:
             self._enter(roster, network, vectors)
         self.earlier = place.share(self.earlier)
 
     def _enter(self, roster: tuple[str, ...], network: MemoryNetwork, vectors: dict[str, torch.Tensor]) -> None:
-        run = Run(b"", DIGEST, self.trainer.fragments, apply_record, snapshot_every=3)
+        run = RunContext(b"", DIGEST, self.trainer.fragments, apply_record, snapshot_every=3)
         store = self.store = DiskStore(Path(self.config.dir) / "outer", lambda what, text: None)
-        own = restore(store.folder, store.journal, run, store.tell)
+        own = restore(store.folder, store.journal, run, store.report)
         beginning = RunState(Head(0, 0, DIGEST), roster, Ledger(self.trainer.samples.train_count))
         origin = own or Origin(beginning, vectors)
         head = origin.state.head
@@ -59,7 +59,7 @@ class Life:
             self.earlier = find_earlier(Path(self.config.dir), head, store.entries())
         if self.earlier is not None and self.earlier.incarnation is not None:
             incarnation = self.earlier.incarnation
-            self.earlier.take()
+            self.earlier.mark_taken()
         options, peers = options_for(self.config), among_friends(network.transport(self.name))
         self.driver = open_island(run, origin, options, peers, incarnation=incarnation, store=store)
         self.together = Rounds(self.driver, self.config, str)

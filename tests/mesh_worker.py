@@ -15,7 +15,7 @@ from diloco.config.file import parse_config
 from diloco.data.batches import validation_batches
 from diloco.island.flat import Shards
 from diloco.island.island import next_token_loss
-from diloco.island.mesh import take_place
+from diloco.island.mesh import open_mesh
 from diloco.island.parallel import tied_names, whole
 
 LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
@@ -73,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = json.loads(Path(sys.argv[1]).read_text())
     first = parse_config(next(iter(cases.values()))["config"])
-    with take_place(first.island) as place:
+    with open_mesh(first.island) as place:
         results = {name: train(case["config"], place, case.get("stop_at")) for name, case in cases.items()}
         if place.leader:
             Path(sys.argv[2]).write_text(json.dumps(results))

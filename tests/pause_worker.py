@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import parse_config
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 
 
 def train(tree, stop_at: int) -> dict[int, float]:
     config = parse_config(tree)
     shape = (config.island.fsdp, config.island.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-    life = Life("A", ("A",), config, MemoryNetwork(), Place(dist.get_rank(), 2, torch.device("cpu"), mesh))
+    life = Life("A", ("A",), config, MemoryNetwork(), ProcessMesh(dist.get_rank(), 2, torch.device("cpu"), mesh))
     life.train(lambda step: step >= stop_at, lambda: True)
     if life.together is not None:
         life.driver.close()

@@ -115,7 +115,7 @@ def sixteen_peers() -> Iterator[Result]:
 def disasters(seeds: int) -> Callable[[], Iterator[Result]]:
     def show() -> Iterator[Result]:
         jobs = str(os.cpu_count() or 1)
-        done = run([*DILOCO, "simulate", "--protocol", "--seeds", str(seeds), "--jobs", jobs])
+        done = run([*DILOCO, "simulate", "protocol", "--seeds", str(seeds), "--jobs", jobs])
         lines = done.stdout.strip().splitlines()
         yield Result(f"{seeds} seeds", lines[-1] if lines else done.stderr[-80:], "0 violations", done.returncode == 0)
 

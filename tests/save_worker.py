@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from diloco.bench.team import Heard
 from diloco.checkpoint.save import FACTS, Saver, read_inner, saves
 from diloco.config.file import parse_config
-from diloco.island.mesh import take_place
+from diloco.island.mesh import open_mesh
 from diloco.report.events import Events
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
@@ -34,7 +34,7 @@ def leaves(tree) -> dict[str, torch.Tensor]:
 
 def mesh(config: Path) -> None:
     config = parse_config(json.loads(config.read_text()))
-    with take_place(config.island) as place, ExitStack() as stack:
+    with open_mesh(config.island) as place, ExitStack() as stack:
         heard = Heard()
         trainer = Trainer(config, place, Events([heard]))
         stack.enter_context(alone(trainer))

@@ -15,7 +15,7 @@ from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
 from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.run.genesis import Genesis
@@ -25,7 +25,7 @@ from diloco.train.rounds import Rounds
 from diloco.train.sync import SyncLoop
 from diloco.train.trainer import Trainer
 
-HERE = Place(0, 1, torch.device("cpu"), None)
+HERE = ProcessMesh(0, 1, torch.device("cpu"), None)
 PATIENT = {"min_islands": 2, "straggler": 100.0, "silence_s": 2.0}  # every round has both islands
 
 

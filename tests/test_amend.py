@@ -19,7 +19,7 @@ from diloco.elastic.protocol.record import EMPTY, Amendment, Ballot, Head, Recor
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.elastic.runtime.driver import check as check_driver
-from diloco.elastic.runtime.fetching import Snapshot
+from diloco.elastic.runtime.fetching import FetchedState
 from diloco.errors import ConfigError, RecordInvalid, SaveError, TransferFailed
 from diloco.report.board import Board
 from diloco.report.events import Events
@@ -77,9 +77,9 @@ def test_where_nobody_owns_the_run_nobody_changes_it():
 )
 def test_a_state_from_a_peer_is_not_taken_if_somebody_else_has_amended_it(wrong):
     state = replace(STATE, amendments=(FIRST,))
-    assert Snapshot(state, {}, {}).of(OWNER).state == state
+    assert FetchedState(state, {}, {}).of(OWNER).state == state
     with pytest.raises(TransferFailed, match="somebody else than the run's owner"):
-        Snapshot(replace(state, **wrong), {}, {}).of(OWNER)
+        FetchedState(replace(state, **wrong), {}, {}).of(OWNER)
 
 
 # one node
@@ -272,7 +272,7 @@ def test_half_of_the_seeds_have_amendments():
 
 
 def test_a_configuration_follows_its_amendments(small):
-    config, force = small(), amend.InForce(small())
+    config, force = small(), amend.AmendedConfig(small())
     both = (Amendment(1, '{"inner.lr":0.5,"outer.lr":0.1}'), Amendment(2, '{"inner.lr":0.25}'))
     assert amend.amended(config, both) == amend.changed(config, {"inner.lr": 0.25, "outer.lr": 0.1})
     assert force.at(both).inner.lr == force.now.inner.lr == 0.25 and force.at(()) == config

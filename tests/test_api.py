@@ -230,7 +230,7 @@ def test_samples_that_are_asked_for_late_come_at_once():
     node = Node("A", genesis.state(), replace(options_for(parse_config({})), want=0), now=0.0)
     node.tick(0.1)
     assert node.own.promise.coordinator == "A" and not node.state.ledger.leases
-    node.ask(8, 0.2)
+    node.request_samples(8, 0.2)
     assert node.state.ledger.lease_of(holder_name("A", 0)) == ((0, 8),)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diloco.bench import allreduce
-from diloco.bench.allreduce import Setting, measure
+from diloco.bench.allreduce import AllReduceConfig, measure
 from diloco.bench.baselines import FP16_ERROR_LIMIT, average, check_average, contribution
 from diloco.comm.codec.noise import PAGE
 
@@ -21,7 +21,7 @@ def test_every_check_is_there_and_bytes_are_few():
     }  # fmt: skip
     assert 1.0 < values["allreduce.bytes_over_minimum"] < 1.03
     assert values["allreduce.time_over_link_limit"] > 0.9  # nothing goes faster than its link
-    assert len(report.figures["unshaped"]["seconds_of_each"]) == Setting(3, 1, "int4").repeats
+    assert len(report.figures["unshaped"]["seconds_of_each"]) == AllReduceConfig(3, 1, "int4").repeats
     assert report.figures["allreduce.round_s"] == report.figures["rounds"]["seconds"] > 0
     assert report.figures["slow"]["limit_s"] > 0
 
@@ -33,7 +33,7 @@ def test_results_that_differ_are_an_error():
 
 
 def test_the_least_a_peer_can_send():
-    assert Setting(peers=4, count=256, codec="int8").minimum_bytes == 1.5 * 260
+    assert AllReduceConfig(peers=4, count=256, codec="int8").minimum_bytes == 1.5 * 260
 
 
 def test_rounding_passes_for_the_average() -> None:

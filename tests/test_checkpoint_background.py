@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco.checkpoint.log.writing import DTYPES, PIECE, REST, Pace, write_tensors
+from diloco.checkpoint.log.writing import DTYPES, PIECE, REST, WritePace, write_tensors
 from diloco.checkpoint.save import Saver, read_inner, read_outer, write_save
 
 FACTS = {"round": 1}
@@ -35,7 +35,7 @@ def work(seconds: float) -> None:
 
 
 def test_rests_many_times_as_long_as_it_worked_unless_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace()
+    pace = WritePace()
     pace.begin()
     started = time.monotonic()
     work(0.02)
@@ -50,7 +50,7 @@ def test_rests_many_times_as_long_as_it_worked_unless_somebody_waits(monkeypatch
 
 def test_rests_no_more_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.checkpoint.log.writing.REST", 1e9)
-    pace = Pace(seconds=0.0)
+    pace = WritePace(seconds=0.0)
     pace.begin()
     work(0.02)
     pace.rest()  # at once, or it would never come back

@@ -10,11 +10,11 @@ import pytest
 import torch
 from islands import SMALL, TestIsland
 from team import wait_until
-from test_checkpoint_transfer import PARCEL, SMALL_CHUNK, STATE, holding
+from test_checkpoint_transfer import MANIFEST, SMALL_CHUNK, STATE, holding
 
-from diloco.bench.bare import DIGEST, Setting
+from diloco.bench.bare import DIGEST, BareConfig
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
-from diloco.checkpoint.log.store import Begun, Store
+from diloco.checkpoint.log.store import PartialDownload, Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer
 from diloco.comm.transport.memory import MemoryNetwork
@@ -22,7 +22,7 @@ from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier
-from diloco.elastic.runtime.fetching import Manifest, Snapshot, fetch_state
+from diloco.elastic.runtime.fetching import FetchedState, StateManifest, fetch_state
 from diloco.errors import TransferFailed
 
 COUNT = 2_000_000  # two vectors of 8 chunks
@@ -52,7 +52,7 @@ class Donors:
     def add(self, name: str, left: list[None] | None = None) -> Callable[[], None]:
         """One that holds the state; what ends it."""
         state = SMALL.beginning(("a",)).state
-        applier = self.appliers[name] = Applier(Setting(COUNT).run, state, VECTORS, Store(), lambda *_: None)
+        applier = self.appliers[name] = Applier(BareConfig(COUNT).run, state, VECTORS, Store(), lambda *_: None)
         transport = self.network.transport(name)
         donor = Donor(transport, applier.library if left is None else Until(applier.library, left))
         self.stack.callback(transport.close)
@@ -65,7 +65,7 @@ class Donors:
 
         return end
 
-    def fetch(self, begun: Begun | None = None) -> Snapshot:
+    def fetch(self, begun: PartialDownload | None = None) -> FetchedState:
         addresses = {name: PeerAddress(name) for name in self.appliers}
         return fetch_state(self.me, next(iter(addresses)), addresses, DIGEST, SIZES, begun)
 
@@ -78,7 +78,7 @@ def donors() -> Iterator[Donors]:
     found.me.close()
 
 
-def is_right(snapshot: Snapshot) -> bool:
+def is_right(snapshot: FetchedState) -> bool:
     return all(torch.equal(snapshot.vectors[name], vector) for name, vector in VECTORS.items())
 
 
@@ -87,7 +87,7 @@ def broken(donors: Donors, folder: Path) -> None:
     left = [None] * 12
     ends = [donors.add(name, left) for name in ("a", "b")]
     with pytest.raises(TransferFailed):
-        donors.fetch(Begun(folder))
+        donors.fetch(PartialDownload(folder))
     for end in ends:
         end()
 
@@ -109,7 +109,7 @@ def test_a_download_goes_on_where_it_stopped(donors, tmp_path):
     assert kept > 4 * CHUNK_BYTES
     donors.add("c")
     donors.appliers["c"].replica.pin()
-    snapshot = donors.fetch(Begun(tmp_path / "download"))  # as after a restart
+    snapshot = donors.fetch(PartialDownload(tmp_path / "download"))  # as after a restart
     assert is_right(snapshot)
     assert sum(snapshot.donors.values()) == 8 * COUNT - kept
     assert not (tmp_path / "download").exists()
@@ -122,24 +122,24 @@ def test_what_was_kept_of_it_is_checked(donors, tmp_path):
         raw[100] ^= 1
         path.write_bytes(raw)
     donors.add("c")
-    assert is_right(donors.fetch(Begun(tmp_path / "download")))
+    assert is_right(donors.fetch(PartialDownload(tmp_path / "download")))
 
 
 @pytest.mark.parametrize("how", ["stale", "torn"])
 def test_a_download_that_nobody_can_go_on_with_begins_anew(donors, tmp_path, how):
     broken(donors, tmp_path / "download")
     state = replace(SMALL.beginning(("a",)).state, head=Head(0, 0, "0" * 64))
-    past = encode(Manifest(state, tuple(SIZES.items()), DIGEST))
+    past = encode(StateManifest(state, tuple(SIZES.items()), DIGEST))
     (tmp_path / "download" / "about").write_bytes(past if how == "stale" else past[:20])
     donors.add("c")
-    snapshot = donors.fetch(Begun(tmp_path / "download"))
+    snapshot = donors.fetch(PartialDownload(tmp_path / "download"))
     assert is_right(snapshot) and sum(snapshot.donors.values()) == 8 * COUNT
 
 
 def test_a_disk_that_refuses_costs_only_what_it_would_have_kept(donors, tmp_path):
     (tmp_path / "download").write_text("in the way")
     donors.add("a")
-    assert is_right(donors.fetch(Begun(tmp_path / "download")))
+    assert is_right(donors.fetch(PartialDownload(tmp_path / "download")))
 
 
 def test_newcomers_burden_some_donors_and_not_always_the_same(donors):
@@ -175,7 +175,7 @@ def test_chunks_make_way_for_rounds(monkeypatch):
     hurried.set()
     donor = Donor(network.transport("a"), holding(STATE), in_a_hurry=hurried.is_set)
     out = bytearray(len(STATE))
-    transfer = Transfer(PARCEL, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
+    transfer = Transfer(MANIFEST, {"a": PeerAddress("a")}, network.transport("me"), memoryview(out))
     thread = threading.Thread(target=transfer.run)
     thread.start()
     wait_until(lambda: transfer.bytes_here == SMALL_CHUNK)

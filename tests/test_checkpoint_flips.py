@@ -14,7 +14,7 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import read_manifest, read_vectors, snapshots
-from diloco.elastic.runtime.applier import Run
+from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import SnapshotDamaged
@@ -29,10 +29,10 @@ VERIFIED = int(os.environ.get("DILOCO_FLIPS_VERIFIED", "13"))  # each so-manieth
 
 
 @pytest.fixture
-def log(small, tmp_path) -> tuple[Path, Run]:
+def log(small, tmp_path) -> tuple[Path, RunContext]:
     """With a snapshot before the first round and after the second."""
     genesis, folder = Genesis.of(small(), Layout(("w",), ((VALUES,),)), None, "A").signed(owner()), tmp_path / "log"
-    run = Run(genesis.raw, genesis.digest, Fragments.whole(VALUES), apply_record, 2)
+    run = RunContext(genesis.raw, genesis.digest, Fragments.whole(VALUES), apply_record, 2)
     write_log(folder, genesis, run, {"parameters": torch.randn(VALUES), "momentum": torch.zeros(VALUES)}, ROUNDS)
     return folder, run
 
@@ -84,5 +84,5 @@ def test_an_island_that_starts_tells_which_files_are_damaged(log):
     for file in (newest / "manifest.json", segment):
         next(flips(file, [file.stat().st_size // 2], Random(3)))
     store = DiskStore(folder, lambda what, text: told.append(text), keep=0)
-    restore(folder, store.journal, run, store.tell)
+    restore(folder, store.journal, run, store.report)
     assert [any(name in text for text in told) for name in ("manifest.json", segment.name)] == [True, True]

@@ -18,9 +18,9 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal, Kind, record_frame
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
-from diloco.checkpoint.log.snapshot import Frozen, manifests, read_vectors, write_snapshot
+from diloco.checkpoint.log.snapshot import SnapshotContents, manifests, read_vectors, write_snapshot
 from diloco.comm.peers.ticket import run_id_of
-from diloco.elastic.runtime.applier import Applier, Run
+from diloco.elastic.runtime.applier import Applier, RunContext
 from diloco.errors import SaveError
 from diloco.history.log import find_logs, newest_state, rows, state_of, verify
 from diloco.report.events import Events
@@ -43,7 +43,9 @@ def log(small) -> tuple[Path, list[str]]:
     return folder, write_log(folder, genesis, run, trainer.initial_vectors(), ROUNDS)
 
 
-def write_log(folder: Path, genesis: Genesis, run: Run, vectors: dict[str, torch.Tensor], rounds: int) -> list[str]:
+def write_log(
+    folder: Path, genesis: Genesis, run: RunContext, vectors: dict[str, torch.Tensor], rounds: int
+) -> list[str]:
     """The digest of each state, that before the first round included."""
     store = DiskStore(folder, lambda what, text: None, keep=0)
     write_genesis(folder, run_id_of(owner().public_key), genesis)
@@ -61,7 +63,7 @@ def write_log(folder: Path, genesis: Genesis, run: Run, vectors: dict[str, torch
         with applier.changed:
             applier.changed.wait_for(lambda state=state: applier.applied == state)
         digests.append(applier.replica.digest())
-        store.vouch(state.head.digest, digests[-1])
+        store.record_digest(state.head.digest, digests[-1])
         written(store)  # a snapshot that waits would make way for the next one
     applier.stop()
     thread.join()
@@ -106,7 +108,7 @@ def test_a_snapshot_of_another_state_does_not_pass(log):
     vectors = read_vectors(path, manifest)
     vectors["parameters"][0] += 1
     shutil.rmtree(path)
-    write_snapshot(folder, Frozen(manifest.round, manifest.version, manifest.order, manifest.meta, vectors))
+    write_snapshot(folder, SnapshotContents(manifest.round, manifest.version, manifest.order, manifest.meta, vectors))
     problems = verify(folder).problems
     assert problems and all("it gives another state than there was" in problem for problem in problems)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from alone import train
 from test_checkpoint_segments import BASE, chain, opened, write
-from test_checkpoint_snapshot import frozen, photograph, settle
+from test_checkpoint_snapshot import frozen, settle, take_snapshot
 
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
@@ -90,11 +90,11 @@ def copied(folder: Path, remote: Remote, records=None, *, until: int = 5) -> Non
 def island(folder: Path, records, *, until: int = 5) -> None:
     """A log with a snapshot before its first and after its fourth record."""
     store, _ = opened(folder)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     write(store, records[:3])
     write(store, records[3:4], rotate=True)
     settle(store)
-    photograph(store, 4, records[3][0].digest)
+    take_snapshot(store, 4, records[3][0].digest)
     write(store, records[4:until])
     store.close()
 
@@ -119,7 +119,7 @@ def test_an_empty_disk_is_filled_from_a_remote_store_to_the_last_round(tmp_path,
 def test_only_what_is_closed_is_copied_and_what_is_pruned_here_goes_there(tmp_path, remote):
     records = chain(9)
     store, _ = opened(tmp_path / "A", keep=1)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     write(store, records[:4], rotate=True)
     settle(store)
     mirror = mirror_of(tmp_path / "A", remote)
@@ -127,7 +127,7 @@ def test_only_what_is_closed_is_copied_and_what_is_pruned_here_goes_there(tmp_pa
     before = set(remote.sizes())
     assert {name for name in before if "/log-" in name} == {f"A/log-{number:08}.seg" for number in range(1, 5)}
     assert any(name.startswith("snapshot-00000000") for name in before)
-    photograph(store, 4, records[3][0].digest)
+    take_snapshot(store, 4, records[3][0].digest)
     write(store, records[4:])
     settle(store)
     mirror.copy(finished=False)
@@ -180,9 +180,9 @@ def test_a_log_with_a_wrong_result_does_not_take_the_place_of_one_that_leads_fur
 
 def test_the_snapshot_of_the_heaviest_branch_is_restored_whatever_its_round(tmp_path):
     store, _ = opened(tmp_path / "A")
-    photograph(store, 9, BASE, (100, 9))
+    take_snapshot(store, 9, BASE, (100, 9))
     store.follow("b" * 64, 7)
-    photograph(store, 7, "b" * 64, (200, 7))
+    take_snapshot(store, 7, "b" * 64, (200, 7))
     store.close()
     remote = Remote(f"file://{tmp_path}/far")
     mirror_of(tmp_path / "A", remote).close()

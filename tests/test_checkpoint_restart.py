@@ -44,7 +44,7 @@ class Kept(TestIsland):
     ):
         self.told: list[tuple[str, str]] = []
         self.store = DiskStore(folder / name, lambda what, text: self.told.append((what, text)), keep=keep)
-        self.restored = restore(self.store.folder, self.store.journal, SMALL.run, self.store.tell)
+        self.restored = restore(self.store.folder, self.store.journal, SMALL.run, self.store.report)
         origin = self.restored or SMALL.beginning(NAMES)
         head, known = origin.state.head, self.restored is not None
         self.store.begin(DIGEST, head.digest, head.round, known=known)
@@ -88,7 +88,7 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
         wait_for(lambda: island.state.mark(node.me, node.incarnation, 0) == work.hi, [island])  # what it offered last
         digest, head = island.driver.replica.digest(), island.state.head
     store = DiskStore(tmp_path / "A", lambda what, text: None)
-    again = restore(store.folder, store.journal, SMALL.run, store.tell)
+    again = restore(store.folder, store.journal, SMALL.run, store.report)
     assert again.state.head == head
     assert again.state.ledger.leases == island.state.ledger.leases and again.state == island.state
     assert vectors_digest(again.vectors) == digest

@@ -103,7 +103,7 @@ def test_a_log_gives_back_records_results_promises_and_digests(tmp_path):
     write(store, records)
     store.remember(b"first")
     store.remember(b"promise")
-    store.vouch(records[2][0].digest, "d" * 64)
+    store.record_digest(records[2][0].digest, "d" * 64)
     store.close()
     store, told = opened(tmp_path, records[2][0].digest, 3)
     assert store.journal.chain(BASE) == [record for record, _ in records]

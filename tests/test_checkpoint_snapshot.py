@@ -19,7 +19,7 @@ from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import (
-    Frozen,
+    SnapshotContents,
     clean,
     manifests,
     read_manifest,
@@ -34,10 +34,12 @@ from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
 
-def frozen(number: int = 20, version: str = "c" * 64, order: tuple[int, ...] | None = None, count: int = 50) -> Frozen:
+def frozen(
+    number: int = 20, version: str = "c" * 64, order: tuple[int, ...] | None = None, count: int = 50
+) -> SnapshotContents:
     noise = torch.Generator().manual_seed(number)
     vectors = {name: torch.randn(count, generator=noise) for name in ("parameters", "momentum")}
-    return Frozen(number, version, order or (number,), {"who": ["A", "B"], "clock": number}, vectors)
+    return SnapshotContents(number, version, order or (number,), {"who": ["A", "B"], "clock": number}, vectors)
 
 
 def test_a_snapshot_comes_back_bit_by_bit_whatever_the_size_of_its_files(tmp_path):
@@ -96,7 +98,7 @@ def test_what_a_dying_writer_left_is_no_snapshot_and_goes_away(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def photograph(store: DiskStore, number: int, version: str, order: tuple[int, ...] | None = None) -> None:
+def take_snapshot(store: DiskStore, number: int, version: str, order: tuple[int, ...] | None = None) -> None:
     """And wait until it is there."""
     store.snapshot(frozen(number, version, order))
     written(store)
@@ -104,7 +106,7 @@ def photograph(store: DiskStore, number: int, version: str, order: tuple[int, ..
 
 def written(store: DiskStore) -> None:
     with store._changed:
-        while store._frozen is not None or store._photographing:
+        while store._contents is not None or store._writing_snapshot:
             store._changed.wait(0.01)
 
 
@@ -115,14 +117,14 @@ def follow(store: DiskStore, count: int) -> list[str]:
         write(store, [(record, payload)], rotate=number % 3 == 0)
         heads.append(record.digest)
         if number % 3 == 0:
-            photograph(store, number, record.digest)
+            take_snapshot(store, number, record.digest)
     return heads
 
 
 @pytest.mark.parametrize("keep", [1, 2, 0])
 def test_the_last_snapshots_stay_with_the_log_since_the_oldest_of_them(tmp_path, keep):
     store, told = opened(tmp_path, keep=keep)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     heads = follow(store, 14)
     store.close()
     rounds = [manifest.round for manifest, _ in manifests(tmp_path)]
@@ -136,22 +138,22 @@ def test_the_last_snapshots_stay_with_the_log_since_the_oldest_of_them(tmp_path,
 
 def test_a_snapshot_of_a_heavier_branch_is_newer_whatever_its_round(tmp_path):
     store, _ = opened(tmp_path)
-    photograph(store, 0, BASE, (0, 0))
-    photograph(store, 9, "a" * 64, (100, 9))
+    take_snapshot(store, 0, BASE, (0, 0))
+    take_snapshot(store, 9, "a" * 64, (100, 9))
     store.follow("b" * 64, 7)
-    photograph(store, 7, "b" * 64, (200, 7))
+    take_snapshot(store, 7, "b" * 64, (200, 7))
     store.close()
     assert [manifest.round for manifest, _ in manifests(tmp_path)] == [9, 7]
 
 
 def test_after_a_move_to_another_branch_nothing_is_durable_before_its_snapshot(tmp_path):
     store, _ = opened(tmp_path)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     write(store, chain(2))
     store.follow("b" * 64, 7)
     settle(store)
     assert store.durable == 2 and store.wants_snapshot
-    photograph(store, 7, "b" * 64)
+    take_snapshot(store, 7, "b" * 64)
     settle(store)
     assert store.durable == 7 and not store.wants_snapshot
     store.close()
@@ -160,7 +162,7 @@ def test_after_a_move_to_another_branch_nothing_is_durable_before_its_snapshot(t
 def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):
     """Neither before the snapshot of the other branch, nor when only a later one was written, nor after a restart."""
     store, _ = opened(tmp_path)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     write(store, chain(2))
     store.follow("b" * 64, 7)
     after = [(entry(8, "b" * 64, b"eight"), b"eight")]
@@ -168,7 +170,7 @@ def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):
     write(store, after[:1])
     settle(store)
     assert store.broken_after() is None
-    photograph(store, 8, after[0][0].digest)
+    take_snapshot(store, 8, after[0][0].digest)
     write(store, after[1:])
     settle(store)
     assert store.broken_after() is None
@@ -180,7 +182,7 @@ def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):
 
 def test_a_record_that_is_being_written_is_no_damage(tmp_path):
     store, _ = opened(tmp_path)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     written = threading.Event()
     write(store, chain(2000))
     store.then(written.set)
@@ -192,15 +194,15 @@ def test_a_record_that_is_being_written_is_no_damage(tmp_path):
 @pytest.mark.parametrize("part", ["payload 5", "record 5 after"])
 def test_damage_after_such_a_gap_is_found_where_it_is(tmp_path, part):
     store, _ = opened(tmp_path, keep=0)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     before, records = chain(2, word="another branch"), chain(9)
     write(store, before)
     store.follow(records[2][0].digest, 3)
     settle(store)
-    photograph(store, 3, records[2][0].digest)
+    take_snapshot(store, 3, records[2][0].digest)
     write(store, records[3:7])
     settle(store)
-    photograph(store, 7, records[6][0].digest)
+    take_snapshot(store, 7, records[6][0].digest)
     write(store, records[7:])
     store.close()
     for path in segment_paths(tmp_path):
@@ -251,7 +253,7 @@ def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, m
     monkeypatch.setattr("diloco.checkpoint.log.diskstore.RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as folder:
         store, told = opened(folder / "outer")
-        photograph(store, 0, BASE)
+        take_snapshot(store, 0, BASE)
         records = chain(12)
         write(store, records[:3])
         settle(store)
@@ -264,13 +266,13 @@ def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, m
         assert [what for what, _ in told] == ["not durable"]
         assert "(No space left on device)" in told[0][1]
         assert "would lose what this island did after round 3" in told[0][1]
-        photograph(store, 6, records[5][0].digest)
+        take_snapshot(store, 6, records[5][0].digest)
         assert [manifest.round for manifest, _ in manifests(folder / "outer")] == [0]
         ballast.unlink()
         write(store, records[6:8])
         settle(store)
         assert store.durable == 3 and store.wants_snapshot  # rounds 4 to 6 are missing
-        photograph(store, 8, records[7][0].digest)
+        take_snapshot(store, 8, records[7][0].digest)
         write(store, records[8:])
         store.close()
         assert store.durable == 12
@@ -285,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_and_used_again_when_it_can(t
     monkeypatch.setattr("diloco.checkpoint.log.diskstore.RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as folder:
         store, _ = opened(folder / "outer")
-        photograph(store, 0, BASE)
+        take_snapshot(store, 0, BASE)
         records = chain(6)
         write(store, records[:3])
         store.close()
@@ -297,7 +299,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_and_used_again_when_it_can(t
         assert os.system(f"mount -o remount,rw {folder}") == 0
         write(store, records[4:])
         settle(store)
-        photograph(store, 6, records[5][0].digest)
+        take_snapshot(store, 6, records[5][0].digest)
         store.close()
         assert [what for what, _ in told] == ["not durable", "durable again"] and store.durable == 6
 
@@ -305,7 +307,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_and_used_again_when_it_can(t
 def test_a_snapshot_that_does_not_fit_leaves_nothing_and_the_log_goes_on(tmp_path):
     with small_disk(tmp_path / "disk") as folder:
         store, told = opened(folder / "outer")
-        photograph(store, 0, BASE)
+        take_snapshot(store, 0, BASE)
         record = chain(1)
         write(store, record)
         store.snapshot(frozen(1, record[0][0].digest, count=200_000))
@@ -318,10 +320,10 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_and_the_log_goes_on(tmp_pat
 
 def test_segments_that_hold_the_log_since_an_old_snapshot_are_not_dropped(tmp_path):
     store, _ = opened(tmp_path, keep=1)
-    photograph(store, 0, BASE)
+    take_snapshot(store, 0, BASE)
     records = chain(2)
     write(store, records[:1])  # not followed by a new segment
-    photograph(store, 1, records[0][0].digest)
+    take_snapshot(store, 1, records[0][0].digest)
     write(store, records[1:])
     store.close()
     assert [entry.round for entry in Journal.read(tmp_path).chain(records[0][0].digest)] == [2]

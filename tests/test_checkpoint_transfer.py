@@ -10,22 +10,30 @@ from random import Random
 import pytest
 from team import wait_until
 
-from diloco.checkpoint.log.library import CHUNK_BYTES, DIGEST_BYTES, MAX_CHUNKS, MAX_PARCEL_BYTES, Item, Library, Parcel
+from diloco.checkpoint.log.library import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    MAX_CHUNKS,
+    MAX_MANIFEST_BYTES,
+    Item,
+    ItemManifest,
+    Library,
+)
 from diloco.checkpoint.transfer import donor
 from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRIBE, NOT_HERE, READY, WHOLE, Donor
-from diloco.checkpoint.transfer.fetch import MAX_ASKED, Board, Transfer, ask, describe
+from diloco.checkpoint.transfer.fetch import MAX_ASKED, ChunkBoard, Transfer, describe, request
 from diloco.comm.peers import packing
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import Piece
-from diloco.errors import DonorBusy, ItemMissing, ParcelRefused, PeerLost, TransferFailed, TransportError, WrongBytes
+from diloco.errors import DonorBusy, ItemMissing, ManifestRefused, PeerLost, TransferFailed, TransportError, WrongBytes
 
 SOON = 20.0
 SMALL_CHUNK = 1 << 12
 STATE = Random(7).randbytes(40 * SMALL_CHUNK + 1234)  # 41 chunks, the last one short
-PARCEL = Item("state", STATE, SMALL_CHUNK).description()
+MANIFEST = Item("state", STATE, SMALL_CHUNK).description()
 GONE = "gives nothing to others any more"  # what a donor says that has failed
 
 
@@ -64,19 +72,19 @@ class Swarm:
     def stream(self, to: str, channel: str = CHANNEL) -> Stream:
         return self.me.connect(PeerAddress(to), channel, timeout_s=SOON)
 
-    def transfer(self, parcel: Parcel = PARCEL, patience_s: float = 30.0) -> Transfer:
+    def transfer(self, manifest: ItemManifest = MANIFEST, patience_s: float = 30.0) -> Transfer:
         """Into memory of its own."""
-        return Transfer(parcel, self.addresses, self.me, memoryview(bytearray(parcel.size)), patience_s=patience_s)
+        return Transfer(manifest, self.addresses, self.me, memoryview(bytearray(manifest.size)), patience_s=patience_s)
 
-    def fetch(self, parcel: Parcel = PARCEL, patience_s: float = 30.0) -> Transfer:
-        transfer = self.transfer(parcel, patience_s)
+    def fetch(self, manifest: ItemManifest = MANIFEST, patience_s: float = 30.0) -> Transfer:
+        transfer = self.transfer(manifest, patience_s)
         transfer.run()
         return transfer
 
-    def ask(self, donor: str, name: str = "state", limit: int = SMALL_CHUNK, timeout_s: float = SOON) -> bytes:
-        return ask(self.me, PeerAddress(donor), name, limit=limit, timeout_s=timeout_s)
+    def request(self, donor: str, name: str = "state", limit: int = SMALL_CHUNK, timeout_s: float = SOON) -> bytes:
+        return request(self.me, PeerAddress(donor), name, limit=limit, timeout_s=timeout_s)
 
-    def describe(self, donor: str, name: str = "state", timeout_s: float = SOON) -> Parcel:
+    def describe(self, donor: str, name: str = "state", timeout_s: float = SOON) -> ItemManifest:
         return describe(self.me, PeerAddress(donor), name, timeout_s)
 
     def by_hand(self, name: str, how: Callable[[Stream], None]) -> None:
@@ -153,9 +161,9 @@ def test_over_tls_nothing_stays_open():
     threads, files = threading.active_count(), open_files()
 
     out = bytearray(len(STATE))
-    parcel = describe(me, addresses["a"], "state", SOON)
-    assert ask(me, addresses["b"], "state", limit=len(STATE), timeout_s=SOON) == STATE
-    transfer = Transfer(parcel, addresses, me, memoryview(out))
+    manifest = describe(me, addresses["a"], "state", SOON)
+    assert request(me, addresses["b"], "state", limit=len(STATE), timeout_s=SOON) == STATE
+    transfer = Transfer(manifest, addresses, me, memoryview(out))
     transfer.run()
     assert out == STATE and sum(transfer.taken.values()) == len(STATE)
     wait_until(lambda: threading.active_count() <= threads and open_files() <= files)
@@ -163,13 +171,13 @@ def test_over_tls_nothing_stays_open():
     for source in donors:
         source.close()
     with pytest.raises(TransferFailed, match="'state' of a"):
-        ask(me, addresses["a"], "state", limit=1, timeout_s=SOON)  # refused at once, not after the time
+        request(me, addresses["a"], "state", limit=1, timeout_s=SOON)  # refused at once, not after the time
     for transport in [me, *transports.values()]:
         transport.close()
 
 
 def test_a_faster_donor_gives_more(swarm):
-    fast, requests = threading.Event(), Countdown(len(PARCEL.digests) // 2, then=lambda: fast.set())
+    fast, requests = threading.Event(), Countdown(len(MANIFEST.digests) // 2, then=lambda: fast.set())
     swarm.watched("fast", requests)
     swarm.watched("slow", lambda: fast.wait(SOON))
     transfer = swarm.fetch()
@@ -196,7 +204,7 @@ def test_a_donor_that_dies_midway_costs_nothing_but_what_was_under_way(swarm):
 def rotten(data: bytes) -> Library:
     """It held STATE when its digests were worked out."""
     library = holding(memory := bytearray(STATE))
-    assert library.get("state").description() == PARCEL
+    assert library.get("state").description() == MANIFEST
     memory[:] = data
     return library
 
@@ -274,7 +282,7 @@ def test_others_do_not_wait_for_a_donor_that_stalls(swarm, how):
     assert transfer.taken == {"stalls": 0, "other": len(STATE)} and not transfer.failures
 
 
-@pytest.mark.parametrize("question", [Swarm.ask, Swarm.describe])
+@pytest.mark.parametrize("question", [Swarm.request, Swarm.describe])
 @pytest.mark.parametrize("how", STALLS)
 def test_small_questions_end_in_time(swarm, how, question):
     swarm.by_hand("stalls", how)
@@ -285,9 +293,9 @@ def test_small_questions_end_in_time(swarm, how, question):
 def test_a_chunk_that_two_donors_send_is_taken_once(swarm):
     """Four donors by hand, asked for one chunk each."""
     data = STATE[: 4 * SMALL_CHUNK]
-    parcel = Item("state", data, SMALL_CHUNK).description()
+    manifest = Item("state", data, SMALL_CHUNK).description()
     transports = [swarm.peer(name) for name in "abcd"]
-    transfer = swarm.transfer(parcel)
+    transfer = swarm.transfer(manifest)
     thread = threading.Thread(target=transfer.run)
     thread.start()
     streams = [transport.accept(CHANNEL, timeout_s=SOON) for transport in transports]
@@ -331,24 +339,24 @@ def test_an_error_in_the_callers_own_code_ends_the_fetch_which_keeps_what_it_has
 
 
 def test_a_fetch_goes_on_from_what_it_has(swarm):
-    asked, count = Countdown(0), len(PARCEL.digests)
+    asked, count = Countdown(0), len(MANIFEST.digests)
     swarm.watched("a", asked)
     out, have = bytearray(STATE), set(range(0, count, 2))
     missing = set(range(count)) - have
     for number in missing:
-        out[PARCEL.chunk(number)] = bytes(SMALL_CHUNK)
-    transfer = Transfer(PARCEL, swarm.addresses, swarm.me, memoryview(out), have)
+        out[MANIFEST.chunk(number)] = bytes(SMALL_CHUNK)
+    transfer = Transfer(MANIFEST, swarm.addresses, swarm.me, memoryview(out), have)
     transfer.run()
     assert out == STATE and have == set(range(count))
     assert asked.count == len(missing) and transfer.taken == {"a": len(missing) * SMALL_CHUNK}
-    Transfer(PARCEL, {}, swarm.me, memoryview(out), have).run()  # nothing to do, nobody needed
+    Transfer(MANIFEST, {}, swarm.me, memoryview(out), have).run()  # nothing to do, nobody needed
 
 
 def test_not_here(swarm):
     swarm.donor("empty", Library())
     swarm.donor("another", holding(STATE[::-1]))  # of that name, but not this one: no liar, it does not have it
     with pytest.raises(ItemMissing, match="'state': empty does not have it"):
-        swarm.ask("empty")
+        swarm.request("empty")
     with pytest.raises(ItemMissing):
         swarm.describe("empty")
     with pytest.raises(TransferFailed) as failed:
@@ -361,12 +369,12 @@ def test_not_here(swarm):
 def test_nobody_to_ask_and_nobody_there(swarm):
     out = memoryview(bytearray(len(STATE)))
     with pytest.raises(TransferFailed, match="nobody to ask"):
-        Transfer(PARCEL, {}, swarm.me, out).run()
+        Transfer(MANIFEST, {}, swarm.me, out).run()
     with pytest.raises(TransferFailed, match="ghost is not there") as failed:
-        Transfer(PARCEL, {"ghost": PeerAddress("ghost")}, swarm.me, out).run()
+        Transfer(MANIFEST, {"ghost": PeerAddress("ghost")}, swarm.me, out).run()
     assert set(failed.value.failures) == {"ghost"}
     with pytest.raises(ValueError, match="needs"):
-        Transfer(PARCEL, {}, swarm.me, out[1:])
+        Transfer(MANIFEST, {}, swarm.me, out[1:])
 
 
 def test_spare_donors_step_in_for_every_one_that_fails(swarm):
@@ -384,12 +392,12 @@ def test_the_library_changes_under_its_donor(swarm):
     swarm.donor("a", library)
     for data in (bytearray(b"one"), b"two"):
         library.put("x", data)
-        assert swarm.ask("a", "x") == data
+        assert swarm.request("a", "x") == data
     assert library.names() == ["x"]
     library.drop("x")
     with pytest.raises(ItemMissing):
-        swarm.ask("a", "x")
-    assert swarm.ask("a", "manifest") == b"made" and swarm.describe("a", "manifest").size == 4
+        swarm.request("a", "x")
+    assert swarm.request("a", "manifest") == b"made" and swarm.describe("a", "manifest").size == 4
     assert made == ["x", "manifest", "manifest"] and library.names() == []
 
 
@@ -399,8 +407,8 @@ def test_an_on_missing_that_fails_ends_one_stream_only(swarm, caplog):
 
     swarm.donor("a", Library(on_missing))
     with pytest.raises(TransferFailed):
-        swarm.ask("a", "bad")
-    assert swarm.ask("a", "good") == b"yes"
+        swarm.request("a", "bad")
+    assert swarm.request("a", "good") == b"yes"
     assert "me could not be served" in caplog.text and GONE not in caplog.text
 
 
@@ -411,16 +419,16 @@ def test_an_on_missing_that_fails_ends_one_stream_only(swarm, caplog):
 def test_an_answer_beyond_its_limit_is_not_let_in(swarm, size, limit, match):
     swarm.donor("a", holding(bytes(size)))
     with pytest.raises(TransferFailed, match=match):
-        swarm.ask("a", limit=limit)
+        swarm.request("a", limit=limit)
 
 
 @pytest.mark.parametrize(
     "payload, match",
     [
-        (bytes(MAX_PARCEL_BYTES + 1), "at most"),
+        (bytes(MAX_MANIFEST_BYTES + 1), "at most"),
         (b"", "missing"),
         (b"junk" * 99, "'state' of a"),
-        (Parcel("other", 0, CHUNK_BYTES, ()).encode(), "describes 'other'"),
+        (ItemManifest("other", 0, CHUNK_BYTES, ()).encode(), "describes 'other'"),
     ],
 )
 def test_descriptions_are_not_believed(swarm, payload, match):
@@ -449,7 +457,7 @@ def test_an_answer_that_is_no_chunk_ends_its_sender(swarm, kind, size, match):
 def test_an_answer_that_is_not_what_its_digest_says(swarm):
     swarm.answering("a", BYTES, sha256(b"one").digest(), b"two")
     with pytest.raises(WrongBytes, match="a sent"):
-        swarm.ask("a")
+        swarm.request("a")
 
 
 NAME = packing.text("state", 255)
@@ -477,9 +485,9 @@ def test_a_bad_request_ends_its_own_stream_only(swarm, caplog, kind, head, paylo
     with pytest.raises(PeerLost):
         bad.receive(timeout_s=SOON)
     wait_until(lambda: "me asks for what is no request" in caplog.text)
-    good.send(CHUNK, NAME + packing.integer(0, 4) + PARCEL.digests[0])
+    good.send(CHUNK, NAME + packing.integer(0, 4) + MANIFEST.digests[0])
     assert good.receive(timeout_s=SOON).payload == STATE[:SMALL_CHUNK]
-    good.send(CHUNK, NAME + packing.integer(2**32 - 1, 4) + PARCEL.digests[0])
+    good.send(CHUNK, NAME + packing.integer(2**32 - 1, 4) + MANIFEST.digests[0])
     assert good.receive(timeout_s=SOON).kind == NOT_HERE
     assert GONE not in caplog.text
     good.close()
@@ -500,7 +508,7 @@ def test_a_peer_has_a_few_streams_and_all_peers_some(swarm, monkeypatch):
     greeted(other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON))
     assert other.connect(PeerAddress("a"), CHANNEL, timeout_s=SOON).receive(timeout_s=SOON).kind == BUSY  # altogether
     with pytest.raises(DonorBusy, match="a serves as many as it can"):
-        swarm.ask("a", timeout_s=0.5)
+        swarm.request("a", timeout_s=0.5)
     mine[0].close()
     wait_until(lambda: swarm.stream("a").receive(timeout_s=SOON).kind == READY)
     other.close()
@@ -533,7 +541,7 @@ def test_who_may_not_read_gets_nothing(swarm):
     assert stream.receive(timeout_s=SOON).kind == BYTES
     assert stream.receive(timeout_s=SOON).kind == donor.REFUSED
     with pytest.raises(TransferFailed, match="a gives us nothing"):
-        swarm.ask("a")
+        swarm.request("a")
     with pytest.raises(TransferFailed, match="a gives us nothing"):
         swarm.fetch()
 
@@ -564,39 +572,39 @@ def test_closing_a_transport_is_no_failure_and_closing_a_donor_ends_its_streams(
     cut.close()
     assert GONE not in caplog.text
     with pytest.raises(TransferFailed, match="nobody listens to 'fetch' any more"):
-        swarm.ask("closed")
+        swarm.request("closed")
 
 
-def test_parcels_survive_the_way_and_nonsense_does_not():
-    raw = PARCEL.encode()
-    assert Parcel.decode(raw) == PARCEL
-    digests, random = PARCEL.digests, Random(3)
+def test_manifests_survive_the_way_and_nonsense_does_not():
+    raw = MANIFEST.encode()
+    assert ItemManifest.decode(raw) == MANIFEST
+    digests, random = MANIFEST.digests, Random(3)
     for bad in (
-        lambda: Parcel("state", len(STATE), SMALL_CHUNK, digests[1:]),
-        lambda: Parcel("state", len(STATE), SMALL_CHUNK, (*digests[1:], b"short")),
-        lambda: Parcel("state", -1, SMALL_CHUNK, ()),
-        lambda: Parcel("state", 0, 0, ()),
-        lambda: Parcel("state", 0, 1 << 30, ()),
-        lambda: Parcel("n" * 256, 0, SMALL_CHUNK, ()),
-        lambda: Parcel("\x1b[2J", 0, SMALL_CHUNK, ()),
+        lambda: ItemManifest("state", len(STATE), SMALL_CHUNK, digests[1:]),
+        lambda: ItemManifest("state", len(STATE), SMALL_CHUNK, (*digests[1:], b"short")),
+        lambda: ItemManifest("state", -1, SMALL_CHUNK, ()),
+        lambda: ItemManifest("state", 0, 0, ()),
+        lambda: ItemManifest("state", 0, 1 << 30, ()),
+        lambda: ItemManifest("n" * 256, 0, SMALL_CHUNK, ()),
+        lambda: ItemManifest("\x1b[2J", 0, SMALL_CHUNK, ()),
         lambda: Library().put("state", STATE, chunk_bytes=7),
-        lambda: Parcel.decode(raw + b"more"),
-        lambda: Parcel.decode(NAME + b"\xff" * 12),
-        *(lambda cut=cut: Parcel.decode(raw[:cut]) for cut in range(0, len(raw), 13)),
+        lambda: ItemManifest.decode(raw + b"more"),
+        lambda: ItemManifest.decode(NAME + b"\xff" * 12),
+        *(lambda cut=cut: ItemManifest.decode(raw[:cut]) for cut in range(0, len(raw), 13)),
     ):
-        with pytest.raises(ParcelRefused):
+        with pytest.raises(ManifestRefused):
             bad()
-    with pytest.raises(ParcelRefused, match="are no 131072 chunks"):
-        Parcel("state", MAX_CHUNKS * SMALL_CHUNK + 1, SMALL_CHUNK, ())
-    with pytest.raises(ParcelRefused, match="at most"):
-        Parcel.decode(bytes(MAX_PARCEL_BYTES + 1))
+    with pytest.raises(ManifestRefused, match="are no 131072 chunks"):
+        ItemManifest("state", MAX_CHUNKS * SMALL_CHUNK + 1, SMALL_CHUNK, ())
+    with pytest.raises(ManifestRefused, match="at most"):
+        ItemManifest.decode(bytes(MAX_MANIFEST_BYTES + 1))
     for _ in range(500):
-        with suppress(ParcelRefused):
-            Parcel.decode(random.randbytes(random.randrange(80)))
+        with suppress(ManifestRefused):
+            ItemManifest.decode(random.randbytes(random.randrange(80)))
 
 
 def test_the_end_is_shared_and_what_is_given_back_is_asked_for_again():
-    board = Board(range(40), workers=2)
+    board = ChunkBoard(range(40), workers=2)
     slow = [board.take("slow", asked) for asked in range(MAX_ASKED)]
     assert slow == list(range(MAX_ASKED)) and board.take("slow", MAX_ASKED) is None  # not too far ahead
     while (number := board.take("fast", 0)) not in slow:

@@ -154,7 +154,7 @@ SIGNALLED = """
 import signal, sys, time
 from diloco.run.signals import REPEAT_S, Stop, stop_on_signal
 stop = Stop()
-with stop_on_signal(stop, loud=True):
+with stop_on_signal(stop, announce=True):
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)   # a launcher passing it on
     print("still here", stop.asked, flush=True)

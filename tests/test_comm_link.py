@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.comm.transport.link import BURST_S, Line, Link, Pace, Path, Paths
+from diloco.comm.transport.link import BURST_S, Line, Link, Path, PathPace, Paths
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.shaped import AHEAD_S, ShapedTransport, cut_piece, sent_at, window_bytes
 from diloco.comm.transport.transport import Frame, Stream
@@ -32,7 +32,7 @@ def test_the_rate_holds_although_sleeps_end_late(bits_per_s: float, oversleep_s:
 
 @pytest.mark.parametrize("oversleep_s", [0.003, 0.02, 0.1])
 def test_a_stream_makes_up_for_whatever_it_overslept(oversleep_s: float) -> None:
-    pace, now = Pace(Line(8e6, burst_s=BURST_S)), 100.0
+    pace, now = PathPace(Line(8e6, burst_s=BURST_S)), 100.0
     for _ in range(500):
         finish = pace.reserve(4000, now)  # 4 ms
         slept = finish > now
@@ -43,13 +43,13 @@ def test_a_stream_makes_up_for_whatever_it_overslept(oversleep_s: float) -> None
 
 @pytest.mark.parametrize("idle_s", [0.1, 50.0])
 def test_what_was_overslept_is_no_more_than_that(idle_s: float) -> None:
-    pace = Pace(Line(8e6))
+    pace = PathPace(Line(8e6))
     pace.passed(pace.reserve(4000, 100.0), 100.014, slept=True)  # 10 ms late
     assert pace.reserve(1000, 100.014 + idle_s) == pytest.approx(100.014 + idle_s - 0.010 + 0.001)
 
 
 def test_a_stream_that_has_caught_up_has_nothing_left_to_make_up_for() -> None:
-    pace = Pace(Line(8e6))
+    pace = PathPace(Line(8e6))
     pace.passed(pace.reserve(4000, 100.0), 100.014, slept=True)
     pace.passed(pace.reserve(8000, 100.014), 100.014, slept=False)  # through at 100.012
     assert pace.reserve(1000, 200.0) == pytest.approx(200.0 - 0.002 + 0.001)

@@ -119,8 +119,10 @@ def mistake_in(command: str) -> str:
     program, *words = words_of(command)
     at, path = typer.main.get_command(app), program
     while (below := getattr(at, "commands", None)) is not None:
-        if not words or words[0].startswith("-") or words[0].isupper():  # NAME stands for any
-            return ""
+        if not words or (words[0].startswith("-") and path != "diloco simulate") or words[0].isupper():
+            return ""  # NAME stands for any
+        if words[0] not in below and path == "diloco simulate":
+            words = ["islands", *words]  # it is left out in most places
         if words[0] not in below:
             return f"there is no {path} {words[0]}"
         at, path, words = below[words[0]], f"{path} {words[0]}", words[1:]

@@ -24,7 +24,7 @@ from diloco.elastic.runtime.fetching import fetch_state
 from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.elastic.runtime.reducing import Outcome, stall_after
 from diloco.elastic.runtime.restoring import Origin
-from diloco.elastic.runtime.work import Trained, Work
+from diloco.elastic.runtime.work import PendingProgress, StepsDone
 
 NAMES = ("A", "B", "C", "D")
 
@@ -336,21 +336,23 @@ def test_a_driver_that_dies_is_noticed_by_its_trainer():
 
 
 def test_work_that_another_branch_lacks_is_owed_again():
-    work = Work(0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32))
+    work = PendingProgress(
+        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32)
+    )
     one, two, nothing = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.zeros(2)
-    offer = work.cut(one, Trained(5, ((0, 4),)))()
+    offer = work.cut(one, StepsDone(5, ((0, 4),)))()
     assert (offer.lo, offer.hi, offer.tokens) == (0, 1, 5)
     assert work.rebase(1) is None and work.mark == work.hi  # contained
-    work.cut(two, Trained(7, ((4, 8),)))()
+    work.cut(two, StepsDone(7, ((4, 8),)))()
     assert work.rebase(1).tolist() == [10.0, 20.0]  # not contained
     assert work.rebase(2) is None
     assert work.rebase(0).tolist() == [11.0, 22.0] and work.used(0) == ((0, 8),)  # a branch that has neither
-    late = work.cut(nothing, Trained(0, ()))()
+    late = work.cut(nothing, StepsDone(0, ()))()
     assert (late.lo, late.hi, late.tokens, late.late) == (0, 2, 12, True)
     assert work.payload(late).view(torch.float32).tolist() == [11.0, 22.0]
-    smaller = work.cut(nothing, Trained(0, ()), usual_norm=late.norm / 4)()
+    smaller = work.cut(nothing, StepsDone(0, ()), usual_norm=late.norm / 4)()
     assert smaller.norm == pytest.approx(late.norm / 2)
     assert work.payload(smaller).view(torch.float32).tolist() == pytest.approx([5.5, 11.0])
     assert work.rebase(1).tolist() == [10.0, 20.0]  # a branch that has the first only
-    again = work.cut(nothing, Trained(0, ()))()
+    again = work.cut(nothing, StepsDone(0, ()))()
     assert (again.lo, again.hi) == (1, 2)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.bench.bare import Setting
+from diloco.bench.bare import BareConfig
 from diloco.bench.crew import PHASES, Crew, crew
 from diloco.elastic.protocol.ranges import minus, size
 from diloco.elastic.protocol.record import Record
@@ -17,7 +17,7 @@ from diloco.elastic.protocol.wire import decode
 pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")
 KILLS = int(os.environ.get("DILOCO_KILLS", "6"))
-SMALL = Setting(count=300_000, silence_s=3.0, pace_s=0.5)
+SMALL = BareConfig(count=300_000, silence_s=3.0, pace_s=0.5)
 
 
 def coordinator(team: Crew) -> str:
@@ -92,7 +92,7 @@ def test_kills_in_a_row():
 def test_one_epoch_with_crashes_and_joins_uses_each_sample_once():
     """Five crashes and three joins; the ledger says which sample was consumed, and none twice."""
     chance = random.Random(5)
-    setting = Setting(count=100_000, silence_s=2.0, pace_s=0.3, limit=9000, samples=20)
+    setting = BareConfig(count=100_000, silence_s=2.0, pace_s=0.3, limit=9000, samples=20)
     faults = ["crash"] * 5 + ["join"] * 3
     chance.shuffle(faults)
     newcomers = iter("EFGHIJKL")

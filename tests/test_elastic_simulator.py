@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.simulate.virtual import faults, scenario
-from diloco.simulate.virtual.chances import Setup
+from diloco.simulate.virtual.chances import DisasterConfig
 from diloco.simulate.virtual.faults import FIRST_STREAMING, Campaign, Disaster, Fault, pace_of, rule_names
-from diloco.simulate.virtual.trainer import USUAL, Pace
+from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import World
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
@@ -110,13 +110,13 @@ any_fault = st.one_of(
 @given(
     seed=st.integers(10**6, 10**9),
     partition=st.sampled_from(["merge", "pause"]),
-    pace=st.sampled_from([USUAL, USUAL, Pace(2), Pace(3, overlap=1), Pace(3, scarce=True)]),
+    pace=st.sampled_from([USUAL, USUAL, SyncPace(2), SyncPace(3, overlap=1), SyncPace(3, scarce=True)]),
     schedule=st.lists(any_fault, max_size=8),
     all_return=st.booleans(),
 )
 def test_any_list_of_faults_violates_nothing(seed, partition, pace, schedule, all_return):
     ordered = tuple(sorted(schedule, key=lambda fault: fault.at))
-    faults.run(Disaster(Setup(5, partition, seed, pace=pace), "drawn", (), ordered, all_return=all_return))
+    faults.run(Disaster(DisasterConfig(5, partition, seed, pace=pace), "drawn", (), ordered, all_return=all_return))
 
 
 def test_a_violation_says_what_where_and_how_to_see_it_again():
@@ -125,7 +125,7 @@ def test_a_violation_says_what_where_and_how_to_see_it_again():
     assert said[0].startswith(f"seed {seed}: I")
     assert "of the faults" in said[1]
     assert any(" begin " in line for line in said)
-    assert said[-1] == f"again: diloco simulate --protocol --first {seed} --seeds 1 --without marks_decide"
+    assert said[-1] == f"again: diloco simulate protocol --first {seed} --seeds 1 --without marks_decide"
 
 
 def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
@@ -167,13 +167,13 @@ def test_a_scenario_whose_rule_is_not_needed_is_no_scenario(tmp_path):
 
 
 def test_from_the_command_line():
-    good = run_cli("simulate", "--protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
+    good = run_cli("simulate", "protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
     assert good.returncode == 0, good.stderr
     assert "3 seeds from 0:" in good.stdout and "0 violations" in good.stdout
     seed = CAUGHT["marks_decide"]
-    bad = run_cli("simulate", "--protocol", "--first", str(seed), "--seeds", "1", "--without", "marks_decide")
+    bad = run_cli("simulate", "protocol", "--first", str(seed), "--seeds", "1", "--without", "marks_decide")
     assert bad.returncode == 1
-    assert f"again: diloco simulate --protocol --first {seed} --seeds 1 --without marks_decide" in bad.stdout
+    assert f"again: diloco simulate protocol --first {seed} --seeds 1 --without marks_decide" in bad.stdout
     assert "1 violations" in bad.stdout
 
 
@@ -181,7 +181,7 @@ def test_from_the_command_line():
     ("arguments", "complaint"),
     [
         (["run.yaml"], "how are the islands connected? Add --link 20mbit,80ms, or --topology FILE"),
-        (["--protocol", "--without", "gravity"], "the rules are adoption_survives_retries"),
+        (["protocol", "--without", "gravity"], "the rules are adoption_survives_retries"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(arguments, complaint):

@@ -17,7 +17,7 @@ from diloco.data.source import ByteFiles, SourceKind
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import CodecError, ConfigError
 from diloco.plan.memory import memory_of
-from diloco.plan.predict import Line, Situation, predict
+from diloco.plan.predict import LinkModel, Situation, predict
 from diloco.plan.search import cost, variants
 from diloco.plan.workload import workload_of
 from diloco.report.events import Event, Events
@@ -50,7 +50,7 @@ def test_a_codec_is_known_wherever_codecs_are_named(toy_codec):
 
 def test_a_codec_is_planned_with_by_what_it_says_of_itself(toy_codec):
     given, work = SyncConfig(every=50, codec="toy"), workload_of(load_config())
-    situation = Situation(work, 2, Line(1e8, 1e8), step_s=0.1)
+    situation = Situation(work, 2, LinkModel(1e8, 1e8), step_s=0.1)
     ours, int8 = predict(situation, given), predict(situation, SyncConfig(every=50, codec="int8"))
     assert ours.rounds[0].sent == int8.rounds[0].sent
     assert ours.rounds[0].host_s - int8.rounds[0].host_s == pytest.approx(1.9e-9 * work.trained)
@@ -122,7 +122,7 @@ class ToySink:
     def __init__(self, config: Config) -> None:
         self._path = Path(config.dir) / "toy.txt"
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         self._path.write_text(event["event"])
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Entry, Header, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import scan
-from diloco.checkpoint.log.snapshot import Frozen, read_manifest, read_vectors, write_snapshot
+from diloco.checkpoint.log.snapshot import SnapshotContents, read_manifest, read_vectors, write_snapshot
 from diloco.comm.peers import record as peer_record
 from diloco.comm.peers.identity import PRIVATE_HEADER, Identity
 from diloco.comm.peers.ticket import Ticket, check_greeting, run_id_of
@@ -47,8 +47,8 @@ from diloco.elastic.protocol.record import (
 )
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, decode_message, encode, encode_message, from_plain, to_plain
-from diloco.elastic.runtime.applier import Kept
-from diloco.elastic.runtime.fetching import Manifest as StateManifest
+from diloco.elastic.runtime.applier import SnapshotMeta
+from diloco.elastic.runtime.fetching import StateManifest as StateManifest
 from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.errors import PeerLost, StreamEnded
 from diloco.island.layout import Layout
@@ -309,7 +309,7 @@ def write_segment() -> bytes:
         store.remember(encode(memory()))
         store.put(record().payload, RESULT)
         store.append(entry())
-        store.vouch(record().digest, vectors_digest(VECTORS))
+        store.record_digest(record().digest, vectors_digest(VECTORS))
         store.close()
         return (Path(folder) / "log-00000001.seg").read_bytes()
 
@@ -329,10 +329,10 @@ def in_segment() -> tuple[object, ...]:
     return [1, 2, 3, 4, 5], [header], memory(), RESULT, {record().digest: entry()}, states, []
 
 
-def frozen() -> Frozen:
-    head, kept = state().head, Kept(genesis=genesis().digest, state=state(), fragments=(((0, 3),),))
+def frozen() -> SnapshotContents:
+    head, kept = state().head, SnapshotMeta(genesis=genesis().digest, state=state(), fragments=(((0, 3),),))
     order = head.tokens, head.round
-    return Frozen(round=head.round, version=head.digest, order=order, meta=to_plain(kept), vectors=VECTORS)
+    return SnapshotContents(round=head.round, version=head.digest, order=order, meta=to_plain(kept), vectors=VECTORS)
 
 
 def write_files() -> dict[str, bytes]:
@@ -346,12 +346,12 @@ def read_manifest_file(raw: bytes) -> tuple[object, ...]:
     with TemporaryDirectory() as folder:
         (Path(folder) / "manifest.json").write_bytes(raw)
         manifest = read_manifest(Path(folder))
-        return manifest.round, manifest.version, manifest.order, from_plain(Kept, manifest.meta), manifest.state
+        return manifest.round, manifest.version, manifest.order, from_plain(SnapshotMeta, manifest.meta), manifest.state
 
 
 def in_manifest() -> tuple[object, ...]:
     made = frozen()
-    return made.round, made.version, made.order, from_plain(Kept, made.meta), vectors_digest(VECTORS)
+    return made.round, made.version, made.order, from_plain(SnapshotMeta, made.meta), vectors_digest(VECTORS)
 
 
 def genesis_file(made: Genesis) -> bytes:

@@ -6,12 +6,12 @@ import torch
 from diloco.config.schema import ModelConfig
 from diloco.errors import ConfigError, ModelError
 from diloco.island.island import Island
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.model.build import Network, build_network
 from diloco.model.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
-ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
+ALONE = ProcessMesh(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
 
 def llama_config(**changes):

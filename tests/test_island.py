@@ -14,12 +14,12 @@ from diloco.errors import ConfigError, ModelError
 from diloco.island.flat import Shards
 from diloco.island.island import Island, next_token_loss
 from diloco.island.layout import Layout, buckets_of
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import slices
 from diloco.model.build import build_network, refuse_float_buffers
 from diloco.train.exchange import Cut
 
-ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
+ALONE = ProcessMesh(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
 
 def make_island(config) -> Island:

@@ -177,7 +177,7 @@ def fleet(plan, view, out, monkeypatch) -> Fleet:
 
 def test_an_island_that_keeps_dying_stays_away_in_the_end(fleet):
     for _ in range(3 * RESTARTS):
-        fleet.look(0)
+        fleet.poll(0)
     assert fleet.children[TWO].starts == 1 + RESTARTS
     assert fleet.out.getvalue().count("island-2 died (exit code 1: it went wrong)") == 1 + RESTARTS
     assert "island-2 has died 6 times and stays away" in fleet.out.getvalue()
@@ -187,33 +187,33 @@ def test_an_island_that_keeps_dying_stays_away_in_the_end(fleet):
 def test_restarting_can_be_switched_off(fleet):
     fleet.plan = replace(fleet.plan, restart=False)
     for _ in range(5):
-        fleet.look(0)
+        fleet.poll(0)
     assert fleet.children[TWO].starts == 1 and fleet.at_work
 
 
 def test_when_nobody_is_left_nobody_is_started_again(fleet):
-    fleet.look(0)
+    fleet.poll(0)
     fleet.children[ONE].exit_code = 1
     fleet.children[TWO].exit_code = None
-    fleet.look(0)
+    fleet.poll(0)
     assert "no island is left in the run" in fleet.out.getvalue()
     assert fleet.children[TWO].asked == 1 and not fleet._again_at
 
 
 def test_the_first_signal_pauses_once_and_the_second_kills(fleet):
-    fleet.look(0)
-    fleet.look(1)
-    fleet.look(1)
+    fleet.poll(0)
+    fleet.poll(1)
+    fleet.poll(1)
     assert fleet.children[ONE].paused == 1 and fleet.children[ONE].exit_code is None
-    fleet.look(2)
+    fleet.poll(2)
     assert fleet.children[ONE].exit_code == -9 and not fleet.at_work
 
 
 def test_an_island_that_was_still_starting_when_asked_to_stop_has_not_died(fleet):
     fleet.children[TWO].exit_code = None
-    fleet.look(1)
+    fleet.poll(1)
     fleet.children[TWO].exit_code = -signal.SIGUSR1
-    fleet.look(1)
+    fleet.poll(1)
     assert "island-2 had not started yet" in fleet.out.getvalue() and "died" not in fleet.out.getvalue()
 
 
@@ -221,19 +221,19 @@ def test_once_the_run_is_over_nobody_is_started_again(fleet):
     with (fleet.plan.folder / ONE / "events.jsonl").open("a") as events:
         events.write(json.dumps(a_round(9, ONE, at=1, step=40)) + "\n")
     for _ in range(3):
-        fleet.look(0)
+        fleet.poll(0)
     assert fleet.children[TWO].starts == 1 and fleet.board.rows[TWO].state == "gone"
     assert "island-2 died" in fleet.out.getvalue() and "starts again" not in fleet.out.getvalue()
 
 
 def test_the_ticket_follows_the_islands_that_are_there(fleet):
-    fleet.look(0)
+    fleet.poll(0)
     first = Ticket.parse((fleet.plan.folder / "ticket").read_text(), time.time())
     assert len(first.addresses) == 1
     fleet.children[TWO].exit_code = None
     (fleet.plan.folder / TWO / "addresses").write_text(f"/ip4/127.0.0.1/tcp/2/p2p/{'2' * 52}\n")
-    fleet.look(0)
-    fleet.look(0)
+    fleet.poll(0)
+    fleet.poll(0)
     both = Ticket.parse((fleet.plan.folder / "ticket").read_text(), time.time())
     assert both.run_id == first.run_id and len(both.addresses) == 2
 

@@ -12,7 +12,7 @@ from team import HERE, PATIENT, Team, deadline, introduced, one_step_done, own_f
 from diloco.bench.team import Heard, driver_for
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.work import StepsDone
 from diloco.report.events import Events
 from diloco.train.rounds import Rounds
 from diloco.train.sync import SyncLoop
@@ -84,11 +84,11 @@ def test_samples_behind_late_progress_are_held_besides_those_asked_for(small):
     with two_islands(config) as (islands, drivers), introduced(drivers):
         island, node = islands["A"].rounds, drivers["A"].node
         for samples in (((0, 8),), ((8, 16),)):  # two phases that no round contains
-            island.session.start(0, torch.zeros(island.fragments.count), Trained(8, samples))
-        island.look()
-        island.session.ask(40)
+            island.session.start(0, torch.zeros(island.fragments.count), StepsDone(8, samples))
+        island.refresh()
+        island.session.request_samples(40)
         wait_until(lambda: node.own.want == 40 + 16)
-        island.session.ask(50)
+        island.session.request_samples(50)
         wait_until(lambda: node.own.want == 50 + 16)
 
 

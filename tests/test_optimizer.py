@@ -9,11 +9,11 @@ from diloco.config.schema import InnerConfig
 from diloco.data.batches import Batches, open_samples
 from diloco.errors import ConfigError
 from diloco.island.island import Island
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, hidden_matrices, named_optimizer, newton_schulz, step_if_finite
 from diloco.model.build import build_network
 
-ALONE = Place(rank=0, world=1, device=torch.device("cpu"), mesh=None)
+ALONE = ProcessMesh(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 MUON = {"optimizer": "muon"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

@@ -57,8 +57,8 @@ def test_peers_meet_at_a_name(peer_of: Callable[..., Peer], tmp_path: Path) -> N
     two = peer_of("two", "127.0.0.1", Ticket.issue(owner, one.addresses, now=now, lifetime_s=lifetime_s))
     for peer in (one, two):
         peer.publish()
-    address = two.look()[one.id]
-    assert address.host == "localhost" and one.look()[two.id].host == "127.0.0.1"
+    address = two.find_peers()[one.id]
+    assert address.host == "localhost" and one.find_peers()[two.id].host == "127.0.0.1"
     stream = two._direct.connect(address, "hello", timeout_s=10.0)
     assert one.plain.accept("hello", timeout_s=10.0).peer == two.id
     stream.close()

@@ -30,7 +30,7 @@ from diloco.model.accelerators import ACCELERATORS, accelerator_named, called
 from diloco.model.decoder import PRESETS, Decoder, shape_of
 from diloco.plan import memory
 from diloco.plan.plan import NO_LINE, Machine, advice, make_plan
-from diloco.plan.predict import AGREE_HOPS, LINK_SHARE, Line, Situation, data_parallel_utilisation, predict
+from diloco.plan.predict import AGREE_HOPS, LINK_SHARE, LinkModel, Situation, data_parallel_utilisation, predict
 from diloco.plan.profiles import Profile, read_profiles
 from diloco.plan.search import EVERY, bandwidth_needed, cost, ladder, search, variants
 from diloco.plan.workload import bytes_of, workload_of
@@ -45,13 +45,13 @@ RUN_STEPS = 2000
 
 
 def situation(bits_per_s=50e6, delay_s=0.02, step_s=0.1, islands=4) -> Situation:
-    return Situation(WORK, islands, Line(bits_per_s, bits_per_s, delay_s), step_s)
+    return Situation(WORK, islands, LinkModel(bits_per_s, bits_per_s, delay_s), step_s)
 
 
 CPU = Machine("cpu", "fp32", Profile(), ACCELERATORS["cpu"])
 
 
-def plan_of(config: Config, line: Line):
+def plan_of(config: Config, line: LinkModel):
     return make_plan(config, WORK, CPU, islands=4, line=line, targets=(0.9,))
 
 
@@ -195,7 +195,7 @@ def test_what_is_good_enough_and_no_worse_is_kept():
 
 def test_a_fast_link_asks_for_nothing_and_a_hopeless_one_is_told():
     config = config_of(sync={"every": 30, "codec": "int8"})
-    slow, fast = (plan_of(config, Line(rate, rate, 0.001)) for rate in (1e3, 1e9))
+    slow, fast = (plan_of(config, LinkModel(rate, rate, 0.001)) for rate in (1e3, 1e9))
     assert advice(fast).startswith("keep it: ")
     assert advice(slow).startswith("none of ") and "comes nearest with" in advice(slow)
     assert fast.data_parallel > slow.data_parallel > 0
@@ -209,7 +209,7 @@ def test_what_is_proposed_synchronises_twice_in_a_run(run_steps):
     assert (EVERY[-1] in {sync.every for sync in proposed}) == (run_steps >= 2 * EVERY[-1])
 
 
-@pytest.mark.parametrize("line", [Line(1e5, 1e5, 0.08), Line(1e9, 1e9, 0.001), NO_LINE])
+@pytest.mark.parametrize("line", [LinkModel(1e5, 1e5, 0.08), LinkModel(1e9, 1e9, 0.001), NO_LINE])
 @pytest.mark.parametrize("every", [500, "1d"])
 def test_a_phase_longer_than_the_run_is_told_and_never_chosen(line, every):
     inner = {"steps": 200, "warmup": 10}
@@ -224,7 +224,7 @@ def test_a_phase_longer_than_the_run_is_told_and_never_chosen(line, every):
 
 
 def test_longer_phases_are_proposed_only_where_the_run_has_room_for_them():
-    far = Line(1e9, 1e9, 9.0)
+    far = LinkModel(1e9, 1e9, 9.0)
     short, long = (plan_of(config_of(inner={"steps": steps}, sync={"every": 30}), far) for steps in (200, 2000))
     assert "a run of 200 steps is too short for longer phases" in advice(short)
     assert long.chosen.prediction.steps > short.chosen.prediction.steps == 100
@@ -249,7 +249,7 @@ def test_a_measured_step_is_taken_as_it_was_measured(tmp_path):
     for name, figures in (("speed", SPEED), ("codec", CODEC)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"checks": [], **figures}))
     machine = Machine("cpu", "fp32", read_profiles([tmp_path / "speed.json", tmp_path / "codec.json"]))
-    plan = make_plan(config_of(), WORK, machine, islands=2, line=Line(1e9, 1e9), targets=(0.9,))
+    plan = make_plan(config_of(), WORK, machine, islands=2, line=LinkModel(1e9, 1e9), targets=(0.9,))
     assert plan.situation.step_s == pytest.approx(8 * 128 / 4096)
     assert plan.situation.host.codec_ns["int8"] == pytest.approx((1000.0, 2000.0))
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Head
-from diloco.simulate.virtual.trainer import Pace
-from diloco.train.policy import SyncPolicy, Taken, View
+from diloco.simulate.virtual.trainer import SyncPace
+from diloco.train.policy import AppliedResult, SyncPolicy, View
 from diloco.train.schedule import Apply, Launch, Schedule
 
 
@@ -22,7 +22,7 @@ class Seen:
     done: list[tuple[str, int]] = field(default_factory=list)
     then: tuple[int, set[int]] | None = None  # updates, and what is over, after the next result is taken
 
-    def look(self) -> View:
+    def refresh(self) -> View:
         each = range(self.fragments)
         over, moved = (tuple(f in of for f in each) for of in (self.over, self.moved))
         return View(Head(0, self.updates, ""), self.step, self.updates, over, moved, (False,) * self.fragments)
@@ -30,16 +30,16 @@ class Seen:
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
         self.done.append(("launch", fragment))
 
-    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+    def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         self.done.append(("take", fragment))
         self.over.discard(fragment)
         self.moved.discard(fragment)
         if self.then is not None:
             (self.updates, self.over), self.then = self.then, None
-        return Taken(self.step, self.owed_steps)
+        return AppliedResult(self.step, self.owed_steps)
 
     def policy(self, schedule: Schedule) -> SyncPolicy:
-        return SyncPolicy(self, schedule, self.look())
+        return SyncPolicy(self, schedule, self.refresh())
 
 
 def train(policy: SyncPolicy, steps: int) -> list[Head]:
@@ -57,14 +57,14 @@ def launches(seen: Seen) -> list[int]:
 
 def test_fragments_are_launched_in_turn_and_each_once_in_a_pass():
     seen = Seen(fragments=3)
-    policy = seen.policy(replace(Pace(3).schedule, launches=range(2, 100, 2), delay=50))
+    policy = seen.policy(replace(SyncPace(3).schedule, launches=range(2, 100, 2), delay=50))
     assert not train(policy, 7)
     assert launches(seen) == [0, 1, 2] and policy.step == 7
 
 
 def test_what_others_have_moved_the_clock_past_is_launched_after_the_next_step():
     seen = Seen(fragments=3)
-    policy = seen.policy(replace(Pace(3).schedule, launches=range(2, 100, 2), delay=50))
+    policy = seen.policy(replace(SyncPace(3).schedule, launches=range(2, 100, 2), delay=50))
     seen.step, seen.updates, seen.moved = 5, 2, {0, 1}
     assert policy.follow() and policy.step == 5
     train(policy, 1)
@@ -84,7 +84,7 @@ def test_asked_to_stop_it_leaves_what_it_was_waiting_for_and_goes_on_from_there(
     policy = seen.policy(Schedule(range(1, 100)))
     policy.trained((), 10)
     waits = policy.after_step()
-    assert next(waits) == seen.look().head
+    assert next(waits) == seen.refresh().head
     waits.close()
     assert policy.left == [Apply(0)] and policy.in_flight == {0}
     seen.over, seen.step, seen.updates = {0}, 1, 1
@@ -138,7 +138,7 @@ def test_when_the_run_is_over_nobody_is_waited_for():
     policy = seen.policy(Schedule((2, 4), 2))
     policy.trained((), 10)
     assert policy.launch(0)
-    waits = policy.give_everything()
+    waits = policy.contribute_all()
     next(waits)
     seen.over, seen.step, seen.updates = {0}, 4, 3
     assert not list(waits) and launches(seen) == [0]

@@ -16,10 +16,10 @@ from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import ModelError
 from diloco.history.export import as_qwen3
 from diloco.history.load import load_trained
-from diloco.history.sample import Choice, choose, continued, spoken
+from diloco.history.sample import Sampling, choose, continued, spoken
 
 transformers = pytest.importorskip("transformers")
-GREEDY = Choice(temperature=0)
+GREEDY = Sampling(temperature=0)
 BYTES = load_tokenizer("bytes")
 
 
@@ -116,22 +116,22 @@ def test_the_window_slides_and_the_end_ends():
     assert list(islice(tokens, 8)) == [4, 5, 6, 7, 8, 9, 10, 11]
     assert model.seen == 4
     assert list(continued(model, [3], context=4, vocab=300, choice=GREEDY, end=7)) == [4, 5, 6]
-    assert all(token < 20 for token in islice(continued(model, [17], context=4, vocab=20, choice=Choice()), 50))
+    assert all(token < 20 for token in islice(continued(model, [17], context=4, vocab=20, choice=Sampling()), 50))
 
 
 def test_chances_follow_the_logits():
     dice, logits = torch.Generator().manual_seed(0), torch.tensor([0.0, 1.0, 2.0, -9.0])
 
-    def shares(choice: Choice) -> torch.Tensor:
+    def shares(choice: Sampling) -> torch.Tensor:
         drawn = torch.tensor([choose(logits, choice, dice) for _ in range(4000)])
         return torch.bincount(drawn, minlength=4) / 4000
 
-    torch.testing.assert_close(shares(Choice(1.0, 0)), logits.softmax(0), atol=0.03, rtol=0)
-    torch.testing.assert_close(shares(Choice(0.5, 0)), (logits * 2).softmax(0), atol=0.03, rtol=0)
-    assert shares(Choice(1.0, 2))[0] == 0
-    assert choose(logits * 1e30, Choice(1e-30), dice) == 2
+    torch.testing.assert_close(shares(Sampling(1.0, 0)), logits.softmax(0), atol=0.03, rtol=0)
+    torch.testing.assert_close(shares(Sampling(0.5, 0)), (logits * 2).softmax(0), atol=0.03, rtol=0)
+    assert shares(Sampling(1.0, 2))[0] == 0
+    assert choose(logits * 1e30, Sampling(1e-30), dice) == 2
     with pytest.raises(ModelError, match="not finite"):
-        choose(torch.tensor([0.0, float("nan")]), Choice(), dice)
+        choose(torch.tensor([0.0, float("nan")]), Sampling(), dice)
 
 
 def pieces(stream: bytes, before: bytes = b"x") -> list[str]:

@@ -5,12 +5,12 @@ import pytest
 from diloco.config.schema import InnerConfig, SyncConfig
 from diloco.elastic.protocol.record import Contribution, Offer
 from diloco.train.schedule import (
+    Action,
     Apply,
     Launch,
     Schedule,
     Since,
     TimedSchedule,
-    Work,
     fair_share,
     learning_rate,
     schedule_of,
@@ -23,7 +23,7 @@ def schedule(steps: int = 100, **sync: object) -> Schedule:
     return Schedule.of(SyncConfig(**sync), inner)  # type: ignore[arg-type]
 
 
-def timetable(plan: Schedule) -> dict[int, list[Work]]:
+def timetable(plan: Schedule) -> dict[int, list[Action]]:
     return {step: works for step in range(1, plan.steps + 1) if (works := plan.after(step))}
 
 

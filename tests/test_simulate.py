@@ -175,10 +175,10 @@ def cuts(fleet: SimulatedFleet) -> list[list[str]]:
 def test_a_cut_from_the_beginning_begins_when_all_train(fleet):
     made = fleet(cut="1|2@0s..1h")
     trains(made, "island-1")
-    made.look(0)
+    made.poll(0)
     assert cuts(made) == []
     trains(made, "island-2")
-    made.look(0)
+    made.poll(0)
     assert cuts(made) == [["island-1", "island-2"]]
 
 
@@ -186,8 +186,8 @@ def test_time_does_not_wait_for_who_died_and_stays_away(fleet):
     made = fleet(restart=False, kill="1@0s")
     trains(made, "island-1")
     made.children["island-2"].exit_code = 1
-    made.look(0)
-    made.look(0)
+    made.poll(0)
+    made.poll(0)
     assert "all islands train but island-2 (gone for good): from here on" in made.out.getvalue()
     assert made.children["island-1"].exit_code == -9 and len(made.happened.faults) == 1
 
@@ -197,11 +197,11 @@ def test_time_waits_for_who_died_and_comes_back(fleet):
     trains(made, "island-1")
     made.children["island-2"].exit_code = 1
     for _ in range(RESTARTS):
-        made.look(0)
+        made.poll(0)
         assert made.happened.zero is None
     made.children["island-2"].exit_code = None
-    made.look(0)
+    made.poll(0)
     assert made.happened.zero is None
     trains(made, "island-2")
-    made.look(0)
+    made.poll(0)
     assert made.happened.zero is not None

@@ -13,7 +13,7 @@ from diloco.data.batches import Batches, open_samples
 from diloco.elastic.protocol.ranges import size
 from diloco.errors import ConfigError, JoinRefused, SaveError, TrainingDiverged
 from diloco.island.island import materialise, next_token_loss
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
 from diloco.report.events import Events
 from diloco.run.join import alone
@@ -206,7 +206,7 @@ def test_every_mesh_position_reads_its_own_rows(small):
     batch = ((0, config.island.batch),)
     alone = Batches(samples, config.island, HERE).read(batch)
 
-    class Half(Place):
+    class Half(ProcessMesh):
         data_ranks = property(lambda self: 2)  # type: ignore[assignment]
         data_rank = property(lambda self: self.rank)  # type: ignore[assignment]
 

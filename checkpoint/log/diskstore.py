@@ -19,9 +19,9 @@ from pathlib import Path
 from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.library import Item, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
-from diloco.checkpoint.log.snapshot import DAMAGED, Frozen, clean, manifests, remove, write_snapshot
-from diloco.checkpoint.log.store import Begun, Store
-from diloco.checkpoint.log.writing import Pace, make_way
+from diloco.checkpoint.log.snapshot import DAMAGED, SnapshotContents, clean, manifests, remove, write_snapshot
+from diloco.checkpoint.log.store import PartialDownload, Store
+from diloco.checkpoint.log.writing import WritePace, make_way
 from diloco.comm.transport.frame import Buffer
 
 KEEP = 2  # snapshots, and the log since the older one
@@ -30,7 +30,7 @@ RETRY_S = 5.0  # after the disk has refused
 CACHED = 4  # results of long ago: a peer asks for one chunk after the other
 
 log = logging.getLogger(__name__)
-Tell = Callable[[str, str], None]  # what happened, in which words
+Report = Callable[[str, str], None]  # what happened, in which words
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Job:
 class DiskStore(Store):
     keeps = True
 
-    def __init__(self, folder: Path, tell: Tell, *, keep: int = KEEP, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, report: Report, *, keep: int = KEEP, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Reads all that is there, cuts off what a dying writer left torn, and says so. OSError where that fails."""
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
-        self.folder, self.tell = folder, tell
-        self.begun = Begun(folder / "download")
+        self.folder, self.report = folder, report
+        self.download = PartialDownload(folder / "download")
         self.journal = Journal.read(folder)
         for trouble in self.journal.troubles:
             if trouble.torn is not None:
                 cut(trouble.path, trouble.torn)
-            tell("torn" if trouble.torn is not None else "damaged", str(trouble))
+            report("torn" if trouble.torn is not None else "damaged", str(trouble))
         self.durable = 0  # the highest round that this folder gives back after a crash
         self.failing = ""  # why nothing is durable at present
         self._keep, self._segment_bytes = keep, segment_bytes
@@ -72,9 +72,9 @@ class DiskStore(Store):
         self._changed = threading.Condition()
         self._items: dict[str, Item] = {}
         self._jobs: list[Job] = []
-        self._frozen: Frozen | None = None
-        self._pace = Pace()
-        self._busy = self._photographing = self._closing = self._dead = False
+        self._contents: SnapshotContents | None = None
+        self._pace = WritePace()
+        self._busy = self._writing_snapshot = self._closing = self._dead = False
         self._threads: list[threading.Thread] = []
 
     def begin(self, genesis: str, version: str, round: int, *, known: bool) -> None:
@@ -85,7 +85,7 @@ class DiskStore(Store):
             self._open_segment()
         except OSError as error:
             self._fail(error)
-        for name, work in (("store", self._write_all), ("snapshot", self._photograph_all)):
+        for name, work in (("store", self._write_all), ("snapshot", self._write_snapshots)):
             thread = threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -108,7 +108,7 @@ class DiskStore(Store):
     def follow(self, version: str, round: int) -> None:
         self._hand_in(Job(moves=(version, round), rotate=True))
 
-    def vouch(self, version: str, digest: str) -> None:
+    def record_digest(self, version: str, digest: str) -> None:
         self._hand_in(Job(Kind.STATE, f"{version} {digest}".encode()))
 
     def then(self, act: Callable[[], None]) -> None:
@@ -119,24 +119,24 @@ class DiskStore(Store):
         if not waits:
             act()
 
-    def snapshot(self, frozen: Frozen) -> None:
+    def snapshot(self, contents: SnapshotContents) -> None:
         """What comes while one is written takes the place of what waits."""
         with self._changed:
-            self._frozen = frozen
+            self._contents = contents
             self._changed.notify_all()
 
     @property
-    def photographing(self) -> bool:
+    def writing_snapshot(self) -> bool:
         """A snapshot is being written, or waits."""
         with self._changed:
-            return self._frozen is not None or self._photographing
+            return self._contents is not None or self._writing_snapshot
 
     @property
     def wants_snapshot(self) -> bool:
         """The log has no anchor."""
         with self._changed:
             possible = self._segment is not None and time.monotonic() > self._retry_at
-            return possible and not self._anchored and not self.photographing
+            return possible and not self._anchored and not self.writing_snapshot
 
     def _hand_in(self, job: Job) -> None:
         with self._changed:
@@ -182,7 +182,7 @@ class DiskStore(Store):
             with self._changed:
                 self.journal.payloads.pop(payload, None)
             if place.path.exists():
-                self.tell("damaged", f"{place.path.name}: the bytes of result {payload[:12]} are damaged")
+                self.report("damaged", f"{place.path.name}: the bytes of result {payload[:12]} are damaged")
             return None
         item = Item(payload_name(payload), raw)
         with self._changed:
@@ -293,7 +293,7 @@ class DiskStore(Store):
             self.durable = self._head[1]
         if self.failing:
             self.failing = ""
-            self.tell("durable again", f"round {self.durable} is safe in {self.folder}")
+            self.report("durable again", f"round {self.durable} is safe in {self.folder}")
 
     def _fail(self, error: OSError) -> None:
         if self._segment is not None:
@@ -307,21 +307,21 @@ class DiskStore(Store):
         if not self.failing:
             self.failing = reason
             lost = f"training goes on, but a crash now would lose what this island did after round {self.durable}"
-            self.tell("not durable", f"{reason}: {lost}")
+            self.report("not durable", f"{reason}: {lost}")
 
     # snapshots
 
-    def _photograph_all(self) -> None:
+    def _write_snapshots(self) -> None:
         make_way()
         while True:
             with self._changed:
-                self._photographing = False
-                self._changed.wait_for(lambda: self._frozen is not None or self._closing)
-                frozen, self._frozen = self._frozen, None
-                self._photographing = frozen is not None
-            if frozen is None:
+                self._writing_snapshot = False
+                self._changed.wait_for(lambda: self._contents is not None or self._closing)
+                contents, self._contents = self._contents, None
+                self._writing_snapshot = contents is not None
+            if contents is None:
                 return
-            self._photograph(frozen)
+            self._write_snapshot(contents)
 
     def _rest(self) -> None:
         """Not while the log has no anchor: nothing is durable until there is one."""
@@ -330,20 +330,20 @@ class DiskStore(Store):
         else:
             self._pace.begin()
 
-    def _photograph(self, frozen: Frozen) -> None:
+    def _write_snapshot(self, contents: SnapshotContents) -> None:
         self._pace.begin()
         try:
-            write_snapshot(self.folder, frozen, rest=self._rest)
+            write_snapshot(self.folder, contents, rest=self._rest)
         except OSError as error:
             self._retry_at = time.monotonic() + RETRY_S
-            text = f"the snapshot of round {frozen.round} could not be written ({error.strerror})"
+            text = f"the snapshot of round {contents.round} could not be written ({error.strerror})"
             if self._anchored:
-                self.tell("snapshot failed", f"{text}: the log keeps everything since the one before")
+                self.report("snapshot failed", f"{text}: the log keeps everything since the one before")
             else:
                 self._say_failing(text)
             return
         with self._changed:
-            self._anchored = self._anchored or frozen.version in self._stretch
+            self._anchored = self._anchored or contents.version in self._stretch
         self._hand_in(Job())  # what was written since is durable from now on
         try:
             self._prune()

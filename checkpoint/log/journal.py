@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from diloco.checkpoint.log.segments import Damage, Frame, Place, read_body, scan, segment_paths
+from diloco.checkpoint.log.segments import ByteRange, Damage, Frame, read_body, scan, segment_paths
 from diloco.checkpoint.log.writing import canonical
 from diloco.errors import SaveError
 
@@ -67,7 +67,7 @@ class Trouble:
 class Journal:
     entries: dict[str, Entry] = field(default_factory=dict)
     children: dict[str, str] = field(default_factory=dict)
-    payloads: dict[str, Place] = field(default_factory=dict)
+    payloads: dict[str, ByteRange] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)  # digests of vectors, by the head they belong to
     headers: dict[Path, Header] = field(default_factory=dict)
     memory: bytes | None = None
@@ -91,7 +91,7 @@ class Journal:
         journal.troubles += [_trouble(damage, rounds, newest) for damage, newest in damages]
         return journal
 
-    def take(self, kind: int, head: bytes, body: Place) -> None:
+    def take(self, kind: int, head: bytes, body: ByteRange) -> None:
         """A frame that is whole, in the order of writing."""
         match kind:
             case Kind.HEADER:

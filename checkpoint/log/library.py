@@ -1,8 +1,8 @@
 """What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each;
 and the records whose results are among them.
 
-A `Parcel` describes an item: whoever has the right one can take the chunks from anybody. It comes from peers, so it is
-checked, and its sizes are bounded, before anything of that size is made.
+An `ItemManifest` describes an item: whoever has the right one can take the chunks from anybody. It comes from peers, so
+it is checked, and its sizes are bounded, before anything of that size is made.
 """
 
 import hashlib
@@ -16,21 +16,21 @@ from diloco.comm.peers import packing
 from diloco.comm.peers.packing import Malformed, Reader
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.wire import as_bytes
-from diloco.errors import ParcelRefused
+from diloco.errors import ManifestRefused
 
 CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 12, 1 << 22
 MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description of 4 MiB
 MAX_NAME_BYTES = 255
 DIGEST_BYTES = 32
-MAX_PARCEL_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
+MAX_MANIFEST_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
 KEEP_PAYLOADS = 16
 KEEP_HEADERS = 10_000
 MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ItemManifest:
     """Always sound: one that cannot be right is ParcelRefused. Whether its size is the expected one, its user knows."""
 
     name: str
@@ -41,7 +41,7 @@ class Parcel:
     def __post_init__(self) -> None:
         count = chunk_count(self.name, self.size, self.chunk_bytes)
         if len(self.digests) != count or any(len(digest) != DIGEST_BYTES for digest in self.digests):
-            raise ParcelRefused(f"{self.name!r}: {len(self.digests)} digests for {count} chunks")
+            raise ManifestRefused(f"{self.name!r}: {len(self.digests)} digests for {count} chunks")
 
     def chunk(self, number: int) -> slice:
         return slice(number * self.chunk_bytes, min((number + 1) * self.chunk_bytes, self.size))
@@ -51,9 +51,9 @@ class Parcel:
         return head + packing.integer(self.size, 8) + packing.integer(self.chunk_bytes, 4) + b"".join(self.digests)
 
     @classmethod
-    def decode(cls, raw: Buffer) -> "Parcel":
-        if len(raw) > MAX_PARCEL_BYTES:
-            raise ParcelRefused(f"a description of {len(raw)} bytes, at most {MAX_PARCEL_BYTES} are accepted")
+    def decode(cls, raw: Buffer) -> "ItemManifest":
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise ManifestRefused(f"a description of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are accepted")
         reader = Reader(bytes(raw))
         try:
             name, size, chunk_bytes = reader.text(MAX_NAME_BYTES), reader.integer(8), reader.integer(4)
@@ -61,7 +61,7 @@ class Parcel:
             digests = tuple(reader.take(DIGEST_BYTES) for _ in range(count))
             reader.finish()
         except Malformed as bad:
-            raise ParcelRefused(f"no description of an item: {bad}") from None
+            raise ManifestRefused(f"no description of an item: {bad}") from None
         return cls(name, size, chunk_bytes, digests)
 
 
@@ -70,11 +70,11 @@ def chunk_count(name: str, size: int, chunk_bytes: int) -> int:
     try:
         packing.text(name, MAX_NAME_BYTES)
     except Malformed as bad:
-        raise ParcelRefused(f"no name of an item: {bad}") from None
+        raise ManifestRefused(f"no name of an item: {bad}") from None
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ParcelRefused(f"{name!r}: chunk_bytes={chunk_bytes} is not from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+        raise ManifestRefused(f"{name!r}: chunk_bytes={chunk_bytes} is not from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
     if not 0 <= size <= MAX_CHUNKS * chunk_bytes:
-        raise ParcelRefused(f"{name!r}: {size} bytes are no {MAX_CHUNKS} chunks of {chunk_bytes}")
+        raise ManifestRefused(f"{name!r}: {size} bytes are no {MAX_CHUNKS} chunks of {chunk_bytes}")
     return -(-size // chunk_bytes)
 
 
@@ -98,8 +98,8 @@ class Item:
     def chunk(self, number: int) -> memoryview:
         return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
-    def description(self) -> Parcel:
-        return Parcel(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
+    def description(self) -> ItemManifest:
+        return ItemManifest(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
 
 
 class Library:

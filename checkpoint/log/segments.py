@@ -28,7 +28,7 @@ _sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """Where a frame's body lies."""
 
     path: Path
@@ -41,7 +41,7 @@ class Frame:
     kind: int
     head: bytes
     start: int  # where the frame begins
-    body: Place
+    body: ByteRange
 
     @property
     def end(self) -> int:
@@ -106,10 +106,10 @@ def _frame_at(file: int, path: Path, start: int, size: int) -> Frame | None:
     head = rest[:head_bytes]
     if len(rest) < head_bytes + CHECK.size or rest[head_bytes:] != _check([fixed, head]):
         return None
-    return Frame(kind, head, start, Place(path, body_at, body_bytes))
+    return Frame(kind, head, start, ByteRange(path, body_at, body_bytes))
 
 
-def _body_is_whole(file: int, place: Place) -> bool:
+def _body_is_whole(file: int, place: ByteRange) -> bool:
     stored = os.pread(file, CHECK.size, place.offset + place.length)
     return stored == _check(_parts(file, place.offset, place.length))
 
@@ -138,7 +138,7 @@ def _next_frame(file: int, path: Path, position: int, size: int) -> int | None:
     return None
 
 
-def read_body(place: Place) -> bytes | None:
+def read_body(place: ByteRange) -> bytes | None:
     """None where the bytes are not those that were written, or are gone."""
     with suppress(OSError), place.path.open("rb") as file:
         raw = b"".join(_parts(file.fileno(), place.offset, place.length))
@@ -161,12 +161,12 @@ class SegmentWriter:
             self.abandon()
             raise
 
-    def write(self, kind: int, head: bytes, body: Buffer = b"") -> Place:
+    def write(self, kind: int, head: bytes, body: Buffer = b"") -> ByteRange:
         """Not durable before `sync`."""
         view = as_bytes(body)
         fixed = FIXED.pack(MAGIC, kind, len(head), len(view))
         self._write(fixed + head + _check([fixed, head]))
-        place = Place(self.path, self.size, len(view))
+        place = ByteRange(self.path, self.size, len(view))
         self._write(view)
         self._write(_check([view]))
         return place

@@ -29,7 +29,7 @@ GONE, DAMAGED = ".gone", ".damaged"
 
 
 @dataclass(frozen=True)
-class Frozen:
+class SnapshotContents:
     """A state as it was: nobody changes these vectors any more."""
 
     round: int
@@ -70,23 +70,26 @@ def snapshots(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("snapshot-*") if path.suffix not in (PART, GONE, DAMAGED))
 
 
-def write_snapshot(folder: Path, frozen: Frozen, *, shard_values: int = SHARD_VALUES, rest: Rest = no_rest) -> Path:
+def write_snapshot(
+    folder: Path, contents: SnapshotContents, *, shard_values: int = SHARD_VALUES, rest: Rest = no_rest
+) -> Path:
     """Durable when it returns. After an OSError nothing of it is left."""
-    final = folder / f"snapshot-{frozen.round:08}-{frozen.version[:8]}"
+    final = folder / f"snapshot-{contents.round:08}-{contents.version[:8]}"
     if final.exists():
         return final
     with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
         shards = []
-        for name, vector in sorted(frozen.vectors.items()):
+        for name, vector in sorted(contents.vectors.items()):
             for start in range(0, len(vector), shard_values):
                 values = vector[start : start + shard_values]
                 file, digest = f"{name}-{start // shard_values:05}.safetensors", hashlib.sha256()
                 write_tensors(part / file, {name: values}, rest, digest.update)
                 shards.append(Shard(file, name, start, len(values), digest.hexdigest()))
-        sizes = {name: len(vector) for name, vector in frozen.vectors.items()}
-        state = vectors_digest(frozen.vectors, rest)
-        manifest = Manifest(FORMAT, frozen.round, frozen.version, frozen.order, frozen.meta, sizes, state, shards)
+        sizes = {name: len(vector) for name, vector in contents.vectors.items()}
+        state = vectors_digest(contents.vectors, rest)
+        about = contents.round, contents.version, contents.order, contents.meta
+        manifest = Manifest(FORMAT, *about, sizes, state, shards)
         (part / "manifest.json").write_bytes(manifest.encode())
         sync_path(part / "manifest.json")
     return final

@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diloco.checkpoint.log.journal import Entry
-from diloco.checkpoint.log.library import Item, Parcel
-from diloco.checkpoint.log.snapshot import Frozen
+from diloco.checkpoint.log.library import Item, ItemManifest
+from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.comm.transport.frame import Buffer
 
 log = logging.getLogger(__name__)
 
 
-class Begun:
+class PartialDownload:
     """A download of vectors that has begun, in a folder: it goes on where it stopped, after a restart too.
 
     Nothing here is believed when it is read again: chunks count that fit their digests, so a file that is torn or stale
@@ -44,18 +44,18 @@ class Begun:
             self._folder.mkdir(parents=True)
             (self._folder / "about").write_bytes(hashlib.sha256(about).digest() + about)
 
-    def load(self, name: str, parcel: Parcel, room: memoryview) -> set[int]:
+    def load(self, name: str, manifest: ItemManifest, room: memoryview) -> set[int]:
         """Into the room; the chunks that are there."""
         have: set[int] = set()
         with suppress(OSError), self._path(name).open("rb") as file:
-            for number, digest in enumerate(parcel.digests):
-                part = room[parcel.chunk(number)]
-                file.seek(parcel.chunk(number).start)
+            for number, digest in enumerate(manifest.digests):
+                part = room[manifest.chunk(number)]
+                file.seek(manifest.chunk(number).start)
                 if file.readinto(part) == len(part) and hashlib.sha256(part).digest() == digest:
                     have.add(number)
         return have
 
-    def keeping(self, name: str, parcel: Parcel, room: memoryview, have: set[int]) -> Callable[[], None]:
+    def keeping(self, name: str, manifest: ItemManifest, room: memoryview, have: set[int]) -> Callable[[], None]:
         """To be called now and then: writes what has come since."""
         kept = set(have)
 
@@ -65,7 +65,7 @@ class Begun:
                 return
             with self._unless_refused(), open(self._path(name), "r+b" if self._path(name).exists() else "wb") as file:
                 for number in new:
-                    os.pwrite(file.fileno(), room[parcel.chunk(number)], parcel.chunk(number).start)
+                    os.pwrite(file.fileno(), room[manifest.chunk(number)], manifest.chunk(number).start)
             kept.update(new)
 
         return keep
@@ -89,7 +89,7 @@ class Store:
     """In memory: nothing is durable, and nothing waits."""
 
     keeps = False  # snapshots
-    begun: Begun | None = None  # a download of a whole state
+    download: PartialDownload | None = None  # a download of a whole state
 
     @property
     def wants_snapshot(self) -> bool:
@@ -111,14 +111,14 @@ class Store:
     def follow(self, version: str, round: int) -> None:
         """The log goes on after another head than that of its last record."""
 
-    def vouch(self, version: str, digest: str) -> None:
+    def record_digest(self, version: str, digest: str) -> None:
         """The digest of all vectors at this head."""
 
     def then(self, act: Callable[[], None]) -> None:
         """When all before is durable; in any thread, in order. What cannot be made durable is not waited for."""
         act()
 
-    def snapshot(self, frozen: Frozen) -> None:
+    def snapshot(self, contents: SnapshotContents) -> None:
         """In the background."""
 
     def entries(self) -> list[Entry]:

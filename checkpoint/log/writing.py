@@ -36,7 +36,7 @@ def make_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-class Pace:
+class WritePace:
     """Of a thread that writes. Whoever waits for it makes it hurry; and it rests no more after `seconds`."""
 
     def __init__(self, seconds: float = math.inf) -> None:

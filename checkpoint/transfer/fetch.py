@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from diloco import errors
-from diloco.checkpoint.log.library import MAX_NAME_BYTES, MAX_PARCEL_BYTES, Parcel
+from diloco.checkpoint.log.library import MAX_MANIFEST_BYTES, MAX_NAME_BYTES, ItemManifest
 from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, DESCRIBE, READY, REFUSALS, SLICE_S, WHOLE
 from diloco.comm.peers import packing
-from diloco.comm.transport.transport import Frame, PeerAddress, Place, Stream, Transport
+from diloco.comm.transport.transport import BufferFor, Frame, PeerAddress, Stream, Transport
 from diloco.comm.transport.wire import Deadline, as_bytes, deadline_in, seconds_to
 
 MAX_WORKERS = 8
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def ask(transport: Transport, address: PeerAddress, name: str, *, limit: int, timeout_s: float) -> bytes:
+def request(transport: Transport, address: PeerAddress, name: str, *, limit: int, timeout_s: float) -> bytes:
     """One small item (16 MiB at most) from one peer, all of it within the time; else TransferFailed."""
     frame = _one_answer(transport, address, WHOLE, name, limit, timeout_s)
     if hashlib.sha256(frame.payload).digest() != frame.head:
@@ -35,16 +35,16 @@ def ask(transport: Transport, address: PeerAddress, name: str, *, limit: int, ti
     return bytes(frame.payload)
 
 
-def describe(transport: Transport, address: PeerAddress, name: str, timeout_s: float) -> Parcel:
+def describe(transport: Transport, address: PeerAddress, name: str, timeout_s: float) -> ItemManifest:
     """What one peer says of its item. Whoever makes room for it first compares the size with what it expects."""
-    frame = _one_answer(transport, address, DESCRIBE, name, MAX_PARCEL_BYTES, timeout_s)
+    frame = _one_answer(transport, address, DESCRIBE, name, MAX_MANIFEST_BYTES, timeout_s)
     try:
-        parcel = Parcel.decode(frame.payload)
-    except errors.ParcelRefused as bad:
-        raise errors.ParcelRefused(f"{name!r} of {address.identity}: {bad}") from None
-    if parcel.name != name:
-        raise errors.ParcelRefused(f"{name!r} of {address.identity}: it describes {parcel.name!r}")
-    return parcel
+        manifest = ItemManifest.decode(frame.payload)
+    except errors.ManifestRefused as bad:
+        raise errors.ManifestRefused(f"{name!r} of {address.identity}: {bad}") from None
+    if manifest.name != name:
+        raise errors.ManifestRefused(f"{name!r} of {address.identity}: it describes {manifest.name!r}")
+    return manifest
 
 
 def _one_answer(
@@ -94,7 +94,7 @@ def unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Ev
             raise busy
 
 
-def hear(stream: Stream, kind: int, place: Place, name: str) -> Frame:
+def hear(stream: Stream, kind: int, place: BufferFor, name: str) -> Frame:
     """The donor's next frame, if it is of that kind."""
     frame = stream.receive(place)
     if frame.kind == kind:
@@ -103,7 +103,7 @@ def hear(stream: Stream, kind: int, place: Place, name: str) -> Frame:
     raise error(f"{name!r}: {stream.peer} {reason}", {stream.peer: reason})
 
 
-def up_to(limit: int) -> Place:
+def up_to(limit: int) -> BufferFor:
     def place(kind: int, head: bytes, length: int) -> memoryview:
         if length > (limit if kind == BYTES else 0):
             raise errors.FrameError(f"frame of kind {kind} with {length} bytes, at most {limit} were asked for")
@@ -112,7 +112,7 @@ def up_to(limit: int) -> Place:
     return place
 
 
-class Board:
+class ChunkBoard:
     """Which chunks are missing and who has been asked for which. Its user holds a lock."""
 
     def __init__(self, missing: Iterable[int], workers: int) -> None:
@@ -153,7 +153,7 @@ class Board:
 
 
 @dataclass
-class Line:
+class DonorLine:
     """What is under way with one donor."""
 
     name: str
@@ -175,21 +175,21 @@ class Transfer:
     and why."""
 
     def __init__(
-        self, parcel: Parcel, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
+        self, manifest: ItemManifest, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
         have: set[int] | None = None, *, patience_s: float = 30.0,
     ) -> None:  # fmt: skip
-        self.parcel, self.out, self.have = parcel, as_bytes(out), set() if have is None else have
-        if self.out.readonly or len(self.out) != parcel.size:
-            raise ValueError(f"{parcel.name!r} needs {parcel.size} bytes to write to, not {len(self.out)}")
+        self.manifest, self.out, self.have = manifest, as_bytes(out), set() if have is None else have
+        if self.out.readonly or len(self.out) != manifest.size:
+            raise ValueError(f"{manifest.name!r} needs {manifest.size} bytes to write to, not {len(self.out)}")
         self.taken = dict.fromkeys(donors, 0)
         self.failures: dict[str, str] = {}
         self._transport, self._patience_s = transport, patience_s
         self._working = min(MAX_WORKERS, len(donors))
-        self._lines = [Line(name, address) for name, address in donors.items()]
+        self._lines = [DonorLine(name, address) for name, address in donors.items()]
         self._spare = deque(self._lines)
-        missing = [number for number in range(len(parcel.digests)) if number not in self.have]
-        self._board = Board(missing, self._working)
-        self.bytes_here = parcel.size - sum(len(self.out[parcel.chunk(number)]) for number in missing)
+        missing = [number for number in range(len(manifest.digests)) if number not in self.have]
+        self._board = ChunkBoard(missing, self._working)
+        self.bytes_here = manifest.size - sum(len(self.out[manifest.chunk(number)]) for number in missing)
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._connecting: set[threading.Thread] = set()
@@ -203,9 +203,9 @@ class Transfer:
             for thread in threads:
                 thread.start()
             while self._wait():
-                on_progress(self.bytes_here, self.parcel.size)
+                on_progress(self.bytes_here, self.manifest.size)
                 self._cut_silent_lines()
-            on_progress(self.bytes_here, self.parcel.size)
+            on_progress(self.bytes_here, self.manifest.size)
         finally:
             with self._changed:
                 self._over.set()
@@ -225,7 +225,7 @@ class Transfer:
                 raise self._error
             if not self._working:
                 reasons = "; ".join(self.failures.values()) or "nobody to ask"
-                raise errors.TransferFailed(f"{self.parcel.name!r} cannot be had: {reasons}", self.failures)
+                raise errors.TransferFailed(f"{self.manifest.name!r} cannot be had: {reasons}", self.failures)
             self._changed.wait(SLICE_S)
         return True
 
@@ -236,12 +236,12 @@ class Transfer:
                 self._give_up(line, f"{line.name} has completed no answer for {self._patience_s} s")
                 line.close()
 
-    def _give_up(self, line: Line, reason: str) -> None:
+    def _give_up(self, line: DonorLine, reason: str) -> None:
         with self._changed:
             if self._over.is_set() or line.name in self.failures:
                 return  # our own doing, or a consequence of the first reason
             self.failures[line.name] = reason
-        log.warning("%r is not fetched from %s any more: %s", self.parcel.name, line.name, reason)
+        log.warning("%r is not fetched from %s any more: %s", self.manifest.name, line.name, reason)
 
     def _work(self) -> None:
         try:
@@ -254,11 +254,11 @@ class Transfer:
                 self._working -= 1
                 self._changed.notify_all()
 
-    def _next_line(self) -> Line | None:
+    def _next_line(self) -> DonorLine | None:
         with self._changed:
             return self._spare.popleft() if self._spare and not self._over.is_set() else None
 
-    def _use(self, line: Line) -> None:
+    def _use(self, line: DonorLine) -> None:
         try:
             deadline = deadline_in(self._patience_s)
             self._take_from(line, unless_busy(lambda: self._connect(line), deadline, self._over))
@@ -270,13 +270,13 @@ class Transfer:
                 self._board.give_back(line.name)
                 self._changed.notify_all()
 
-    def _connect(self, line: Line) -> Stream:
+    def _connect(self, line: DonorLine) -> Stream:
         line.stream = stream = self._open(line.address)
         line.since = time.monotonic()
         if self._over.is_set():
             line.close()
         try:
-            hear(stream, READY, up_to(0), self.parcel.name)
+            hear(stream, READY, up_to(0), self.manifest.name)
         except errors.DonorBusy:
             line.close()
             raise
@@ -291,26 +291,26 @@ class Transfer:
         finally:
             self._connecting.discard(me)
 
-    def _take_from(self, line: Line, stream: Stream) -> None:
-        room = memoryview(bytearray(min(self.parcel.chunk_bytes, self.parcel.size)))
+    def _take_from(self, line: DonorLine, stream: Stream) -> None:
+        room = memoryview(bytearray(min(self.manifest.chunk_bytes, self.manifest.size)))
         while self._ask_ahead(line, stream):
             number = line.asked[0]
-            chunk = room[: len(self.out[self.parcel.chunk(number)])]
-            hear(stream, BYTES, _into(chunk), self.parcel.name)
-            if hashlib.sha256(chunk).digest() != self.parcel.digests[number]:
+            chunk = room[: len(self.out[self.manifest.chunk(number)])]
+            hear(stream, BYTES, _into(chunk), self.manifest.name)
+            if hashlib.sha256(chunk).digest() != self.manifest.digests[number]:
                 raise errors.WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")
             self._deliver(line, chunk)
 
-    def _ask_ahead(self, line: Line, stream: Stream) -> bool:
+    def _ask_ahead(self, line: DonorLine, stream: Stream) -> bool:
         """Whether there is an answer to wait for."""
-        name = packing.text(self.parcel.name, MAX_NAME_BYTES)
+        name = packing.text(self.manifest.name, MAX_NAME_BYTES)
         while (number := self._next_chunk(line)) is not None:
             line.asked.append(number)
             line.since = min(line.since, time.monotonic())
-            stream.send(CHUNK, name + packing.integer(number, 4) + self.parcel.digests[number])
+            stream.send(CHUNK, name + packing.integer(number, 4) + self.manifest.digests[number])
         return bool(line.asked)
 
-    def _next_chunk(self, line: Line) -> int | None:
+    def _next_chunk(self, line: DonorLine) -> int | None:
         with self._changed:
             while not self._over.is_set():
                 number = self._board.take(line.name, len(line.asked))
@@ -319,20 +319,20 @@ class Transfer:
                 self._changed.wait()
         return None
 
-    def _deliver(self, line: Line, chunk: memoryview) -> None:
+    def _deliver(self, line: DonorLine, chunk: memoryview) -> None:
         """`out` gets checked bytes only, and each chunk once: two donors may have been asked for it."""
         number = line.asked.popleft()
         line.since = time.monotonic() if line.asked else math.inf
         with self._changed:
             if not self._over.is_set() and self._board.deliver(number):
-                self.out[self.parcel.chunk(number)] = chunk
+                self.out[self.manifest.chunk(number)] = chunk
                 self.have.add(number)
                 self.taken[line.name] += len(chunk)
                 self.bytes_here += len(chunk)
                 self._changed.notify_all()
 
 
-def _into(room: memoryview) -> Place:
+def _into(room: memoryview) -> BufferFor:
     def place(kind: int, head: bytes, length: int) -> memoryview:
         if length != (len(room) if kind == BYTES else 0):
             raise errors.FrameError(f"frame of kind {kind} with {length} bytes, a chunk of {len(room)} was asked for")

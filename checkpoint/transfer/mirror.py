@@ -28,7 +28,7 @@ TRIES = 5
 FIRST_WAIT_S = 0.5  # doubled each time
 HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "NoSuchBucket", "InvalidAccessKeyId", "AccessDenied")
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 Result = TypeVar("Result")
 
 
@@ -117,8 +117,8 @@ def _hopeless(error: Exception) -> bool:
 class Mirror:
     """Of a folder; `island` names this one's log."""
 
-    def __init__(self, folder: Path, remote: Remote, island: str, tell: Tell, *, every_s: float = EVERY_S) -> None:
-        self._folder, self._remote, self._island, self._tell, self._every_s = folder, remote, island, tell, every_s
+    def __init__(self, folder: Path, remote: Remote, island: str, report: Report, *, every_s: float = EVERY_S) -> None:
+        self._folder, self._remote, self._island, self._report, self._every_s = folder, remote, island, report, every_s
         self._closing = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -134,14 +134,14 @@ class Mirror:
             self.copy(finished=finished)
         except RemoteError as error:
             if finished:
-                self._tell("remote failing", f"{error}; the last of this island's log is not there")
+                self._report("remote failing", f"{error}; the last of this island's log is not there")
             elif not self._failing:
-                self._tell("remote failing", f"{error}; trying again")
+                self._report("remote failing", f"{error}; trying again")
             self._failing = True
             return
         if self._failing:
             self._failing = False
-            self._tell("remote again", f"{self._remote.url} has everything again")
+            self._report("remote again", f"{self._remote.url} has everything again")
 
     def copy(self, *, finished: bool) -> None:
         """What the store lacks; then what it need not keep any more. `finished`: nobody writes here any more."""
@@ -200,27 +200,27 @@ class Mirror:
         self._try(finished=True)
 
 
-def restore(folder: Path, remote: Remote, tell: Tell) -> Manifest | None:
+def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
     """The newest state that the store holds, into a folder that has none: a snapshot, and the log that leads furthest
     on from it. None: there is nothing that is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     there = remote.sizes()
     if GENESIS in there:
         remote.pull(GENESIS, folder / GENESIS)
-    newest_first = sorted(_manifests(folder, remote, there, tell).items(), key=lambda pair: pair[1].order, reverse=True)
-    for name, manifest in newest_first:
+    found = _manifests(folder, remote, there, report)
+    for name, manifest in sorted(found.items(), key=lambda pair: pair[1].order, reverse=True):
         try:
             _pull_snapshot(folder / name, remote, manifest)
         except SnapshotDamaged as damaged:
-            tell("damaged", str(damaged))
+            report("damaged", str(damaged))
             continue
         rounds = _pull_log(folder, remote, there, manifest)
-        tell("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
+        report("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
         return manifest
     return None
 
 
-def _manifests(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) -> dict[str, Manifest]:
+def _manifests(folder: Path, remote: Remote, there: dict[str, int], report: Report) -> dict[str, Manifest]:
     """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
     found, draft = {}, folder / "manifest.part"
     for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
@@ -229,7 +229,7 @@ def _manifests(folder: Path, remote: Remote, there: dict[str, int], tell: Tell) 
             remote.pull(name, draft / MANIFEST)
             found[name.split("/")[0]] = read_manifest(draft)
         except SnapshotDamaged:
-            tell("damaged", f"{remote.url}/{name} is not what was written")
+            report("damaged", f"{remote.url}/{name} is not what was written")
     shutil.rmtree(draft, ignore_errors=True)
     return found
 

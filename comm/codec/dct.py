@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.comm.codec.base import FEEDBACK_COST, NOT_DECODED, TINY, Noise
 from diloco.comm.codec.chunks import CHUNK, Grouped, add_outer_sums
-from diloco.comm.codec.sparse import LEVELS, Kept
+from diloco.comm.codec.sparse import LEVELS, TopValues
 
 SIDE = 64
 WAVES = 32  # of each chunk
@@ -25,7 +25,7 @@ class Dct(Grouped):
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
     unit, scales, largest = CHUNK, 1, 1e36
     headroom = 2.0 * (LEVELS + 1)  # 32 waves of 128 scales, each wave 1/32 high: 128 scales, and what rounding adds
-    kept = Kept(name, WAVES, nearest=True)
+    kept = TopValues(name, WAVES, nearest=True)
 
     @property
     def unit_bytes(self) -> int:

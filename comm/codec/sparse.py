@@ -66,7 +66,7 @@ class Sparse(Chunked):
         _add_at(self.places(rows), levels.gather(1, codes), into)
 
 
-class Kept(Chunked):
+class TopValues(Chunked):
     """int8 with one scale for each chunk, rounded stochastically or to nearest."""
 
     scales, headroom = 1, LEVELS + 1.0
@@ -115,9 +115,9 @@ class Kept(Chunked):
 
 
 @cache
-def union(keep: int) -> Kept:
+def union(keep: int) -> TopValues:
     """For the mean of sparse vectors: as many values of each chunk as their supports can have together."""
-    return Kept(f"union:{keep}", keep)
+    return TopValues(f"union:{keep}", keep)
 
 
 def _mean_of(magnitudes: Tensor, which: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diloco import errors
 from diloco.comm.reduce.spans import ReducePlan, Span
-from diloco.comm.transport.transport import Addresses, Place, Stream, Transport
+from diloco.comm.transport.transport import Addresses, BufferFor, Stream, Transport
 
 CONTRIBUTION, RESULT = 1, 2
 CHUNK_NUMBER = struct.Struct("<I")
@@ -325,7 +325,7 @@ def _check_part(plan: ReducePlan, identity: str, addresses: Addresses) -> None:
         raise errors.PlanRefused(f"{plan.channel}: no address of {', '.join(unknown)}")
 
 
-def _expect(kind: int, number: int, room: Tensor) -> Place:
+def _expect(kind: int, number: int, room: Tensor) -> BufferFor:
     """Nothing but this chunk is let in, straight into its room."""
 
     def place(got: int, head: bytes, length: int) -> memoryview:

@@ -25,7 +25,7 @@ Way = DirectTransport | Libp2pTransport
 
 
 @dataclass(frozen=True)
-class Choice:
+class Route:
     peer: PeerAddress
     way: Way
     since: float
@@ -41,7 +41,7 @@ class AutoTransport(Accepting):
         super().__init__(direct.identity, direct.inbox)
         self.direct, self.libp2p = direct, libp2p
         self._clock = clock
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, Route] = {}
         self._lock = threading.Lock()
 
     def address(self, host: str) -> PeerAddress:
@@ -76,7 +76,7 @@ class AutoTransport(Accepting):
             return [self.libp2p, self.direct]  # either may break later: there is always a second way
         return [self.direct, self.libp2p]
 
-    def _stale(self, choice: Choice) -> bool:
+    def _stale(self, choice: Route) -> bool:
         return self._clock() - choice.since >= RETRY_DIRECT_S
 
     def _connect(self, way: Way, peer: PeerAddress, channel: str, timeout_s: float) -> Stream:
@@ -85,7 +85,7 @@ class AutoTransport(Accepting):
         with self._lock:
             known = self._choices.get(peer.identity)
             if not (known and known.way is way and known.peer == peer) or self._stale(known):
-                self._choices[peer.identity] = Choice(peer, way, self._clock())
+                self._choices[peer.identity] = Route(peer, way, self._clock())
         if not known or known.way is not way:
             how = "directly" if way is self.direct else "through libp2p"
             log.info("%s reaches %s %s", self.identity, peer.identity, how)

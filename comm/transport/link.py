@@ -55,7 +55,7 @@ class Line:
         return max(last_at, self.reserve(size, last_at - passing_s))
 
 
-class Pace:
+class PathPace:
     """How one stream waits for a line. What it overslept, the line could have been in use: that is made up for."""
 
     def __init__(self, line: Line) -> None:

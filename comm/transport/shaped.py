@@ -17,7 +17,7 @@ from random import Random
 from weakref import WeakSet
 
 from diloco.comm.transport.frame import FrameHeader
-from diloco.comm.transport.link import Link, Pace, Path, Paths
+from diloco.comm.transport.link import Link, Path, PathPace, Paths
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.comm.transport.wire import Carrier, Deadline, Piece, PlacePiece, deadline_in, seconds_to
 from diloco.errors import FrameError, PeerLost, StreamClosed, TransportError, TransportTimeout
@@ -74,7 +74,7 @@ class ShapedCarrier:
         self.link = link
         self.path = path
         self._random = random
-        self._pace = Pace(link.up)
+        self._pace = PathPace(link.up)
         self._window = window_bytes(link, path)
         self._changed = threading.Condition()
         self._arrivals: deque[Arrival] = deque()

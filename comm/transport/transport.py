@@ -22,7 +22,7 @@ MAX_WAITING_OF_ONE = 64
 MAX_CHANNEL_BYTES = 256
 MAX_REASON_BYTES = 256
 
-Place = Callable[[int, bytes, int], memoryview]  # (kind, head, payload length) -> writable view of that length
+BufferFor = Callable[[int, bytes, int], memoryview]  # (kind, head, payload length) -> writable view of that length
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Stream:
                 self.close()
                 raise
 
-    def receive(self, place: Place | None = None, *, timeout_s: float | None = None) -> Frame:
+    def receive(self, place: BufferFor | None = None, *, timeout_s: float | None = None) -> Frame:
         """The next frame; `place` says where its payload goes, without it there is a fresh buffer.
 
         `timeout_s` is for its beginning: on TransportTimeout nothing was consumed. A frame that has begun may take
@@ -272,7 +272,7 @@ def _no_payload(kind: int, head: bytes, length: int) -> memoryview:
     return memoryview(bytearray())
 
 
-def _receive_frame(carrier: Carrier, place: Place, deadline: Deadline, stall_s: float) -> Frame:
+def _receive_frame(carrier: Carrier, place: BufferFor, deadline: Deadline, stall_s: float) -> Frame:
     target = memoryview(b"")
 
     def first_place(header: FrameHeader, head: bytes) -> memoryview:
@@ -303,7 +303,7 @@ def _receive_rest(carrier: Carrier, first: Piece, target: memoryview, stall_s: f
             raise PeerLost(f"{carrier.peer} stalled within a frame") from None
 
 
-def _checked_place(place: Place, kind: int, head: bytes, length: int) -> memoryview:
+def _checked_place(place: BufferFor, kind: int, head: bytes, length: int) -> memoryview:
     target = as_bytes(place(kind, head, length))
     if len(target) != length:
         raise ValueError(f"place() gave {len(target)} bytes for a payload of {length}")

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from diloco.bench.bare import DIGEST
-from diloco.bench.bare import Setting as Bare
+from diloco.bench.bare import DIGEST, BareConfig
 from diloco.bench.baselines import average, check_average, contribution, gloo_seconds, hivemind_seconds
 from diloco.bench.link import Transfer, run_transfers
-from diloco.bench.processes import UNSHAPED, BenchPeer, Line, Work, run_peers
+from diloco.bench.processes import UNSHAPED, BenchPeer, LinkRate, WorkerFunction, run_peers
 from diloco.bench.report import Check, Report
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
@@ -32,7 +31,7 @@ from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Pro
 from diloco.elastic.runtime.driver import among_friends, open_island
 from diloco.elastic.runtime.reducing import reduction_of
 from diloco.elastic.runtime.session import Session
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.work import StepsDone
 from diloco.errors import ConfigError
 from diloco.train.outer import decoded
 
@@ -41,11 +40,11 @@ FAST_LINK = 1e9  # bits per second, where four times fewer bytes must show again
 
 
 @dataclass(frozen=True)
-class Setting:
+class AllReduceConfig:
     peers: int
     count: int
     codec: str
-    line: Line = UNSHAPED
+    line: LinkRate = UNSHAPED
     repeats: int = 11
 
     @property
@@ -62,7 +61,7 @@ def measure(
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
     if unknown := [name for name in against if name not in AGAINST]:
         raise ConfigError(f"--against {unknown[0]}: there are {', '.join(AGAINST)}, or none")
-    setting = Setting(peers, values, codec)
+    setting = AllReduceConfig(peers, values, codec)
     unshaped = run(setting)
     checks = [Check("allreduce.bytes_over_minimum", unshaped["bytes_over_minimum"], 1.03, "lower")]
     figures: dict[str, Any] = {"peers": peers, "values": values, "codec": codec, "unshaped": unshaped}
@@ -75,14 +74,14 @@ def measure(
         figures["hivemind"] = hivemind_seconds(peers, values)
         speedup = figures["hivemind"]["seconds"] / unshaped["seconds"]
         checks.append(Check("allreduce.speedup_over_hivemind", speedup, 10, "higher"))
-    last, figures[link] = _against_link(replace(setting, line=Line(*line), repeats=3))
+    last, figures[link] = _against_link(replace(setting, line=LinkRate(*line), repeats=3))
     return Report([*checks, last], figures)
 
 
-def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[str, Any]]:
+def _against_gloo(setting: AllReduceConfig, seconds: float) -> tuple[list[Check], dict[str, Any]]:
     """Unshaped, and over a link, which gloo cannot be put behind: there it gets all of the rate and no delay."""
     row = gloo_seconds(setting.peers, setting.count)
-    fast = run(replace(setting, line=Line(FAST_LINK)))
+    fast = run(replace(setting, line=LinkRate(FAST_LINK)))
     gloo_limit_s = 2 * (setting.peers - 1) / setting.peers * 4 * setting.count / (FAST_LINK / 8)
     checks = [
         Check("allreduce.time_over_gloo_fp32", seconds / row["seconds"], 2, "lower"),
@@ -91,7 +90,7 @@ def _against_gloo(setting: Setting, seconds: float) -> tuple[list[Check], dict[s
     return checks, row | {"limit_at_1gbit_s": gloo_limit_s, "ours_at_1gbit": fast}
 
 
-def _against_link(setting: Setting) -> tuple[Check, dict[str, Any]]:
+def _against_link(setting: AllReduceConfig) -> tuple[Check, dict[str, Any]]:
     (alone,) = run_transfers([Transfer(setting.line.bits_per_s, setting.line.delay_s, setting.peers - 1)])
     row, goodput = run(setting), alone["goodput_bytes_per_s"]
     limit_s = setting.minimum_bytes / goodput
@@ -100,7 +99,7 @@ def _against_link(setting: Setting) -> tuple[Check, dict[str, Any]]:
     return check, row | {"goodput_bytes_per_s": goodput, "limit_s": limit_s}
 
 
-def run(setting: Setting, work: Work | None = None) -> dict[str, Any]:
+def run(setting: AllReduceConfig, work: WorkerFunction | None = None) -> dict[str, Any]:
     """Return medians over repeats, after one to warm up; of an all-reduce by itself, unless other work is given."""
     by_peer = run_peers(setting.peers, work or _reduce_repeatedly, setting)
     repeats = [_one_repeat(repeat) for repeat in zip(*by_peer, strict=True)][1:]
@@ -124,7 +123,7 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, Any]]:
+def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[str, Any]]:
     codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
     mean = torch.zeros(setting.count)  # the same memory in every repeat, as theirs who reduce in place
@@ -145,7 +144,7 @@ def _reduce_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, Any]
     return rows
 
 
-def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
+def _begin(members: tuple[str, ...], setting: AllReduceConfig, number: int) -> Begin:
     """What a coordinator sends when each of them has an offer, and none has measured its link."""
     key = Key(number, DIGEST)
     contributions = tuple(Contribution(member, Offer(0, number, number + 1, 1, ()), 1) for member in members)
@@ -153,11 +152,11 @@ def _begin(members: tuple[str, ...], setting: Setting, number: int) -> Begin:
     return Begin(key, Ballot(1, members[0], 0), proposal, members, (0,) * len(members))
 
 
-def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, Any]]:
+def _take_part_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[str, Any]]:
     """Take part in whole rounds as an island without a model: each from its launch until its update is applied."""
     plain, addresses = peer.connect(setting.line)
     own, base = contribution(peer.index, setting.count), torch.empty(setting.count)
-    bare = Bare(setting.count, codec=setting.codec, samples=0)
+    bare = BareConfig(setting.count, codec=setting.codec, samples=0)
     options, origin = replace(bare.options, min_islands=peer.count, straggler=100.0), bare.beginning(tuple(addresses))
     rows = []
     with closing(plain), open_island(bare.run, origin, options, among_friends(plain)) as driver:
@@ -166,9 +165,9 @@ def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, A
         for _ in range(setting.repeats + 1):
             sent = driver.bytes_sent
             with peer.timed() as row:
-                session.start(0, own, Trained(1, ()))
+                session.start(0, own, StepsDone(1, ()))
                 session.finish(0)
-            session.take(0, base)
+            session.apply_result(0, base)
             if len(session.last_round()) != peer.count:
                 raise ArithmeticError("a round lacks islands")
             row |= {"bytes": driver.bytes_sent - sent, "digest": driver.replica.digest()}
@@ -177,7 +176,7 @@ def _take_part_repeatedly(peer: BenchPeer, setting: Setting) -> list[dict[str, A
     return rows
 
 
-def _error_limit(setting: Setting) -> float:
+def _error_limit(setting: AllReduceConfig) -> float:
     """A contribution is off by its codec's bound at most, so their mean is; and the result by its own."""
     codec, sample = CODECS[setting.codec], contribution(0, min(max(setting.count, BLOCK), 1 << 20))
     rows = sample[: len(sample) // BLOCK * BLOCK].view(-1, BLOCK)

@@ -13,11 +13,11 @@ from diloco.elastic.protocol.node import Options
 from diloco.elastic.protocol.ranges import first
 from diloco.elastic.protocol.record import Contribution, Head, Settings
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run
+from diloco.elastic.runtime.driver import Driver, RunContext
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.session import Session
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.work import StepsDone
 from diloco.train.outer import apply_record
 
 GENESIS = b"a run without a model"
@@ -27,7 +27,7 @@ TOKENS = 1000  # of a phase
 
 
 @dataclass(frozen=True)
-class Setting:
+class BareConfig:
     count: int = 25_000_000
     silence_s: float = 5.0
     pace_s: float = 0.3  # of a phase
@@ -39,8 +39,8 @@ class Setting:
     snapshot_every: int = 0
 
     @property
-    def run(self) -> Run:
-        return Run(GENESIS, DIGEST, Fragments.whole(self.count), apply_record, self.snapshot_every)
+    def run(self) -> RunContext:
+        return RunContext(GENESIS, DIGEST, Fragments.whole(self.count), apply_record, self.snapshot_every)
 
     @property
     def options(self) -> Options:
@@ -55,7 +55,7 @@ class Setting:
 
 
 class BareIsland:
-    def __init__(self, setting: Setting, driver: Driver) -> None:
+    def __init__(self, setting: BareConfig, driver: Driver) -> None:
         """`driver`: opened with the setting's run and options."""
         self.setting, self.driver = setting, driver
         self.session = Session(self.driver, setting.run.fragments, setting.codec)
@@ -70,18 +70,18 @@ class BareIsland:
     def train(self) -> None:
         """Train until `stopping` is set."""
         base, displacement, session = torch.empty(self.setting.count), self._displacement(), self.session
-        session.take(0, base)
+        session.apply_result(0, base)
         while not self.stopping.is_set():
             batch = first(session.available(()), self.setting.samples)
             if batch or session.owes():
                 self.stopping.wait(self.setting.pace_s)
                 self.phases += bool(batch)
-                session.start(0, displacement, Trained(TOKENS if batch else 0, batch))
+                session.start(0, displacement, StepsDone(TOKENS if batch else 0, batch))
                 session.finish(0, self.stopping.is_set)
             else:
                 session.wait(0.05)
             if self.state.head != session.state.head:
-                self.contained += session.take(0, base).owed is None
+                self.contained += session.apply_result(0, base).owed is None
 
     def _displacement(self) -> Tensor:
         seed = int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16)

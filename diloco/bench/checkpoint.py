@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from diloco.bench.bare import Setting
+from diloco.bench.bare import BareConfig
 from diloco.bench.crew import crew
 from diloco.bench.report import Check, Report, time_s
 from diloco.bench.team import trainer_of
@@ -21,7 +21,7 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal
 from diloco.checkpoint.log.replica import host_copy
 from diloco.checkpoint.log.segments import segment_paths
-from diloco.checkpoint.log.snapshot import Frozen, snapshots
+from diloco.checkpoint.log.snapshot import SnapshotContents, snapshots
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.island.mesh import pick_device
@@ -61,7 +61,7 @@ def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
         for block in range(1, blocks + 1):
             copies.append(_begin_writing(trainer, store, block))
             found: list[float] = []
-            while trainer.saver.writing or store.photographing:
+            while trainer.saver.writing or store.writing_snapshot:
                 found.append(time_s(trainer.advance, place))
             during += found[:-1]  # at the end of the last one nothing was being written
             between += [time_s(trainer.advance, place) for _ in found[:-1]]
@@ -78,7 +78,7 @@ def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
     trainer.begin_save()
     assert trainer.rounds is not None
     vectors = {name: host_copy(vector) for name, vector in trainer.rounds.outer().items()}
-    store.snapshot(Frozen(block, f"{block:064x}", (block,), {}, vectors))
+    store.snapshot(SnapshotContents(block, f"{block:064x}", (block,), {}, vectors))
     return time.perf_counter() - started
 
 
@@ -94,7 +94,7 @@ def _config(device: str) -> Config:
 
 def _log_bytes(folder: Path, values: int, rounds: int) -> dict[str, Any]:
     """What an island has written in some rounds, and what as many snapshots would have been."""
-    with crew(Setting(values, pace_s=0.1, codec=CODEC, folder=str(folder)), NAMES) as team:
+    with crew(BareConfig(values, pace_s=0.1, codec=CODEC, folder=str(folder)), NAMES) as team:
         team.await_commits(rounds, NAMES)
         team.stand_still()
     journal = Journal.read(folder / NAMES[0])

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.bench.bare import DIGEST, VECTORS, BareIsland, Setting
-from diloco.bench.processes import Line, Processes, Said
+from diloco.bench.bare import DIGEST, VECTORS, BareConfig, BareIsland
+from diloco.bench.processes import LinkRate, Processes, WorkerMessage
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.comm.codec.registry import warm_up
 from diloco.comm.transport.direct import DirectTransport
@@ -28,7 +28,7 @@ from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Reduce, Send
 from diloco.elastic.protocol.record import Record
 from diloco.elastic.runtime.driver import Driver, among_friends, open_island
-from diloco.elastic.runtime.fetching import Snapshot, entry_of, fetch_state
+from diloco.elastic.runtime.fetching import FetchedState, entry_of, fetch_state
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import TransferFailed, TransportError
@@ -49,7 +49,7 @@ class Event:
 class Crew:
     """The parent's side."""
 
-    def __init__(self, setting: Setting, processes: Processes) -> None:
+    def __init__(self, setting: BareConfig, processes: Processes) -> None:
         self.setting = setting
         self.events: list[Event] = []
         self._processes = processes
@@ -158,7 +158,7 @@ class Crew:
 
 
 @contextmanager
-def crew(setting: Setting, names: tuple[str, ...]) -> Iterator[Crew]:
+def crew(setting: BareConfig, names: tuple[str, ...]) -> Iterator[Crew]:
     with Processes() as processes:
         team = Crew(setting, processes)
         team.start(*names, founders=names)
@@ -166,16 +166,16 @@ def crew(setting: Setting, names: tuple[str, ...]) -> Iterator[Crew]:
 
 
 class Worker:
-    def __init__(self, name: str, setting: Setting, pipe: Connection) -> None:
+    def __init__(self, name: str, setting: BareConfig, pipe: Connection) -> None:
         self.name, self.setting, self.pipe = name, setting, pipe
         self.direct = DirectTransport(name, "127.0.0.1")
-        self.plain = Line(setting.bits_per_s).shape(self.direct)
+        self.plain = LinkRate(setting.bits_per_s).shape(self.direct)
         self.addresses: dict[str, PeerAddress] = {}
         self.island: BareIsland | None = None
         self.die_at = ""
         self._lock = threading.Lock()
 
-    def tell(self, kind: str, **data: Any) -> None:
+    def report(self, kind: str, **data: Any) -> None:
         with self._lock:
             self.pipe.send(Event(time.monotonic(), self.name, kind, data))
 
@@ -192,7 +192,7 @@ class Worker:
                 self.die_at = argument
             case "report":
                 assert self.island is not None
-                self.tell("report", **self.island.report())
+                self.report("report", **self.island.report())
             case "stop":
                 assert self.island is not None
                 self.island.stopping.set()
@@ -202,22 +202,22 @@ class Worker:
             self._live(roster)
         except BaseException:  # noqa: BLE001 -- a thread's outermost frame; the parent raises it
             with self._lock:
-                self.pipe.send(Said("failed", traceback.format_exc()))
+                self.pipe.send(WorkerMessage("failed", traceback.format_exc()))
 
     def _live(self, roster: tuple[str, ...]) -> None:
         """Begin with what this island's own disk has, or, if it has none, as a founder with zeros, else with what the
         others have."""
         store, kept = None, None
         if self.setting.folder:
-            store = DiskStore(Path(self.setting.folder) / self.name, lambda what, text: self.tell(what, text=text))
-            kept = restore(store.folder, store.journal, self.setting.run, store.tell)
+            store = DiskStore(Path(self.setting.folder) / self.name, lambda what, text: self.report(what, text=text))
+            kept = restore(store.folder, store.journal, self.setting.run, store.report)
         origin = kept or (self.setting.beginning(roster) if self.name in roster else self._fetch())
         if store is not None:
             store.begin(DIGEST, origin.state.head.digest, origin.state.head.round, known=kept is not None)
         driver = open_island(
             self.setting.run, origin, self.setting.options, among_friends(self.plain),
             incarnation=time.time_ns() // 1000, store=store, driver=partial(Watched, self),
-            tell=lambda note: self.tell("note", note=(note.kind, note.peer, note.text)),
+            report=lambda note: self.report("note", note=(note.kind, note.peer, note.text)),
         )  # fmt: skip
         self.island = BareIsland(self.setting, driver)
         self.island.driver.know(self.addresses)
@@ -234,10 +234,10 @@ class Worker:
                 try:
                     snapshot = fetch_state(self.plain, peer, self.addresses, DIGEST, sizes)
                 except (TransferFailed, TransportError) as error:
-                    self.tell("refused", reason=str(error))
+                    self.report("refused", reason=str(error))
                     continue
                 seconds, number = time.monotonic() - started, snapshot.state.head.round
-                self.tell("fetched", round=number, donors=snapshot.donors, seconds=seconds)
+                self.report("fetched", round=number, donors=snapshot.donors, seconds=seconds)
                 return Origin(snapshot.state, snapshot.vectors)
             time.sleep(0.05)
 
@@ -252,19 +252,19 @@ class Watched(Driver):
     def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
         updates = sum(bool(record.proposal.contributions) for record, _ in missed)
         size = sum(len(entry_of(record).header) + len(result) for record, result in missed)
-        self.worker.tell("caught up", bytes=size, updates=updates)
+        self.worker.report("caught up", bytes=size, updates=updates)
         return super()._extend(missed, now)
 
-    def _switch(self, snapshot: Snapshot, now: float) -> list[Effect]:
-        self.worker.tell("caught up", bytes=sum(snapshot.donors.values()), updates=None)
+    def _switch(self, snapshot: FetchedState, now: float) -> list[Effect]:
+        self.worker.report("caught up", bytes=sum(snapshot.donors.values()), updates=None)
         return super()._switch(snapshot, now)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Reduce(begin):
-                self.worker.tell("begin", round=begin.key.round, members=begin.members, ballot=tuple(begin.ballot))
+                self.worker.report("begin", round=begin.key.round, members=begin.members, ballot=tuple(begin.ballot))
             case Append(record):
-                self.worker.tell("commit", round=record.proposal.key.round, islands=record.proposal.islands)
+                self.worker.report("commit", round=record.proposal.key.round, islands=record.proposal.islands)
         if self.worker.die_at and phase_of(effect) == self.worker.die_at:
             if self.worker.die_at == "reduce":  # in the middle of it
                 threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -284,10 +284,10 @@ def phase_of(effect: Effect) -> str:
     return ""
 
 
-def serve(pipe: Connection, name: str, setting: Setting) -> None:
+def serve(pipe: Connection, name: str, setting: BareConfig) -> None:
     """Do what the parent says, one command after the other, for as long as it lives."""
     warm_up()
     worker = Worker(name, setting, pipe)
-    worker.tell("hello", address=worker.direct.address("127.0.0.1"))
+    worker.report("hello", address=worker.direct.address("127.0.0.1"))
     while True:
         worker.obey(*pipe.recv())

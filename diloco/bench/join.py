@@ -13,7 +13,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from diloco.bench.bare import Setting
+from diloco.bench.bare import BareConfig
 from diloco.bench.crew import Crew, Event, crew
 from diloco.bench.recover import NAMES
 from diloco.bench.report import Check, Report
@@ -37,7 +37,7 @@ def measure(*, values: int, joins: int, bits_per_s: float) -> Report:
 
 def _company(values: int, joins: int) -> Report:
     """What those feel who train."""
-    with crew(Setting(values, pace_s=PACE_S), NAMES) as team:
+    with crew(BareConfig(values, pace_s=PACE_S), NAMES) as team:
         team.await_commits(3, NAMES)
         team.prepare(NEWCOMER)  # starting a process takes seconds of this machine's own time: not what is measured
         before = team.newest()
@@ -92,7 +92,7 @@ def _round_times(team: Crew, first: int, last: int) -> list[float]:
 def downloads(values: int, joins: int, bits_per_s: float, *, pace_s: float = DOWNLOAD_PACE_S) -> Report:
     state_bytes = 2 * 4 * values
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
-        setting = Setting(values, pace_s=pace_s, codec=CODEC, bits_per_s=bits_per_s, folder=folder)
+        setting = BareConfig(values, pace_s=pace_s, codec=CODEC, bits_per_s=bits_per_s, folder=folder)
         with crew(setting, DONORS) as team:
             _await_updates(team, 2, since=0.0)
             rows = {f"download {number + 1}": _download(team, Path(folder)) for number in range(joins)}

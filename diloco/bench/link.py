@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from diloco.bench.processes import BenchPeer, Line, run_peers
+from diloco.bench.processes import BenchPeer, LinkRate, run_peers
 from diloco.bench.report import Check, Report
 from diloco.comm.transport.link import Link
 from diloco.comm.transport.transport import Stream
@@ -78,7 +78,7 @@ def _transfer_all(peer: BenchPeer, transfers: Sequence[Transfer]) -> list[dict[s
 
 
 def _transfer(peer: BenchPeer, transfer: Transfer) -> dict[str, float]:
-    transport, addresses = peer.connect(Line(transfer.bits_per_s, transfer.delay_s))
+    transport, addresses = peer.connect(LinkRate(transfer.bits_per_s, transfer.delay_s))
     channels = [f"bench-{number}" for number in range(transfer.streams)]
     with closing(transport):
         if peer.index == 0:

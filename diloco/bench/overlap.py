@@ -9,7 +9,7 @@ import itertools
 import statistics
 from typing import Any
 
-from diloco.bench.processes import BenchPeer, Line, run_peers
+from diloco.bench.processes import BenchPeer, LinkRate, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import train_together
 from diloco.comm.codec.registry import CODECS, warm_up
@@ -36,12 +36,12 @@ def measure(*, islands: int, every: int, rounds: int) -> Report:
 def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     warm_up()
     phases = FIRST_PHASES + -(-rounds // TURNS)
-    free = train_together(peer, _config(every, phases), Line())
+    free = train_together(peer, _config(every, phases), LinkRate())
     step_s, seen = [_step_s(free, every, peer)], list[dict[str, Any]]()
     line = _line_of_half(peer, every, phases, step_s[0], free["parameters"])
     for _ in range(TURNS):
         seen.append(train_together(peer, _config(every, phases + 1, apply="eager"), line))
-        step_s.append(_step_s(train_together(peer, _config(every, phases), Line()), every, peer))
+        step_s.append(_step_s(train_together(peer, _config(every, phases), LinkRate()), every, peer))
     usual_s = [statistics.mean(around) for around in itertools.pairwise(step_s)]
     turns = [_row(one, every, usual, peer) for one, usual in zip(seen, usual_s, strict=True)]
     blocking = _row(train_together(peer, _config(every, phases + 1), line), every, step_s[-1], peer)
@@ -51,13 +51,13 @@ def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _line_of_half(peer: BenchPeer, every: int, phases: int, step_s: float, parameters: int) -> Line:
+def _line_of_half(peer: BenchPeer, every: int, phases: int, step_s: float, parameters: int) -> LinkRate:
     """On which a blocking round takes as long as a phase: guessed by its bytes, then set by what a round took."""
     size, phase_s = CODECS[CODEC].size(parameters), every * step_s
     guess = 8 * 2 * (peer.count - 1) / peer.count * size / phase_s
-    tried = _row(train_together(peer, _config(every, phases), Line(guess)), every, step_s, peer)
+    tried = _row(train_together(peer, _config(every, phases), LinkRate(guess)), every, step_s, peer)
     round_s = statistics.mean(tried["wall_s_of_phases"]) - phase_s
-    return Line(statistics.mean(peer.exchange(guess * round_s / phase_s)))
+    return LinkRate(statistics.mean(peer.exchange(guess * round_s / phase_s)))
 
 
 def _step_s(seen: dict[str, Any], every: int, peer: BenchPeer) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from diloco.bench.report import Check, Report
-from diloco.bench.simulated import FAR, NEAR, Seen, Setting, compare
+from diloco.bench.simulated import FAR, NEAR, Seen, SimulatedConfig, compare
 from diloco.config.file import parse_config
 from diloco.plan.predict import Host, Situation, predict
 from diloco.plan.utilisation import GRID_GBIT, Training, bandwidth_for
@@ -19,9 +19,9 @@ COLUMNS = (("data-parallel", 16), ("diloco", 16), ("streaming", 16), ("overlap",
 EVERY = 100
 ISLANDS = 2  # each with one thread: no more than there are cores
 SETTINGS = (
-    Setting(NEAR, "int8", overlapped=False), Setting(NEAR, "int8", overlapped=True),
-    Setting(NEAR, "int4", overlapped=False), Setting(FAR, "int4", overlapped=False),
-    Setting(FAR, "int4", overlapped=True), Setting(FAR, "int8", overlapped=True),
+    SimulatedConfig(NEAR, "int8", overlapped=False), SimulatedConfig(NEAR, "int8", overlapped=True),
+    SimulatedConfig(NEAR, "int4", overlapped=False), SimulatedConfig(FAR, "int4", overlapped=False),
+    SimulatedConfig(FAR, "int4", overlapped=True), SimulatedConfig(FAR, "int8", overlapped=True),
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def measure(*, real: bool) -> Report:
     return Report(checks, figures)
 
 
-def planned(setting: Setting, seen: Seen) -> tuple[float, float]:
+def planned(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
     """Seconds of a round, and utilisation."""
     config = parse_config(setting.settings(ISLANDS))
     situation = Situation(workload_of(config), ISLANDS, setting.line, seen.step_s, Host(trains_too=True))

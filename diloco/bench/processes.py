@@ -26,7 +26,8 @@ from diloco.comm.transport.transport import PeerAddress, Transport
 GRACE_S = 5.0  # to leave in good order
 WAIT_S = 120.0  # for the slowest of the others, at a barrier
 
-Work = Callable[..., Any]  # (pipe, *arguments) -> result; a function of a module, for it must be found by its name
+# (pipe, *arguments) -> result; a function of a module, for it must be found by its name
+WorkerFunction = Callable[..., Any]
 
 
 class WorkerFailed(Exception):
@@ -34,7 +35,7 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Said:
+class WorkerMessage:
     """What a worker sends: its value, when it asks for everybody's; its result, when it is done; or a traceback, when
     it has failed. Of one that has closed its pipe the parent hears that it died, with its exit code."""
 
@@ -56,7 +57,7 @@ class Processes:
         for worker in self.workers.values():
             _end(worker)
 
-    def start(self, name: str, work: Work, *arguments: Any) -> None:
+    def start(self, name: str, work: WorkerFunction, *arguments: Any) -> None:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         worker = context.Process(target=_run, args=(theirs, work, arguments))
@@ -76,8 +77,8 @@ class Processes:
         except (EOFError, ConnectionResetError):
             del self.pipes[name]
             self.workers[name].join(GRACE_S)
-            return Said("died", self.workers[name].exitcode)
-        if isinstance(message, Said) and message.kind == "failed":
+            return WorkerMessage("died", self.workers[name].exitcode)
+        if isinstance(message, WorkerMessage) and message.kind == "failed":
             raise WorkerFailed(f"{name} of the bench failed:\n{message.value}")
         return message
 
@@ -100,16 +101,16 @@ def _inherited() -> Iterator[None]:
             signal.signal(signal.SIGINT, heeds)
 
 
-def _run(parent: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+def _run(parent: Connection, work: WorkerFunction, arguments: tuple[Any, ...]) -> None:
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         import torch
 
         torch.set_num_threads(1)
-        parent.send(Said("done", work(parent, *arguments)))
+        parent.send(WorkerMessage("done", work(parent, *arguments)))
     except BaseException:  # noqa: BLE001 -- the process's outermost frame; the parent raises it
-        parent.send(Said("failed", traceback.format_exc()))
+        parent.send(WorkerMessage("failed", traceback.format_exc()))
 
 
 def _end_with_parent() -> NoReturn:
@@ -130,7 +131,7 @@ def _end(worker: SpawnProcess) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkRate:
     """What each peer is connected by; None: as fast as the machine goes."""
 
     bits_per_s: float | None = None  # up and down
@@ -142,7 +143,7 @@ class Line:
         return ShapedTransport(plain, Link(self.bits_per_s, self.bits_per_s), Paths(Path(delay_s=self.delay_s)))
 
 
-UNSHAPED = Line()
+UNSHAPED = LinkRate()
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class BenchPeer:
 
     def exchange(self, value: Any, timeout_s: float = WAIT_S) -> list[Any]:
         """Return everybody's value, in the order of their indices."""
-        self.parent.send(Said("asks", value))
+        self.parent.send(WorkerMessage("asks", value))
         if not self.parent.poll(timeout_s):
             raise TimeoutError(f"peer {self.index} waited {timeout_s:g} s for the others")
         return self.parent.recv()
@@ -174,7 +175,7 @@ class BenchPeer:
         row |= {"seconds": time.monotonic() - started, "cpu_s": time.process_time() - started_cpu}
         self.barrier()
 
-    def connect(self, line: Line) -> tuple[Transport, dict[str, PeerAddress]]:
+    def connect(self, line: LinkRate) -> tuple[Transport, dict[str, PeerAddress]]:
         """Return a transport over which all of them reach each other, and their addresses by name, in order."""
         plain = DirectTransport(f"peer-{self.index}", "127.0.0.1")
         addresses = {address.identity: address for address in self.exchange(plain.address("127.0.0.1"))}
@@ -183,7 +184,7 @@ class BenchPeer:
         return line.shape(plain), addresses
 
 
-def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
+def run_peers(count: int, work: WorkerFunction, *arguments: Any) -> list[Any]:
     """Return what `work(peer, *arguments)` returned in each of `count` processes, in the order of their indices."""
     with Processes() as processes:
         for index in range(count):
@@ -194,7 +195,7 @@ def run_peers(count: int, work: Work, *arguments: Any) -> list[Any]:
         return results
 
 
-def _work_as_peer(parent: Connection, index: int, count: int, work: Work, arguments: tuple[Any, ...]) -> Any:
+def _work_as_peer(parent: Connection, index: int, count: int, work: WorkerFunction, arguments: tuple[Any, ...]) -> Any:
     return work(BenchPeer(index, count, parent), *arguments)
 
 
@@ -206,11 +207,11 @@ def _pass_values(processes: Processes) -> list[Any]:
     while len(done) < len(names):
         for name, message in processes.hear():
             match message:
-                case Said("asks", value):
+                case WorkerMessage("asks", value):
                     asked[name] = value
-                case Said("done", result):
+                case WorkerMessage("done", result):
                     done[name] = result
-                case Said("died", exit_code) if name not in done:
+                case WorkerMessage("died", exit_code) if name not in done:
                     raise WorkerFailed(f"{name} of the bench died: exit code {exit_code}")
             if asked and done:
                 raise WorkerFailed(f"{min(asked)} waits for {min(done)}, which has ended already")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.processes import BenchPeer, Line, run_peers
+from diloco.bench.processes import BenchPeer, LinkRate, run_peers
 from diloco.bench.report import Check, Report
 from diloco.bench.team import train_alone, train_together
 from diloco.comm.codec.registry import CODECS, codec_named, warm_up
@@ -43,7 +43,7 @@ BYTES_LIMITS = (("quality.byte_reduction_4bit", "int4", 370.0), ("quality.byte_r
 
 
 @dataclass(frozen=True)
-class Setting:
+class QualityConfig:
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     island: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Setting:
         })  # fmt: skip
 
 
-def measure(setting: Setting, *, plot: Path | None = None, bytes_too: bool = True) -> Report:
+def measure(setting: QualityConfig, *, plot: Path | None = None, bytes_too: bool = True) -> Report:
     if unknown := [name for name in setting.variants if name not in variants()]:
         raise ConfigError(f"--variant {unknown[0]}: there are {', '.join(variants())}")
     if setting.batch % setting.islands:
@@ -98,7 +98,7 @@ def variants() -> dict[str, dict[str, Any]]:
     return {SINGLE: {}} | {name: {"codec": name} for name in CODECS} | COMBINED
 
 
-def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str, Any]]:
+def _work(peer: BenchPeer, setting: QualityConfig, bytes_too: bool) -> list[tuple[str, Any]]:
     found = _runs_alone(peer, setting)
     among_others = [variant for variant in setting.variants if variant != SINGLE]
     for seed, variant in itertools.product(range(setting.seeds), among_others):
@@ -106,16 +106,16 @@ def _work(peer: BenchPeer, setting: Setting, bytes_too: bool) -> list[tuple[str,
         warm_up(sync["codec"])
         outer = codec_named(sync["codec"]).outer or setting.outer
         config = setting.config(seed, batch=setting.batch // setting.islands, sync=sync, outer=outer)
-        row = _row(peer, setting, train_together(peer, config, Line()))
+        row = _row(peer, setting, train_together(peer, config, LinkRate()))
         found.append((variant, row))
         if peer.index == 0:
-            _tell(seed, variant, row)
+            _report(seed, variant, row)
     if bytes_too:
         found.append(("bytes", _byte_reductions(peer, setting)))
     return found
 
 
-def _runs_alone(peer: BenchPeer, setting: Setting) -> list[tuple[str, Any]]:
+def _runs_alone(peer: BenchPeer, setting: QualityConfig) -> list[tuple[str, Any]]:
     """What needs nobody else is dealt out to the workers, long runs first."""
     plain: dict[str, Any] = {"outer": {"optimizer": "sgd", "lr": 1.0}}  # changes nothing
     kinds = [(PARALLEL, setting.batch, plain), (ALONE, setting.batch // setting.islands, plain)]
@@ -128,17 +128,17 @@ def _runs_alone(peer: BenchPeer, setting: Setting) -> list[tuple[str, Any]]:
         seed, name, batch, options = jobs[number]
         losses = train_alone(setting.config(seed, batch=batch, sync={"every": setting.every}, **options))["losses"]
         mine[number] = {"loss": losses[max(losses)], "losses": losses}
-        _tell(seed, name, mine[number])
+        _report(seed, name, mine[number])
     rows = {number: row for part in peer.exchange(mine, WAIT_S) for number, row in part.items()}
     return [(name, rows[number]) for number, (_, name, *_) in enumerate(jobs)]
 
 
-def _tell(seed: int, name: str, row: dict[str, Any]) -> None:
+def _report(seed: int, name: str, row: dict[str, Any]) -> None:
     """A long bench says how far it is."""
     print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
 
 
-def _row(peer: BenchPeer, setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
+def _row(peer: BenchPeer, setting: QualityConfig, row: dict[str, Any]) -> dict[str, Any]:
     rows = peer.exchange(row, WAIT_S)
     if len({other["digest"] for other in rows}) != 1:
         raise DilocoError("the islands do not hold the same bits")
@@ -153,7 +153,7 @@ def _row(peer: BenchPeer, setting: Setting, row: dict[str, Any]) -> dict[str, An
     }  # fmt: skip
 
 
-def _byte_reductions(peer: BenchPeer, setting: Setting) -> dict[str, float]:
+def _byte_reductions(peer: BenchPeer, setting: QualityConfig) -> dict[str, float]:
     """All bytes that an island sends in training, control messages included."""
     found = {}
     small = replace(
@@ -163,7 +163,7 @@ def _byte_reductions(peer: BenchPeer, setting: Setting) -> dict[str, float]:
     for _, codec, _ in BYTES_LIMITS:
         warm_up(codec)
         config = small.config(0, batch=1, sync={"codec": codec}, outer=codec_named(codec).outer or small.outer)
-        found[codec] = _row(peer, small, train_together(peer, config, Line()))["reduction"]
+        found[codec] = _row(peer, small, train_together(peer, config, LinkRate()))["reduction"]
     return found
 
 
@@ -188,7 +188,7 @@ def _table(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]
     return rows
 
 
-def draw(runs: Mapping[str, list[dict[str, Any]]], setting: Setting, path: Path) -> None:
+def draw(runs: Mapping[str, list[dict[str, Any]]], setting: QualityConfig, path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError:

@@ -9,7 +9,7 @@ import time
 from statistics import median
 from typing import Any
 
-from diloco.bench.bare import Setting
+from diloco.bench.bare import BareConfig
 from diloco.bench.crew import Crew, crew
 from diloco.bench.report import Check, Report
 
@@ -19,7 +19,7 @@ INTO = 0.3  # of the usual time of a round, when the blow falls
 
 
 def measure(*, values: int, silence_s: float) -> Report:
-    setting = Setting(values, silence_s)
+    setting = BareConfig(values, silence_s)
     cases = {
         "kill a member": (("C",), signal.SIGKILL),
         "kill the coordinator": (("A",), signal.SIGKILL),
@@ -40,7 +40,7 @@ def measure(*, values: int, silence_s: float) -> Report:
     return Report(checks, {"islands": len(NAMES), "values": values, "silence_s": silence_s, "faults": rows})
 
 
-def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str, Any]:
+def strike(setting: BareConfig, victims: tuple[str, ...], number: int) -> dict[str, Any]:
     with crew(setting, NAMES) as team:
         team.await_commits(ROUNDS + 2, NAMES)
         usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
@@ -65,5 +65,5 @@ def strike(setting: Setting, victims: tuple[str, ...], number: int) -> dict[str,
 
 def _duration(team: Crew, round_number: int, names: tuple[str, ...]) -> float:
     of_round = [event for event in team.events if event.data.get("round") == round_number]
-    begun = min(event.at for event in of_round if event.kind == "begin")
-    return max(event.at for event in of_round if event.kind == "commit" and event.island in names) - begun
+    begun_at = min(event.at for event in of_round if event.kind == "begin")
+    return max(event.at for event in of_round if event.kind == "commit" and event.island in names) - begun_at

@@ -16,22 +16,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from diloco.errors import DilocoError
-from diloco.plan.predict import Line
+from diloco.plan.predict import LinkModel
 from diloco.report.events import Event
 from diloco.report.watching import Tail
-from diloco.simulate.real.story import Told, usual_round_s
+from diloco.simulate.real.outcome import Told, usual_round_s
 
 EVERY, DELAY = 20, 10
 SLOWNESS = 8  # times: a step is mostly a pause
 WARM_UP, PHASES = 1, 6
 MODEL = {"preset": "tiny", "blocks": 1, "width": 256, "heads": 4, "feed_forward": 768}  # large for so short a step
 EVENTS = "runs/measured/island-*/events.jsonl"
-NEAR, FAR = Line(20e6, 20e6, 0.02), Line(6e6, 6e6, 0.08)
+NEAR, FAR = LinkModel(20e6, 20e6, 0.02), LinkModel(6e6, 6e6, 0.08)
 
 
 @dataclass(frozen=True)
-class Setting:
-    line: Line
+class SimulatedConfig:
+    line: LinkModel
     codec: str
     overlapped: bool
 
@@ -61,10 +61,11 @@ class Seen:
     parameters: int
 
 
-Foretell = Callable[[Setting, Seen], tuple[float, float]]  # seconds of a round, and utilisation
+Compared = tuple[float, dict[str, Any]]
+Foretell = Callable[[SimulatedConfig, Seen], tuple[float, float]]  # seconds of a round, and utilisation
 
 
-def simulated(setting: Setting, islands: int) -> Seen:
+def simulated(setting: SimulatedConfig, islands: int) -> Seen:
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(setting.settings(islands)))
@@ -77,7 +78,7 @@ def simulated(setting: Setting, islands: int) -> Seen:
     return seen_in(told)
 
 
-def compare(settings: Sequence[Setting], islands: int, word: str, foretell: Foretell) -> tuple[float, dict[str, Any]]:
+def compare(settings: Sequence[SimulatedConfig], islands: int, word: str, foretell: Foretell) -> Compared:
     """Return the worst error of the time of a round and of utilisation as `foretell` says them, and all of them."""
     rows: dict[str, Any] = {}
     for setting in settings:

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from diloco.bench.bare import DIGEST, GENESIS
-from diloco.bench.processes import BenchPeer, Line
+from diloco.bench.processes import BenchPeer, LinkRate
 from diloco.comm.transport.transport import Transport
 from diloco.config.schema import Config
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Driver, Run, among_friends, open_island
+from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin
-from diloco.island.mesh import take_place
+from diloco.island.mesh import open_mesh
 from diloco.report.events import Event, Events
 from diloco.run.join import alone, options_for
 from diloco.train.outer import apply_record
@@ -33,7 +33,7 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ def trainer_of(config: Config) -> Iterator[tuple[Trainer, Heard]]:
     """Yield one with a folder that goes away with it: a run saves at its end."""
     with (
         TemporaryDirectory(prefix="diloco-bench-", ignore_cleanup_errors=True) as folder,
-        take_place(config.island) as place,
+        open_mesh(config.island) as place,
     ):
         heard = Heard()
         checkpoint = config.checkpoint.model_copy(update={"dir": folder})
@@ -66,7 +66,7 @@ def driver_for(
     epochs, count = trainer.config.data.epochs, trainer.samples.train_count
     state = RunState(Head(0, 0, DIGEST), roster, Ledger(count, epochs and epochs * count), owner=owner)
     origin = Origin(state, trainer.initial_vectors())
-    run = Run(GENESIS, DIGEST, trainer.fragments, apply)
+    run = RunContext(GENESIS, DIGEST, trainer.fragments, apply)
     return open_island(run, origin, options_for(trainer.config), among_friends(transport))
 
 
@@ -76,7 +76,7 @@ def train_alone(config: Config) -> dict[str, Any]:
         return _seen(trainer, heard)
 
 
-def train_together(peer: BenchPeer, config: Config, line: Line) -> dict[str, Any]:
+def train_together(peer: BenchPeer, config: Config, line: LinkRate) -> dict[str, Any]:
     """Called by all workers of a bench at once: each is one island. What this one saw."""
     transport, addresses = peer.connect(line)
     with (

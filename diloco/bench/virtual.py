@@ -1,14 +1,14 @@
 """Virtual time against `diloco simulate`: the same links, codecs and step times, time of a round and utilisation."""
 
 from diloco.bench.report import Check, Report
-from diloco.bench.simulated import EVERY, FAR, NEAR, Seen, Setting, compare
+from diloco.bench.simulated import EVERY, FAR, NEAR, Seen, SimulatedConfig, compare
 from diloco.plan.predict import Host
-from diloco.simulate.virtual.modelled import Setting as Modelled
+from diloco.simulate.virtual.modelled import VirtualConfig
 from diloco.simulate.virtual.outcome import simulate
 
 ISLANDS = 4
 ROUNDS = 30  # in virtual time
-SETTINGS = (Setting(NEAR, "int8", overlapped=False), Setting(FAR, "int4", overlapped=False))
+SETTINGS = (SimulatedConfig(NEAR, "int8", overlapped=False), SimulatedConfig(FAR, "int4", overlapped=False))
 
 
 def measure() -> Report:
@@ -17,10 +17,10 @@ def measure() -> Report:
     return Report(checks, {"islands": ISLANDS, "virtual and simulated": rows})
 
 
-def in_virtual_time(setting: Setting, seen: Seen) -> tuple[float, float]:
+def in_virtual_time(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
     """Seconds of a round, and utilisation."""
     steps_s = EVERY * seen.step_s
-    outcome = simulate(Modelled(
+    outcome = simulate(VirtualConfig(
         ISLANDS, setting.line, values=seen.parameters, codec=setting.codec, phase_s=steps_s,
         spread=0.0, jitter=0.0, straggler=100.0, host=Host(trains_too=True), seconds=ROUNDS * 2 * steps_s,
     ))  # fmt: skip

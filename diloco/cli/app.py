@@ -48,7 +48,7 @@ app.command(epilog="Example: diloco restore s3://bucket/runs runs/restored")(res
 app.command(epilog="Example: diloco rewind quickstart 12 --set inner.lr=1e-4")(rewind)
 app.command("set", epilog="Example: diloco set quickstart inner.lr=1e-4 inner.steps=4000")(set_settings)
 app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')(sample)
-app.command(epilog="Example: diloco simulate examples/islands.yaml --link 20mbit,80ms --kill 3@20s")(simulate)
+app.add_typer(simulate, name="simulate")
 app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")(plan)
 app.command(epilog="Example: diloco doctor --dir /scratch/runs")(doctor)
 app.add_typer(bench, name="bench")

@@ -189,11 +189,11 @@ def quality(
 
     All train on the same tokens; the time is that of two cores.
     """
-    from diloco.bench.quality import DEFAULT, Setting
+    from diloco.bench.quality import DEFAULT, QualityConfig
 
     names = tuple(name.strip() for name in variant.split(",")) if variant else DEFAULT
     data = {"sequence": sequence} | ({"source": "text", "path": str(text)} if text else {})
-    setting = Setting(
+    setting = QualityConfig(
         {"preset": preset}, data, {"device": device, "compile": compile}, {"lr": lr, "warmup": max(1, steps // 20)},
         {"lr": outer_lr, "momentum": momentum}, islands=islands, batch=batch, every=every, steps=steps, seeds=seeds,
         variants=names, baselines=baselines, log_every=1 if device == "cpu" else 50,

@@ -236,7 +236,7 @@ def sample(
     Takes those of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
     """
     from diloco.history.load import find_run, load_trained, tokenizer_of
-    from diloco.history.sample import Choice, continued, encode_prompt, spoken
+    from diloco.history.sample import Sampling, continued, encode_prompt, spoken
     from diloco.island.mesh import pick_device
 
     if not isfinite(temperature):
@@ -250,7 +250,7 @@ def sample(
     row = encode_prompt(prompt, speech, trained.config.data)
     if len(row) > trained.context:
         note(f"of the prompt's {len(row)} tokens the model sees the last {trained.context}, its whole context")
-    row, choice = row[-trained.context :], Choice(temperature, top_k, seed)
+    row, choice = row[-trained.context :], Sampling(temperature, top_k, seed)
     following = continued(
         trained.module.to(where), row, context=trained.context, vocab=speech.vocab, choice=choice, end=speech.end
     )

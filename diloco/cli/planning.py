@@ -16,7 +16,7 @@ from diloco.config.schema import Config, SyncConfig
 from diloco.errors import ConfigError
 from diloco.model.accelerators import CPU, accelerator_named, called
 from diloco.plan.plan import NO_LINE, Machine, Plan, Row, advice, make_plan, percent
-from diloco.plan.predict import Line
+from diloco.plan.predict import LinkModel
 from diloco.plan.profiles import read_profiles
 from diloco.plan.search import cost, kind
 from diloco.plan.utilisation import METHODS, Training, bandwidth_for
@@ -26,7 +26,7 @@ MAX_LAYERS = 10_000
 MAX_BITS = 64
 
 
-def line_of(link: str | None, max_up: str | None, max_down: str | None) -> Line:
+def line_of(link: str | None, max_up: str | None, max_down: str | None) -> LinkModel:
     if link is None:
         if max_up or max_down:
             raise ConfigError("--max-up and --max-down are caps on a link: give --link, too")
@@ -36,7 +36,7 @@ def line_of(link: str | None, max_up: str | None, max_down: str | None) -> Line:
         min(bits_per_s, parse_positive(option, text, units.parse_rate)) if text else bits_per_s
         for option, text in (("--max-up", max_up), ("--max-down", max_down))
     )
-    return Line(up, down, delay_s)
+    return LinkModel(up, down, delay_s)
 
 
 def machine_of(config: Config, accelerator: str | None, profiles: Sequence[Path]) -> Machine:
@@ -89,7 +89,7 @@ def parse_whole(option: str, text: str, *, most: int | None = None) -> int:
 
 
 def answer(
-    config: Config, machine: Machine, line: Line, islands: int, targets: tuple[float, ...], *, as_json: bool
+    config: Config, machine: Machine, line: LinkModel, islands: int, targets: tuple[float, ...], *, as_json: bool
 ) -> None:
     from diloco.plan.workload import workload_of  # loads torch: not before all options are found good
 
@@ -156,7 +156,7 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-def _line(line: Line) -> str:
+def _line(line: LinkModel) -> str:
     if line == NO_LINE:
         return "no link given: what is needed if nothing is delayed"
     up, down = units.format_rate(line.up_bits_per_s), units.format_rate(line.down_bits_per_s)

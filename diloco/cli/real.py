@@ -15,8 +15,8 @@ from diloco.report.watching import open_islands_view
 from diloco.simulate.real.faults import joining, parse_faults
 from diloco.simulate.real.fleet import SimulatedPlan, World, simulate
 from diloco.simulate.real.netns import refuse_if_not_permitted
+from diloco.simulate.real.outcome import SimulationOutcome, outcome_of, write_json
 from diloco.simulate.real.page import need_matplotlib, write_page
-from diloco.simulate.real.story import Story, story_of, write_json
 from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
 from diloco.units import format_duration, format_size, parse_link
 
@@ -32,20 +32,20 @@ def simulate_real(
     loaded = [(path, load_config(path, overrides)) for path in configs]
     refuse_one_folder([(path, config.dir) for path, config in loaded])
     page = report or Path(loaded[0][1].dir) / "report.html"
-    stories = list[Story]()
+    outcomes = list[SimulationOutcome]()
     for path, config in loaded:
         plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
         with closing(open_islands_view()) as view:
             fleet = simulate(plan, view, world, netns=netns)
         say(*account(fleet.board))
-        stories.append(story_of(config, world, fleet))
-        show(stories, page)
+        outcomes.append(outcome_of(config, world, fleet))
+        show(outcomes, page)
         if fleet.asked:
             break
-    left = [str(path) for path, _ in loaded[len(stories) :]]
+    left = [str(path) for path, _ in loaded[len(outcomes) :]]
     if left:
         say(f"not started: {', '.join(left)}")
-    sys.exit(0 if not left and all(story.finished and story.agree for story in stories) else 1)
+    sys.exit(0 if not left and all(outcome.finished and outcome.agree for outcome in outcomes) else 1)
 
 
 def world_of(
@@ -101,24 +101,24 @@ def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
         seen[folder] = path
 
 
-def show(stories: list[Story], page: Path) -> None:
+def show(outcomes: list[SimulationOutcome], page: Path) -> None:
     """The last one in words, all of them on the page."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_page(stories, page)
-    write_json(stories, page.with_suffix(".json"))
-    say(*summary(stories[-1]), f"report: {page} (open it in a browser), {page.with_suffix('.json')}")
+    write_page(outcomes, page)
+    write_json(outcomes, page.with_suffix(".json"))
+    say(*summary(outcomes[-1]), f"report: {page} (open it in a browser), {page.with_suffix('.json')}")
 
 
-def summary(story: Story) -> Iterator[str]:
-    yield f"{story.name}: {story.setting}; {story.rounds} rounds in {format_duration(story.seconds)}"
-    for island in story.islands:
+def summary(outcome: SimulationOutcome) -> Iterator[str]:
+    yield f"{outcome.name}: {outcome.setting}; {outcome.rounds} rounds in {format_duration(outcome.seconds)}"
+    for island in outcome.islands:
         lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}
         parts = [f"{format_duration(seconds)} {state}" for state, seconds in lost.items()]
         parts.append(f"sent {format_size(island.sent)}")
         yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
-    for fault in story.faults:
+    for fault in outcome.faults:
         if not fault.happened:
             yield f"  {fault.said} did not happen: the run, or the island, had ended; {LONGER}"
-    if (computed := story.computed) is not None:
+    if (computed := outcome.computed) is not None:
         share, time_s = percent(computed.data_parallel_utilisation), format_duration(computed.data_parallel_seconds)
         yield f"  data parallel over the same links (computed): trains {share} of the time, {time_s} for as many steps"

@@ -1,4 +1,4 @@
-"""`diloco simulate --virtual`: thousands of islands as times and messages."""
+"""`diloco simulate virtual`: thousands of islands as times and messages."""
 
 import json
 import sys
@@ -14,14 +14,14 @@ from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.errors import ConfigError
 from diloco.plan.plan import percent
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.modelled import Setting
-from diloco.simulate.virtual.outcome import Outcome, Row, rows, simulate
+from diloco.simulate.virtual.modelled import VirtualConfig
+from diloco.simulate.virtual.outcome import Outcome, ScalingRow, rows, simulate
 from diloco.units import format_duration, format_rate, format_size
 
 MAX_ISLANDS = 10_000
 
 
-def simulate_virtual(setting: Setting, *, as_json: bool) -> None:
+def simulate_virtual(setting: VirtualConfig, *, as_json: bool) -> None:
     """Exit code 0 if every invariant held and rounds went on."""
     if not 2 <= setting.islands <= MAX_ISLANDS:
         raise ConfigError(f"--islands {setting.islands}: in virtual time 2 to {MAX_ISLANDS}")
@@ -44,7 +44,7 @@ def simulate_virtual(setting: Setting, *, as_json: bool) -> None:
         sys.exit(1)
 
 
-def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
+def told(setting: VirtualConfig, outcome: Outcome) -> Iterator[str]:
     line, way = setting.line, "two levels" if setting.reduces_in_two_levels(setting.islands) else "one butterfly"
     yield (
         f"{outcome.islands} islands at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
@@ -79,7 +79,7 @@ def told(setting: Setting, outcome: Outcome) -> Iterator[str]:
     )
 
 
-def _plain(row: Row) -> dict[str, object]:
+def _plain(row: ScalingRow) -> dict[str, object]:
     return {
         "islands": row.islands, "flat_connections": row.flat and row.flat.connections,
         "flat_reduce_s": row.flat and row.flat_s, "two_level_connections": row.two_level.connections,
@@ -92,7 +92,7 @@ def _short(count: float) -> str:
     return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count:,.0f}"
 
 
-def _table(found: list[Row]) -> Table:
+def _table(found: list[ScalingRow]) -> Table:
     """Computed, not simulated."""
     table = Table(
         "islands", "flat", "streams", "two levels", "streams", "begin", "heartbeats/s", "by a front",

@@ -15,7 +15,7 @@ from diloco.data.samples import Rows, Samples
 from diloco.data.source import Source, source_kind
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
 from diloco.errors import ConfigError
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.units import format_size
 
 
@@ -56,7 +56,7 @@ class Batches:
     sees the same samples.
     """
 
-    def __init__(self, samples: Samples, island: IslandConfig, place: Place) -> None:
+    def __init__(self, samples: Samples, island: IslandConfig, place: ProcessMesh) -> None:
         self._samples, self._island, self._place = samples, island, place
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: tuple[Ranges, Future[list[Tensor]]] | None = None
@@ -86,7 +86,7 @@ class Batches:
         return np.concatenate([self._samples.train(lo, hi - lo) for lo, hi in part])
 
 
-def validation_batches(samples: Samples, island: IslandConfig, place: Place, count: int) -> Iterator[Tensor]:
+def validation_batches(samples: Samples, island: IslandConfig, place: ProcessMesh, count: int) -> Iterator[Tensor]:
     """This process' share of `count` validation samples, rounded up to whole micro-batches; several of these at once
     where what they are judged by stays small."""
     rows = island.batch // island.accumulate // place.data_ranks

@@ -12,7 +12,7 @@ from typing import Any
 from diloco.config.schema import DataConfig
 from diloco.data.files import content_digest, files_below
 from diloco.data.source import Progress, Source, SourceKind
-from diloco.data.text import Piece, pieces_of, write_documents
+from diloco.data.text import DocumentPiece, pieces_of, write_documents
 from diloco.data.tokenizer import hf_library, load_tokenizer, tokenizer_digest
 from diloco.data.tokens import cached
 from diloco.errors import DataError
@@ -100,7 +100,7 @@ def _select(loaded: Any, split: str, path: Path) -> Any:
     return loaded
 
 
-def _pieces(records: Any, text_field: str, name: str) -> Iterator[Piece]:
+def _pieces(records: Any, text_field: str, name: str) -> Iterator[DocumentPiece]:
     if records.column_names is not None and text_field in records.column_names:
         records = records.select_columns([text_field])  # leave images and the like undecoded
     for number, record in enumerate(records):

@@ -74,7 +74,7 @@ def _keep_file(name: str) -> bool:
     return name.endswith(".py") and not name.startswith(MACHINE_FILES)
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     text: str
     last: bool  # of its document
 
@@ -91,7 +91,7 @@ def tokenize(inputs: list[Path], out: Path, tokenizer: str, progress: Progress |
 
 
 def write_documents(
-    pieces: Iterable[Piece], out: Path, tokenizer: Tokenizer, progress: Progress | None = None, total: int = 0
+    pieces: Iterable[DocumentPiece], out: Path, tokenizer: Tokenizer, progress: Progress | None = None, total: int = 0
 ) -> TokenFileInfo:
     done = 0
     with TokenWriter(out, tokenizer.vocab, tokenizer.digest) as writer:
@@ -107,12 +107,12 @@ def write_documents(
     return writer.info
 
 
-def pieces_of(text: str) -> Iterator[Piece]:
+def pieces_of(text: str) -> Iterator[DocumentPiece]:
     """Of a document that is in memory already. An empty one has none."""
     return _cut(io.StringIO(text, newline=""))
 
 
-def _pieces_of_file(path: Path) -> Iterator[Piece]:
+def _pieces_of_file(path: Path) -> Iterator[DocumentPiece]:
     try:
         with refusing("read", path), open(path, encoding="utf-8", newline="") as stream:  # "\r\n" stays what it is
             yield from _cut(stream)
@@ -120,11 +120,11 @@ def _pieces_of_file(path: Path) -> Iterator[Piece]:
         raise DataError(f"{path} is not UTF-8 text: convert it (iconv -t utf-8) or leave it out") from error
 
 
-def _cut(stream: TextIO) -> Iterator[Piece]:
+def _cut(stream: TextIO) -> Iterator[DocumentPiece]:
     text = _next_text(stream)
     while text:
         following = _next_text(stream)
-        yield Piece(text, last=not following)
+        yield DocumentPiece(text, last=not following)
         text = following
 
 
@@ -133,8 +133,8 @@ def _next_text(stream: TextIO) -> str:
     return stream.read(PIECE) + stream.readline(PIECE)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+    batch: list[DocumentPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

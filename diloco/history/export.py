@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from diloco.atomic import appearing
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import SaveError, first_line
-from diloco.history.load import Trained
+from diloco.history.load import TrainedModel
 from diloco.model.build import parameters_on_meta
 from diloco.model.decoder import Decoder
 from diloco.model.hf import load_transformers
@@ -50,7 +50,7 @@ def _written_by_export(out: Path) -> set[str]:
         return set()
 
 
-def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
+def export(trained: TrainedModel, out: Path, tokenizer: Tokenizer | None) -> str:
     """Writes all of `out` or nothing; returns the architecture's name. `refuse_target` comes first."""
     out = out.resolve()
     try:
@@ -64,7 +64,7 @@ def export(trained: Trained, out: Path, tokenizer: Tokenizer | None) -> str:
         ) from None
 
 
-def _write(trained: Trained, part: Path, tokenizer: Tokenizer | None) -> str:
+def _write(trained: TrainedModel, part: Path, tokenizer: Tokenizer | None) -> str:
     if isinstance(trained.module, Decoder):
         model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
     else:
@@ -109,7 +109,7 @@ def qwen3_name(name: str) -> str:
     raise AssertionError(name)
 
 
-def _as_it_came(trained: Trained) -> Any:
+def _as_it_came(trained: TrainedModel) -> Any:
     """Training switched the key-value cache off; a user of the model wants its own setting."""
     transformers = load_transformers("diloco export")
     model: Any = trained.module
@@ -118,7 +118,7 @@ def _as_it_came(trained: Trained) -> Any:
     return model
 
 
-def _write_about(trained: Trained, part: Path) -> None:
+def _write_about(trained: TrainedModel, part: Path) -> None:
     about = {
         "diloco": __version__, "run": trained.config.run, "step": trained.step, "round": trained.round,
         "files": sorted(path.name for path in part.iterdir()),

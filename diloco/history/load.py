@@ -28,7 +28,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     module: nn.Module  # fp32, on the CPU, in evaluation mode
     config: Config
     step: int  # of the outer state
@@ -70,7 +70,7 @@ def saves_of(folder: Path) -> list[Path]:
     return [save for place in (folder, *folder.glob("island-*")) for save in saves(place)]
 
 
-def load_trained(folder: Path) -> Trained:
+def load_trained(folder: Path) -> TrainedModel:
     save, facts, vector, passed = _read_newest(folder)
     if facts["data"] == OWN_LOOP:
         raise SaveError(
@@ -87,7 +87,7 @@ def load_trained(folder: Path) -> Trained:
     with torch.no_grad():
         for name, value in chain(network.initial() if frozen else (), layout.views(vector)):
             network.module.get_parameter(name).copy_(value)
-    return Trained(network.module.eval(), config, facts["outer_step"], facts["round"], save, passed)
+    return TrainedModel(network.module.eval(), config, facts["outer_step"], facts["round"], save, passed)
 
 
 def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str, ...]]:
@@ -132,7 +132,7 @@ def _network(config: Config, length: int) -> Network:
     return build(1 + (length - one) // (two - one))
 
 
-def tokenizer_of(trained: Trained, given: str | None = None) -> Tokenizer:
+def tokenizer_of(trained: TrainedModel, given: str | None = None) -> Tokenizer:
     config = trained.config
     spec = given or source_kind(config.data).tokenizer(config.data, [config.model.hf] if config.model.hf else [])
     tokenizer = load_tokenizer(spec)

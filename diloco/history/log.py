@@ -17,9 +17,9 @@ from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.applier import Run
+from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.restoring import Point, kept_in, points_of, record_of, replay
+from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, points_of, record_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
 from diloco.run.folder import OUTER, has_log
@@ -129,7 +129,7 @@ def _place(trouble: Trouble) -> tuple[Path, int | None, str]:
     return trouble.path, trouble.torn, "" if trouble.torn is not None else trouble.text
 
 
-def _replay_checked(point: Point, journal: Journal, problems: list[str]) -> tuple[int, int, int] | None:
+def _replay_checked(point: ReplayPoint, journal: Journal, problems: list[str]) -> tuple[int, int, int] | None:
     """First and last round, and how many digests were compared on the way."""
     told: list[str] = []
     try:
@@ -144,8 +144,8 @@ def _replay_checked(point: Point, journal: Journal, problems: list[str]) -> tupl
     return point.kept.state.head.round, state.head.round, len(on_the_way)
 
 
-def _run(point: Point) -> Run:
-    return Run(b"", point.kept.genesis, Fragments(point.kept.fragments), apply_record)
+def _run(point: ReplayPoint) -> RunContext:
+    return RunContext(b"", point.kept.genesis, Fragments(point.kept.fragments), apply_record)
 
 
 def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from diloco.run.folder import OUTER
 from diloco.run.genesis import FILE, read_genesis
 
 
-def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Findings:
+def restore_run(url: str, folder: Path, report: Callable[[str, str], None]) -> Findings:
     """Restore all of it or nothing, and verify it; the folder must be new."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already: name a new folder")
@@ -29,7 +29,7 @@ def restore_run(url: str, folder: Path, tell: Callable[[str, str], None]) -> Fin
     remote = _run_at(url)
     try:
         with appearing(folder) as draft:
-            manifest = restore(draft / OUTER, remote, tell)
+            manifest = restore(draft / OUTER, remote, report)
             if manifest is None:
                 raise RemoteError(f"{remote.url} holds no snapshot that is whole: nothing was restored")
             _finish(draft, folder, remote, manifest)

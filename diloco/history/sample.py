@@ -19,7 +19,7 @@ UNFINISHED = "\ufffd"  # what a decoder makes of a character whose last bytes ar
 
 
 @dataclass(frozen=True)
-class Choice:
+class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.8  # 0: the likeliest
@@ -38,7 +38,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[i
 
 
 def continued(
-    module: nn.Module, tokens: Sequence[int], *, context: int, vocab: int, choice: Choice, end: int | None = None
+    module: nn.Module, tokens: Sequence[int], *, context: int, vocab: int, choice: Sampling, end: int | None = None
 ) -> Iterator[int]:
     """Tokens that follow, without end or up to `end`; of `tokens` the last `context` count."""
     device = next(module.parameters()).device
@@ -56,7 +56,7 @@ def continued(
         yield token
 
 
-def choose(logits: Tensor, choice: Choice, dice: torch.Generator) -> int:
+def choose(logits: Tensor, choice: Sampling, dice: torch.Generator) -> int:
     if not torch.isfinite(logits).all():
         raise ModelError("the model's output is not finite: its training has diverged, sample an earlier run")
     if choice.temperature == 0:

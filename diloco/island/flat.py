@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.island.layout import LIMIT, Bucket, Layout, buckets_of
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import held, overlap, slices
 
 Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what is there from now on, element by element
 
 
 class Shards:
-    def __init__(self, parameters: Mapping[str, Tensor], place: Place, *, limit: int = LIMIT) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], place: ProcessMesh, *, limit: int = LIMIT) -> None:
         self._place, self._limit = place, limit
         self.layout = Layout.of(parameters.items())
         self._held = {name: held(parameter, place) for name, parameter in parameters.items()}

@@ -24,14 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from diloco.config.schema import InnerConfig, IslandConfig
 from diloco.errors import DeviceError
 from diloco.island.flat import Shards
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
 from diloco.island.parallel import blocks_of, gradient_norm, local, retie, shard, tied_names, whole
 from diloco.model.build import Network
 
 
 class Island:
-    def __init__(self, network: Network, place: Place, island: IslandConfig, inner: InnerConfig) -> None:
+    def __init__(self, network: Network, place: ProcessMesh, island: IslandConfig, inner: InnerConfig) -> None:
         self.place = place
         self.compute_dtype = compute_dtype(island.dtype, place.device)
         if self.compute_dtype == torch.bfloat16:

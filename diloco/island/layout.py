@@ -53,7 +53,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A part of a parameter that lies in one stretch of the flat vector."""
 
     name: str
@@ -71,13 +71,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
 
     @property
     def count(self) -> int:
         return sum(piece.count for piece in self.pieces)
 
-    def places(self) -> Iterator[tuple[Piece, int, int]]:
+    def places(self) -> Iterator[tuple[ParameterPiece, int, int]]:
         """Each piece, and where it lies in the bucket."""
         at = 0
         for piece in self.pieces:
@@ -97,7 +97,7 @@ class Bucket:
 
 def buckets_of(layout: Layout, names: Collection[str] | None, limit: int) -> list[Bucket]:
     """All parameters or those named, in canonical order."""
-    buckets: list[list[Piece]] = []
+    buckets: list[list[ParameterPiece]] = []
     room = 0
     for piece in _pieces(layout, names, limit):
         if not buckets or piece.count > room:
@@ -108,10 +108,10 @@ def buckets_of(layout: Layout, names: Collection[str] | None, limit: int) -> lis
     return [Bucket(tuple(pieces)) for pieces in buckets]
 
 
-def _pieces(layout: Layout, names: Collection[str] | None, limit: int) -> Iterator[Piece]:
+def _pieces(layout: Layout, names: Collection[str] | None, limit: int) -> Iterator[ParameterPiece]:
     for name, shape, at in zip(layout.names, layout.shapes, layout.edges, strict=False):
         for box in _boxes(shape, limit) if names is None or name in names else ():
-            piece = Piece(name, box, at)
+            piece = ParameterPiece(name, box, at)
             yield piece
             at += piece.count
 

@@ -16,7 +16,7 @@ from diloco.errors import DeviceError, DilocoError, LeaderFailed
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessMesh:
     rank: int
     world: int
     device: torch.device
@@ -75,20 +75,20 @@ class Place:
 
 
 @contextmanager
-def take_place(config: IslandConfig) -> Iterator[Place]:
+def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
     """Join the island's other processes (as torchrun or processes.py describe them), and leave them at the end."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     _check_processes(config, world)
     device = pick_device(config.device)
     if world == 1:
-        yield Place(0, 1, device, None)
+        yield ProcessMesh(0, 1, device, None)
         return
     # the leader may wait for other islands for hours; who started the processes notices one that dies
     meeting = os.environ.get("DILOCO_MEETING")  # none: torchrun says where
     dist.init_process_group(_backend(device), meeting, timedelta(days=1), rank=rank, world_size=world)
     try:
         mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
-        yield Place(rank, world, device, mesh)
+        yield ProcessMesh(rank, world, device, mesh)
         dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
     finally:
         dist.destroy_process_group()

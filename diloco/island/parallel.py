@@ -27,13 +27,13 @@ from torch.nn.utils import get_total_norm
 
 from diloco.errors import ModelError
 from diloco.island.layout import Box
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.model.build import Anatomy
 
 ATTENTION_IN, FEED_FORWARD_IN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
-def shard(module: nn.Module, anatomy: Anatomy, place: Place, compute_dtype: torch.dtype) -> None:
+def shard(module: nn.Module, anatomy: Anatomy, place: ProcessMesh, compute_dtype: torch.dtype) -> None:
     """Turn the parameters of `module` (on the meta device) into DTensors on the place's mesh."""
     assert place.mesh is not None
     # torch warns that gathering a parameter cut in both dimensions takes two steps; it does, and it is right
@@ -147,7 +147,7 @@ class Held:
         return local(self.parameter)
 
 
-def held(parameter: Tensor, place: Place) -> Held:
+def held(parameter: Tensor, place: ProcessMesh) -> Held:
     if not isinstance(parameter, DTensor):
         return Held(parameter, (0,) * parameter.ndim, place.leader)
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -12,7 +12,7 @@ from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import ConfigError, ModelError
 from diloco.island.flat import Shards
 from diloco.island.layout import Layout, fragments_of
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.model.build import refuse_float_buffers
 
 
@@ -44,7 +44,7 @@ class OwnModel:
         if len(devices := {str(parameter.device) for parameter in trainable.values()}) > 1:
             raise ModelError(f"the model lies on {' and '.join(sorted(devices))}: diloco.connect takes one device")
         refuse_float_buffers(module)
-        place = Place(0, 1, next(iter(trainable.values())).device, None)
+        place = ProcessMesh(0, 1, next(iter(trainable.values())).device, None)
         return cls(module, trainable, OwnShards(trainable, place))
 
     @property

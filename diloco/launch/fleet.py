@@ -140,7 +140,7 @@ class Fleet:
                 self.found()
                 while self.at_work:
                     time.sleep(LOOK_S)
-                    self.look(len(heard))
+                    self.poll(len(heard))
             finally:
                 self.end()
 
@@ -152,7 +152,7 @@ class Fleet:
                 tail.read()  # what happened before is no news
         self._start(self.plan.names[0], self.plan.founder())
 
-    def look(self, asked: int) -> None:
+    def poll(self, asked: int) -> None:
         """One turn: signals, what islands tell, the ticket, who has ended, who comes back."""
         now = time.monotonic()
         self._heed(asked, now)
@@ -250,7 +250,7 @@ class Fleet:
             self._again_at.clear()
             for name in self._running:
                 if self.board.rows[name].state == "starting":
-                    self.children[name].ask()
+                    self.children[name].ask_to_stop()
             if not self.board.finished and self._asked_at is None:
                 self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
         if self._over_at is not None and now - self._over_at > LEAVE_S:

@@ -49,7 +49,7 @@ class Child:
         """Return None while it runs, a number below zero for a signal."""
         return None if self._process is None else self._process.poll()
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         """Ask it to contribute, say goodbye and leave."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)  # does nothing once it has ended

@@ -6,14 +6,14 @@ from math import inf
 from diloco.config.schema import Config, SyncConfig
 from diloco.model.accelerators import CPU, Accelerator
 from diloco.plan.memory import Memory, memory_of
-from diloco.plan.predict import Host, Line, Prediction, Situation, Workload, data_parallel_utilisation, predict
+from diloco.plan.predict import Host, LinkModel, Prediction, Situation, Workload, data_parallel_utilisation, predict
 from diloco.plan.profiles import Profile
 from diloco.plan.search import Found, bandwidth_needed, cost, ladder, longest_phase, search
 from diloco.units import format_rate
 
 # What a GPU needs for a block however small it is: its kernels are launched one by one. A guess; compiled or not.
 LAUNCH_S = {False: 0.7e-3, True: 0.25e-3}
-NO_LINE = Line(inf, inf)  # then the question is which one is needed
+NO_LINE = LinkModel(inf, inf)  # then the question is which one is needed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Plan:
 
 
 def make_plan(
-    config: Config, work: Workload, machine: Machine, *, islands: int, line: Line, targets: tuple[float, ...]
+    config: Config, work: Workload, machine: Machine, *, islands: int, line: LinkModel, targets: tuple[float, ...]
 ) -> Plan:
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
     memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)

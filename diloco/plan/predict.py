@@ -38,7 +38,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkModel:
     """How each island is connected."""
 
     up_bits_per_s: float
@@ -82,7 +82,7 @@ class Situation:
 
     work: Workload
     islands: int
-    line: Line
+    line: LinkModel
     step_s: float
     host: Host = field(default_factory=Host)
 

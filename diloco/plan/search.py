@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.comm.codec.registry import CODECS, codec_named
 from diloco.config.schema import SyncConfig
-from diloco.plan.predict import Line, Prediction, Situation, predict
+from diloco.plan.predict import LinkModel, Prediction, Situation, predict
 
 EVERY = (30, 50, 100, 200, 500)
 DELAYS = (1, 2, 5, 10, 20, 50)
@@ -123,7 +123,7 @@ def bandwidth_needed(situation: Situation, sync: SyncConfig, target: float) -> f
     """Bits per second, up and down, with which this setting reaches the target; None: no rate is enough."""
 
     def reaches(bits_per_s: float) -> bool:
-        line = Line(bits_per_s, bits_per_s, situation.line.delay_s)
+        line = LinkModel(bits_per_s, bits_per_s, situation.line.delay_s)
         return predict(replace(situation, line=line), sync).utilisation >= target
 
     if not reaches(FASTEST):

@@ -41,7 +41,7 @@ class Board:
     _held: Event | None = None  # a committed round whose validation may still come
     _digests: set[str] = field(default_factory=set)
     _amendments: int = 0
-    _told: dict[tuple[str, str], float] = field(default_factory=dict)
+    _reported: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "Board":
@@ -145,10 +145,10 @@ class Board:
 
     def _elastic(self, event: Event) -> list[str]:
         what, island = event["what"], event["island"]
-        echo = event["time"] - self._told.get((what, island), -ECHO_S) < ECHO_S
+        echo = event["time"] - self._reported.get((what, island), -ECHO_S) < ECHO_S
         if what not in TOLD or echo or (what == "left" and self.finished):
             return []
-        self._told[what, island] = event["time"]
+        self._reported[what, island] = event["time"]
         return [f"{island} {what}: {event['text']}" if event["text"] not in ("", "leaves") else f"{island} {what}"]
 
 

@@ -12,7 +12,7 @@ Event = dict[str, Any]
 
 
 class Sink(Protocol):
-    def tell(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None: ...
     def close(self) -> None: ...
 
 
@@ -26,7 +26,7 @@ class Events:
     def emit(self, kind: str, **fields: Any) -> None:
         event = {"event": kind, "time": time.time(), **fields}
         for sink in self._sinks:
-            sink.tell(event)
+            sink.emit(event)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -45,7 +45,7 @@ class JsonLines:
         self._lost = 0
         self._lock = threading.Lock()
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         with self._lock:
             if self._lost and self._write({"event": "lost", "time": event["time"], "events": self._lost}):
                 self._lost = 0

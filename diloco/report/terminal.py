@@ -73,7 +73,7 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         if event["event"] == "start":
             self._start = event
         text = sentence(event)
@@ -95,7 +95,7 @@ class LiveView:
         self._losses: deque[float] = deque(maxlen=CURVE_POINTS)
         self._live = Live(console=console, transient=True, refresh_per_second=8)
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         if event["event"] == "start":
             self._start = event
             self._live.start()

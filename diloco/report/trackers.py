@@ -32,7 +32,7 @@ class TensorBoard:
             raise MissingExtra("tensorboard", "tensorboard", "log.tensorboard") from None
         self._writer: Any = SummaryWriter(str(Path(config.dir) / "tensorboard"))
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         for name, value in curves(event).items():
             self._writer.add_scalar(name, value, event["step"])
 
@@ -52,7 +52,7 @@ class WandB:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"log.wandb=true: {reason}: run `wandb login`, or set WANDB_MODE=offline") from None
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         if values := curves(event):
             self._run.log(values, step=event["step"])
 

@@ -17,7 +17,7 @@ from diloco.atomic import sync_path
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
-from diloco.checkpoint.log.snapshot import Frozen, write_snapshot
+from diloco.checkpoint.log.snapshot import SnapshotContents, write_snapshot
 from diloco.checkpoint.save import read_facts, read_outer, saves
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import run_id_of
@@ -29,7 +29,7 @@ from diloco.elastic.protocol.ranges import Ranges, minus, normal
 from diloco.elastic.protocol.record import holder_name
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import to_plain
-from diloco.elastic.runtime.applier import Kept, Run
+from diloco.elastic.runtime.applier import RunContext, SnapshotMeta
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, SaveError
 from diloco.run.folder import OUTER, OWNER_KEY, has_log, numbered
@@ -90,11 +90,11 @@ def write_branch(home: Path, draft: Genesis, vectors: dict[str, Tensor], fragmen
     genesis = draft.signed(owner)
     write_genesis(outer, run_id_of(owner.public_key), genesis)
     begin = genesis.state()
-    head, kept = begin.head, to_plain(Kept(genesis.digest, begin, fragments))
+    head, kept = begin.head, to_plain(SnapshotMeta(genesis.digest, begin, fragments))
     segment = SegmentWriter(outer)
     segment.write(Kind.HEADER, header_frame(Header(genesis.digest, head.digest, head.round)))
     segment.close()
-    write_snapshot(outer, Frozen(head.round, head.digest, (head.tokens, head.round), kept, vectors))
+    write_snapshot(outer, SnapshotContents(head.round, head.digest, (head.tokens, head.round), kept, vectors))
     return genesis
 
 
@@ -120,7 +120,7 @@ def branch_if_needed(folder: Path, part: Participant) -> str:
 
 def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -> None:
     outer = folder / OUTER
-    run = Run(old.raw, old.digest, part.fragments, apply_record)
+    run = RunContext(old.raw, old.digest, part.fragments, apply_record)
     own = restore(outer, Journal.read(outer), run, lambda what, text: None)
     if own is None:
         raise SaveError(f"{outer} holds no snapshot that can be read: diloco log --verify says what is damaged")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.transfer.fetch import ask
+from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
@@ -17,8 +17,8 @@ from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Run, among_friends, open_island
-from diloco.elastic.runtime.fetching import Snapshot, fetch_state
+from diloco.elastic.runtime.driver import RunContext, among_friends, open_island
+from diloco.elastic.runtime.fetching import FetchedState, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, restore
@@ -60,7 +60,7 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
         return known
 
     def ask_for_it(first: str, others: dict[str, PeerAddress]) -> Genesis:
-        raw = ask(peer.plain, others[first], "genesis", limit=GENESIS_BYTES, timeout_s=10)
+        raw = request(peer.plain, others[first], "genesis", limit=GENESIS_BYTES, timeout_s=10)
         return Genesis.given(raw, peer.run_id)
 
     peer.publish()
@@ -76,21 +76,21 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Participant) -> Start:
     """Where this island's own disk ends, from where the others take it on; or where they are."""
     config, fragments = part.config, part.fragments
     store = open_store(peer, genesis, config, part.events)
-    own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.tell)
+    own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.report)
     if own is not None:
         origin, giver = own, "its own disk"
     else:
         sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
 
-        def ask_for_it(first: str, others: dict[str, PeerAddress]) -> Snapshot:
-            return fetch_state(peer.plain, first, others, genesis.digest, sizes, store.begun).of(genesis.owner)
+        def ask_for_it(first: str, others: dict[str, PeerAddress]) -> FetchedState:
+            return fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
 
         snapshot = ask_members(peer, ask_for_it)
         givers = sum(size > 0 for size in snapshot.donors.values())
         origin, giver = Origin(snapshot.state, snapshot.vectors), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
-    store.tell("joined", f"state of round {head.round} from {giver}")
+    store.report("joined", f"state of round {head.round} from {giver}")
     device = part.place.outer_device(config.island)
     vectors = {name: vector.to(device) for name, vector in origin.vectors.items()}
     return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None)
@@ -106,7 +106,7 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
         if time.monotonic() - published > PUBLISH_AGAIN_S:  # somebody may have missed the first one
             peer.publish()
             published = time.monotonic()
-        addresses = peer.look()
+        addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
         for member in members:  # all of them: each gives its part of a state
             with suppress(TransportError):
@@ -123,15 +123,15 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
 def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
     folder = Path(config.dir) / OUTER
 
-    def tell(what: str, text: str) -> None:
+    def report(what: str, text: str) -> None:
         events.emit("elastic", what=what, island=peer.connection.name, text=text)
 
     if (remote := remote_of(peer, config)) is not None:
         remote.check()
     try:
-        store = DiskStore(folder, tell, keep=config.checkpoint.keep)
+        store = DiskStore(folder, report, keep=config.checkpoint.keep)
         if (folder / FILE).exists() and read_genesis(folder) is None:
-            store.tell("damaged", f"{FILE} is not what was written: peers have given it again")
+            store.report("damaged", f"{FILE} is not what was written: peers have given it again")
         write_genesis(folder, peer.run_id, genesis)
     except OSError as error:
         raise SaveError(f"{folder} cannot be used ({error.strerror}): set checkpoint.dir to another folder") from None
@@ -144,9 +144,9 @@ def remote_of(peer: LocalPeer, config: Config) -> Remote | None:
     return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
 
 
-def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> Run:
+def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> RunContext:
     every = config.checkpoint.snapshot_every * len(fragments)
-    return Run(genesis.raw, genesis.digest, fragments, apply_record, every)
+    return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every)
 
 
 def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, incarnation: int | None) -> Rounds:
@@ -154,13 +154,13 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
     config, origin, store = part.config, start.origin, start.store
     inbox = Inbox(Path(config.dir))
 
-    def tell(note: Note) -> None:
+    def report(note: Note) -> None:
         part.events.emit("elastic", what=note.kind, island=peer.name_of(note.peer), text=note.text)
 
     def hand_in(bring: Callable[[Amendment], None]) -> None:
         for found in inbox.new():
             if isinstance(found, SaveError):
-                tell(Note("refused", peer.id, str(found)))
+                report(Note("refused", peer.id, str(found)))
             else:
                 bring(found)
 
@@ -170,24 +170,24 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
         node.own.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
         hand_in(node.bring)  # before it leads anything
 
-    def look(addresses: Mapping[str, PeerAddress]) -> None:
+    def refresh(addresses: Mapping[str, PeerAddress]) -> None:
         driver.know(addresses)
         hand_in(driver.amend)
 
     run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)
     incarnation = incarnation or new_incarnation(peer.id, origin.state)
     if (remote := remote_of(peer, config)) is not None:  # the rest is copied when the store has been closed
-        stack.callback(Mirror(store.folder, remote, peer.id, store.tell).close)
+        stack.callback(Mirror(store.folder, remote, peer.id, store.report).close)
     stack.callback(store.close)
     island = open_island(
-        run, origin, options, peer.network(), incarnation=incarnation, store=store, tell=tell, prepare=prepare
+        run, origin, options, peer.network(), incarnation=incarnation, store=store, report=report, prepare=prepare
     )
     driver = stack.enter_context(island)
     peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
     peer.is_member = lambda other: other in driver.applied.roster
     peer.publish()
-    driver.know(peer.look())
-    peer.watch(look)
+    driver.know(peer.find_peers())
+    peer.watch(refresh)
     return Rounds(driver, config, peer.name_of)
 
 

@@ -84,7 +84,7 @@ class LocalPeer:
     def publish(self) -> None:
         """There is nobody to hear of it."""
 
-    def look(self) -> dict[str, PeerAddress]:
+    def find_peers(self) -> dict[str, PeerAddress]:
         return {}
 
     def name_of(self, peer: str) -> str:
@@ -114,7 +114,7 @@ class Peer(LocalPeer):
     ) -> None:
         """`lonely`: it is fine if nobody answers; those it knows of are tried again and again."""
         super().__init__(folder, run_id, connection)
-        self._known = Acquaintances(folder)
+        self._known = KnownPeers(folder)
         self.ticket = ticket
         self.records: dict[str, PeerRecord] = {}
         self._admitted: set[str] = set()  # by this process
@@ -175,7 +175,7 @@ class Peer(LocalPeer):
         )  # fmt: skip
         self.directory.publish(record, EXPIRES_S)
 
-    def look(self) -> dict[str, PeerAddress]:
+    def find_peers(self) -> dict[str, PeerAddress]:
         """Everybody else who is in the directory now; they, and only they, may connect."""
         found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
         found.pop(self.id, None)
@@ -196,7 +196,7 @@ class Peer(LocalPeer):
                 if time.monotonic() - published > PUBLISH_S:
                     self.publish()
                     published = time.monotonic()
-                know(self.look())
+                know(self.find_peers())
                 self._known.remember(record.control for record in self.records.values())
             except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
                 log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
@@ -206,7 +206,7 @@ class Peer(LocalPeer):
         self.directory.close()
 
 
-class Acquaintances:
+class KnownPeers:
     """Addresses that outlive a process: this peer's own and those of the others, for when all have to start again."""
 
     def __init__(self, folder: Path) -> None:

@@ -52,7 +52,7 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signal(stop: Stop, *, loud: bool, always_pause: bool = False) -> Iterator[None]:
+def stop_on_signal(stop: Stop, *, announce: bool, always_pause: bool = False) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once. PAUSE asks an
     island among others to stop without contributing what it has: it will come back. `always_pause`: every signal does.
 
@@ -64,7 +64,7 @@ def stop_on_signal(stop: Stop, *, loud: bool, always_pause: bool = False) -> Ite
             stop.asked_at, stop.pausing = time.monotonic(), always_pause or number == PAUSE
             if stop.pausing and stop.on_pause is not None:
                 stop.on_pause()
-            if loud:  # a plain write: the handler may have interrupted any other output
+            if announce:  # a plain write: the handler may have interrupted any other output
                 os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
         elif time.monotonic() - stop.asked_at > REPEAT_S:
             if sys.stdout.isatty():

@@ -1,6 +1,6 @@
 """An island from its first message to its goodbye: it founds a run, resumes one, or joins one by a ticket.
 
-`Entrance` does that for every participant, the built-in trainer and loops of other people (`diloco.connect`) alike. An
+`RunEntry` does that for every participant, the built-in trainer and loops of other people (`diloco.connect`) alike. An
 island alone founds a run of one that nobody else can join (no `Connection`): otherwise it is a run like any other.
 """
 
@@ -21,7 +21,7 @@ from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
 from diloco.errors import SaveError
-from diloco.island.mesh import Place, take_place
+from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import OUTER, OWNER_KEY, has_log, open_folder
@@ -52,26 +52,26 @@ def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -
 
 
 @contextmanager
-def _built_in(island: IslandConfig, connection: Connection | None) -> Iterator["Entrance"]:
-    with take_place(island) as place, ExitStack() as stack:
+def _built_in(island: IslandConfig, connection: Connection | None) -> Iterator["RunEntry"]:
+    with open_mesh(island) as place, ExitStack() as stack:
         events = Events()
         stack.callback(events.close)
         slowness = 1.0 if connection is None else connection.slowness
         build = partial(Trainer, place=place, events=events, slowness=slowness)
-        yield Entrance(place, events, stack, connection, build)
+        yield RunEntry(place, events, stack, connection, build)
 
 
-def _train(entrance: "Entrance", part: Participant) -> Outcome:
+def _train(entrance: "RunEntry", part: Participant) -> Outcome:
     assert isinstance(part, Trainer)
     stop = entrance.stop
     return part.run(lambda: stop.asked, lambda: stop.pausing)
 
 
 @dataclass
-class Entrance:
+class RunEntry:
     """What it opens is closed with the stack, the last first. Only the leader process has a peer."""
 
-    place: Place
+    place: ProcessMesh
     events: Events
     stack: ExitStack
     connection: Connection | None
@@ -178,7 +178,7 @@ class Entrance:
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None
         if self.view:
-            self.stack.enter_context(stop_on_signal(self.stop, loud=self.place.leader, always_pause=self.closed))
+            self.stack.enter_context(stop_on_signal(self.stop, announce=self.place.leader, always_pause=self.closed))
         if peer is not None and start is not None:
             warm_up(config.sync.codec)
             if start.returns:

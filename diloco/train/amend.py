@@ -28,7 +28,7 @@ OWN = ("island", "checkpoint", "evaluate", "log")
 IDENTITY = ("run", "seed", "model", "data")
 
 
-class InForce:
+class AmendedConfig:
     """A run's configuration, as its owner has changed it by now."""
 
     def __init__(self, founded: Config) -> None:

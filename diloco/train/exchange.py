@@ -17,11 +17,11 @@ from torch import Tensor
 
 from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.session import at_once
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.work import StepsDone
 from diloco.island.flat import Shards
 from diloco.island.layout import names_of
-from diloco.island.mesh import Place
-from diloco.train.policy import Taken
+from diloco.island.mesh import ProcessMesh
+from diloco.train.policy import AppliedResult
 from diloco.train.rounds import Rounds
 
 
@@ -42,7 +42,7 @@ class Cut:
 
 
 class Exchange:
-    def __init__(self, shards: Shards, place: Place, sync: SyncConfig, rounds: Rounds | None) -> None:
+    def __init__(self, shards: Shards, place: ProcessMesh, sync: SyncConfig, rounds: Rounds | None) -> None:
         self._shards, self._place, self._sync, self.rounds = shards, place, sync, rounds
         fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
@@ -62,7 +62,7 @@ class Exchange:
         pinned = self._place.device.type == "cuda" and self.rounds.base.device.type == "cpu"
         return torch.empty_like(self.rounds.base, pin_memory=pinned)
 
-    def launch(self, fragment: int, done: Trained, *, step_ms: int = 0) -> None:
+    def launch(self, fragment: int, done: StepsDone, *, step_ms: int = 0) -> None:
         """Contribute what was trained since this fragment's last cut."""
         eager = self._sync.apply == "eager"
         cut = self._cut(fragment)
@@ -91,12 +91,12 @@ class Exchange:
         cut = self._cuts[fragment] = Cut(torch.empty(self.fragments.counts[fragment], device=anchor.device), work)
         return cut
 
-    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+    def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         """The fragment's outer parameters are others by now: the island goes there with what they do not contain, and
         with what it has trained in `steps` since the last cut."""
         self._finish_cut(fragment)
-        update = self.rounds.session.take(fragment, self.rounds.base) if self.rounds is not None else None
-        seen = (Taken(update.step, update.owed_steps), update.owed is None) if update is not None else None
+        update = self.rounds.session.apply_result(fragment, self.rounds.base) if self.rounds is not None else None
+        seen = (AppliedResult(update.step, update.owed_steps), update.owed is None) if update is not None else None
         taken, contained = self._place.share(seen)
         if launched and contained and self._sync.apply == "eager":
             return taken  # the phase that goes on started from a preview of it

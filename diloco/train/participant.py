@@ -22,12 +22,12 @@ from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.flat import Shards
 from diloco.island.layout import Layout
-from diloco.island.mesh import Place, describe_device
+from diloco.island.mesh import ProcessMesh, describe_device
 from diloco.model.flops import Meter
 from diloco.report.events import Events
 from diloco.train.amend import in_words
 from diloco.train.outer import outer_vectors
-from diloco.train.resume import Earlier, fold_back
+from diloco.train.resume import EarlierSave, fold_back
 from diloco.train.rounds import Rounds
 from diloco.train.sync import SyncLoop
 
@@ -38,7 +38,7 @@ class Participant(ABC):
     def __init__(
         self,
         config: Config,
-        place: Place,
+        place: ProcessMesh,
         events: Events,
         shards: Shards,
         fragments: Fragments,
@@ -91,7 +91,7 @@ class Participant(ABC):
         self.shards.read(parameters)
         return {} if parameters is None else outer_vectors(self.config.outer, parameters)
 
-    def join(self, rounds: Rounds | None, earlier: Earlier | None = None) -> None:
+    def join(self, rounds: Rounds | None, earlier: EarlierSave | None = None) -> None:
         """Take part from where the run is, with what an earlier life of this island has left."""
         self.rounds = rounds
         self.sync = SyncLoop(self.shards, self.place, self.config, rounds, self._after_round)
@@ -102,7 +102,7 @@ class Participant(ABC):
             self.ramp_steps = min(self.config.inner.warmup, self.config.sync.phase_steps)
         self._passes = self.sync.passes  # when last looked at
 
-    def _resume(self, earlier: Earlier) -> None:
+    def _resume(self, earlier: EarlierSave) -> None:
         """After a pause, exactly where it stopped; else with the inner state of then, from where the run is."""
         facts, exchange = earlier.facts, self.sync.exchange
         self.load_inner(earlier.path, facts)
@@ -124,7 +124,7 @@ class Participant(ABC):
         self.sync.policy.set_facts(self.place.share(counts))
         self.sync.set_facts(earlier.paused["membership"])
         if self.place.leader:
-            earlier.take()
+            earlier.mark_taken()
 
     def report_start(self, module: nn.Module, **figures: Any) -> None:
         """Say what is trained, from where, and what the run's owner has changed."""
@@ -178,7 +178,7 @@ class Participant(ABC):
 
     def _after_round(self) -> None:
         if self.rounds is not None:
-            for round in self.rounds.stories():
+            for round in self.rounds.round_events():
                 self.events.emit("round", **round, round_s=self.sync.round_s)
         self.report_amendments()
         passes = self.sync.passes

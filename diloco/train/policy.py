@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from diloco.elastic.protocol.ranges import Ranges, normal
 from diloco.elastic.protocol.record import Head
-from diloco.train.schedule import Apply, Launch, Schedule, Since, TimedSchedule, Work
+from diloco.train.schedule import Action, Apply, Launch, Schedule, Since, TimedSchedule
 
 
 class View(NamedTuple):
@@ -29,22 +29,22 @@ class View(NamedTuple):
     step: int  # the run's clock
     updates: int
     over: tuple[bool, ...]  # the round that it was last launched for
-    moved: tuple[bool, ...]  # its outer parameters are others than those that were last taken
+    changed: tuple[bool, ...]  # its outer parameters are others than those that were last taken
     owes: tuple[bool, ...]  # progress up to its last cut is not contained: it can be offered without training first
 
 
-class Taken(NamedTuple):
+class AppliedResult(NamedTuple):
     step: int  # the run's clock after the update that was taken
     owed_steps: int = 0  # inner steps up to the last cut that the outer state does not contain
 
 
 class Actor(Protocol):
-    def look(self) -> View: ...
+    def refresh(self) -> View: ...
 
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
         """Cut, and offer what was trained since the last cut together with what is owed from before."""
 
-    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+    def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         """The island goes to the fragment's outer parameters, with what they do not contain and with `steps` done since
         the last cut. `launched`: its own contribution was under way; what is left of the offer is withdrawn."""
 
@@ -59,7 +59,7 @@ class SyncPolicy:
         self.steps = 0  # inner steps done here
         self.step = self.synced = view.step  # the run's clock; the schedule was followed up to there
         self.in_flight: set[int] = set()
-        self.left: list[Work] = []  # of what the schedule wanted after the last step
+        self.left: list[Action] = []  # of what the schedule wanted after the last step
         self.used: Ranges = ()  # samples since the last cut of any fragment
         self._cut_at = [0] * fragments  # inner steps done at the last cut
         self._tokens = [0] * fragments  # since the last cut
@@ -75,7 +75,7 @@ class SyncPolicy:
         return any(map(self.owes, range(self._count)))
 
     def owes(self, fragment: int) -> bool:
-        return self._tokens[fragment] > 0 or self._look().owes[fragment]
+        return self._tokens[fragment] > 0 or self._refresh().owes[fragment]
 
     def since_cut(self, fragment: int) -> int:
         """Inner steps."""
@@ -92,7 +92,7 @@ class SyncPolicy:
         """`round_s` since a round was over or launched here; `early`: a slow island is at its share of a phase."""
         return self._carry_out(self._wanted(round_s, early))
 
-    def _wanted(self, round_s: float, early: bool) -> list[Work]:
+    def _wanted(self, round_s: float, early: bool) -> list[Action]:
         if isinstance(self.schedule, TimedSchedule):
             return self.schedule.after(self.step, Since(round_s, self.since_cut(0) if self.in_flight else None))
         several = self._count > 1  # then others may have moved the clock past a launch
@@ -107,19 +107,19 @@ class SyncPolicy:
     def without_samples(self, enough: Callable[[], bool]) -> Waits:
         """Give what there is until there are samples again: rounds may need what is trained on them."""
         try:
-            for head in self.give_everything():
+            for head in self.contribute_all():
                 if enough():
                     break
                 yield head
         finally:
             self.left = []  # it will look again
 
-    def give_everything(self) -> Waits:
+    def contribute_all(self) -> Waits:
         """Fragment after fragment, in the order of their rounds; what is in flight first."""
-        order = [(self._look().updates + more) % self._count for more in range(self._count)]
+        order = [(self._refresh().updates + more) % self._count for more in range(self._count)]
         return self._carry_out([work for f in order for work in (Apply(f), Launch(f), Apply(f))])
 
-    def _carry_out(self, works: list[Work]) -> Waits:
+    def _carry_out(self, works: list[Action]) -> Waits:
         self.left = []
         for number, work in enumerate(works):
             match work:
@@ -144,7 +144,7 @@ class SyncPolicy:
     def finish(self, fragment: int) -> Waits:
         """Wait until the round of what is in flight is over, with or without this island's part; take the result."""
         early: list[int] = []
-        while not (view := self._look()).over[fragment]:
+        while not (view := self._refresh()).over[fragment]:
             self._keep_up(fragment, early)
             yield view.head
         for each in (fragment, *early):
@@ -162,33 +162,33 @@ class SyncPolicy:
 
     def _conclude(self, fragment: int) -> None:
         if fragment in self.in_flight and self.view.over[fragment]:
-            self._take(fragment)
+            self._apply_result(fragment)
 
     def follow(self) -> bool:
         """Others went on without this island, or it moved to another branch. What is in flight has its own time.
         Returns whether anything was taken."""
-        view = self._look()
-        moved = [fragment for fragment in range(self._count) if view.moved[fragment] and fragment not in self.in_flight]
-        for fragment in moved:
-            self._take(fragment)
-        return bool(moved)
+        view = self._refresh()
+        changed = [each for each in range(self._count) if view.changed[each] and each not in self.in_flight]
+        for fragment in changed:
+            self._apply_result(fragment)
+        return bool(changed)
 
-    def _take(self, fragment: int) -> None:
+    def _apply_result(self, fragment: int) -> None:
         """On time, the clock stays. Left behind with one fragment, an island finishes its phase: all that it has
         trained since counts on top. With several, that would carry it past launches of rounds that wait for it."""
         launched, since = fragment in self.in_flight, self.since_cut(fragment)
         self.in_flight.discard(fragment)
-        taken = self._actor.take(fragment, since, launched=launched)
+        taken = self._actor.apply_result(fragment, since, launched=launched)
         if self._count == 1:
             self.step = taken.step + taken.owed_steps + since
         elif launched:
             self.step = taken.step + since
         else:
             self.step = max(self.step, taken.step)
-        self._look()
+        self._refresh()
 
-    def _look(self) -> View:
-        self.view = self._actor.look()
+    def _refresh(self) -> View:
+        self.view = self._actor.refresh()
         return self.view
 
     # what a save holds of it

@@ -25,16 +25,16 @@ from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import normal
 from diloco.elastic.protocol.record import Head
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import Trained, trained
+from diloco.elastic.runtime.work import StepsDone, trained
 from diloco.errors import SaveError
 
 TAKEN = "taken"  # a file in a save: an island has gone on from it
 CONTAINED = "contained.json"  # beside the log of a run that was founded anew
-Uncontained = list[tuple[int, Tensor, Trained]]  # fragment, progress, what is behind it
+Uncontained = list[tuple[int, Tensor, StepsDone]]  # fragment, progress, what is behind it
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierSave:
     path: Path
     facts: dict[str, Any]
     paused: dict[str, Any] | None  # what a pause has left besides; None: it was none, or has been gone on from
@@ -45,7 +45,7 @@ class Earlier:
         """The one that goes on; None: a new one begins."""
         return None if self.paused is None or self.moved is not None else int(self.paused["session"]["incarnation"])
 
-    def take(self) -> None:
+    def mark_taken(self) -> None:
         """Mark it as used, before anything is trained: until then nothing but the same bytes can be offered."""
         try:
             (self.path / TAKEN).touch()
@@ -93,7 +93,7 @@ def fold_back(
     return {**counts, "in_flight": [], "tokens": tokens, "cut_at": cut_at, "used": normal(used)}
 
 
-def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str = "") -> Earlier | None:
+def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str = "") -> EarlierSave | None:
     """The newest save on the chain of these entries, which lead to this head; else one at the head of the run that
     this one was founded from (`parent`)."""
     known = {head.digest, *(digest for entry in entries for digest in (entry.parent, entry.digest))}
@@ -101,12 +101,12 @@ def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str
     for path in newest_first:
         together = among_others(path)
         if together is not None and together["head"] in known:
-            return Earlier(path, read_facts(path), None if (path / TAKEN).exists() else together["paused"])
+            return EarlierSave(path, read_facts(path), None if (path / TAKEN).exists() else together["paused"])
     for path in newest_first if parent else ():
         facts = read_facts(path)
         if parent in (save_digest(path), (facts["together"] or {}).get("head")):
             contained = json.loads((folder / "outer" / CONTAINED).read_text())
-            return Earlier(path, facts, None if (path / TAKEN).exists() else _left_by(facts), contained)
+            return EarlierSave(path, facts, None if (path / TAKEN).exists() else _left_by(facts), contained)
     return None
 
 

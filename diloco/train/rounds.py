@@ -13,7 +13,7 @@ from diloco.elastic.protocol.record import Contribution, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
 from diloco.elastic.runtime.session import Session
-from diloco.train.amend import InForce
+from diloco.train.amend import AmendedConfig
 from diloco.train.outer import outer_settings, preview
 from diloco.train.policy import View
 from diloco.train.schedule import schedule_of, usual_steps
@@ -43,24 +43,24 @@ class Rounds:
         feedback = config.sync.feedback_decay if config.sync.feeds_back else None
         self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
         self._names = names  # of islands, for people
-        self._config = InForce(config)
+        self._config = AmendedConfig(config)
         with driver.replica.reading() as vectors:
             self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
         for fragment in range(len(self.fragments)):
-            self.session.take(fragment, self.base)
-        self._told = self.session.state.head.round
+            self.session.apply_result(fragment, self.base)
+        self._reported = self.session.state.head.round
 
     @property
     def first(self) -> bool:
         """Of those who take part: it speaks for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
-    def look(self) -> View:
+    def refresh(self) -> View:
         with self.driver.changed:
-            self.session.look()
+            self.session.refresh()
             state, session, each = self.session.state, self.session, range(len(self.fragments))
-            over, moved, owes = (tuple(map(of, each)) for of in (session.over, session.moved, session.owes))
-            return View(state.head, state.step, state.updates, over, moved, owes)
+            over, changed, owes = (tuple(map(of, each)) for of in (session.over, session.has_changed, session.owes))
+            return View(state.head, state.step, state.updates, over, changed, owes)
 
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
         """Where the fragment would be if the round had nothing but this island's share of it."""
@@ -79,14 +79,14 @@ class Rounds:
         islands = max(1, len(self.session.state.roster))
         return 1 / islands, islands
 
-    def stories(self) -> list[dict[str, Any]]:
+    def round_events(self) -> list[dict[str, Any]]:
         """Of the rounds that are over since the last time, for people."""
-        records = [record for record in self.session.records() if record.proposal.key.round > self._told]
+        records = [record for record in self.session.records() if record.proposal.key.round > self._reported]
         seen = self.session.state.head.round
-        self._told = max(self._told, seen)
-        return [self._story(record) for record in records if record.proposal.key.round <= seen]
+        self._reported = max(self._reported, seen)
+        return [self._round_event(record) for record in records if record.proposal.key.round <= seen]
 
-    def _story(self, record: Record) -> dict[str, Any]:
+    def _round_event(self, record: Record) -> dict[str, Any]:
         proposal = record.proposal
         return {
             "round": proposal.key.round,

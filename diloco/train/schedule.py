@@ -25,7 +25,7 @@ class Apply:
     fragment: int
 
 
-Work = Launch | Apply
+Action = Launch | Apply
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Schedule:
         last_turn = len(self.launches) + self.fragments - 1
         return step >= self.steps and (updates >= last_turn or (updates - last_turn) % self.fragments == 0)
 
-    def after(self, step: int) -> list[Work]:
+    def after(self, step: int) -> list[Action]:
         if step >= self.steps:
             return self._end()
         here, before = self._launched_at(step), self._launched_at(step - self.delay)
@@ -90,11 +90,11 @@ class Schedule:
         found = where < len(self.launches) and self.launches[where] == step
         return [where % self.fragments] if found else []
 
-    def _end(self) -> list[Work]:
+    def _end(self) -> list[Action]:
         """What is under way first; then the last launch, and everybody else's remaining progress."""
         last = len(self.launches) - 1
         order = [(last + more) % self.fragments for more in range(self.fragments)]
-        flight: list[Work] = [Apply((last - back) % self.fragments) for back in range(self.fragments, 0, -1)]
+        flight: list[Action] = [Apply((last - back) % self.fragments) for back in range(self.fragments, 0, -1)]
         return [*flight, *(work for fragment in order for work in (Launch(fragment), Apply(fragment)))]
 
 
@@ -122,7 +122,7 @@ class TimedSchedule:
     def is_over(self, step: int, updates: int) -> bool:
         return step >= self.steps
 
-    def after(self, step: int, since: Since) -> list[Work]:
+    def after(self, step: int, since: Since) -> list[Action]:
         if step >= self.steps:
             return [Apply(0), Launch(0), Apply(0)]
         if since.launch is not None and not self.eager:

@@ -15,12 +15,12 @@ import torch
 from diloco.config.schema import Config
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
 from diloco.elastic.protocol.record import Amendment
-from diloco.elastic.runtime.work import Trained
+from diloco.elastic.runtime.work import StepsDone
 from diloco.island.flat import Shards
-from diloco.island.mesh import Place
-from diloco.train.amend import InForce
+from diloco.island.mesh import ProcessMesh
+from diloco.train.amend import AmendedConfig
 from diloco.train.exchange import Exchange
-from diloco.train.policy import SyncPolicy, Taken, View, Waits
+from diloco.train.policy import AppliedResult, SyncPolicy, View, Waits
 from diloco.train.rounds import Rounds
 from diloco.train.schedule import Apply, Launch, TimedSchedule, fair_share, schedule_of
 
@@ -39,15 +39,15 @@ def samples_ahead(config: Config, per_step: int) -> int:
 
 class SyncLoop:
     def __init__(
-        self, shards: Shards, place: Place, config: Config, rounds: Rounds | None, after_round: Callable[[], None]
+        self, shards: Shards, place: ProcessMesh, config: Config, rounds: Rounds | None, after_round: Callable[[], None]
     ) -> None:
         self.place, self.sync, self.elastic, self.rounds = place, config.sync, config.elastic, rounds
-        self._config = InForce(config)
+        self._config = AmendedConfig(config)
         self.amendments: tuple[Amendment, ...] = ()  # that are heeded
         self.exchange = Exchange(shards, place, config.sync, rounds)
-        view = place.share(rounds.look() if rounds is not None else None)
+        view = place.share(rounds.refresh() if rounds is not None else None)
         self.policy = SyncPolicy(self, schedule_of(config.sync, config.inner), view)
-        self._told = view.head
+        self._reported = view.head
         self.waited_s = 0.0  # for rounds, and for what is done after them
         self.round_s = 0.0  # from this island's last launch to the last news
         self._launched_at = self._updated_at = time.perf_counter()
@@ -55,7 +55,7 @@ class SyncLoop:
         self._phase_steps = self._step_ms = 0
         self._phase_began = time.perf_counter()
         self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
-        self.refresh()
+        self.refresh_samples()
 
     @property
     def config(self) -> Config:
@@ -75,7 +75,7 @@ class SyncLoop:
     def finished(self) -> bool:
         return self.policy.over or self._exhausted
 
-    def refresh(self) -> None:
+    def refresh_samples(self) -> None:
         """What only the leader knows, for all processes: the samples, and this island's share of a phase."""
         seen = None
         if self.rounds is not None:
@@ -121,15 +121,15 @@ class SyncLoop:
     def without_samples(self, count: int, should_stop: Callable[[], bool] = never) -> None:
         """Fewer than `count` are leased to this island: contribute what it has, or wait until more are."""
         if self.policy.owes_something:
-            self.wait_out(self.policy.without_samples(lambda: self._may_go_on(count)), should_stop)
-            self.refresh()
+            self.wait_out(self.policy.without_samples(lambda: self._may_continue(count)), should_stop)
+            self.refresh_samples()
         else:
             if self.rounds is not None:
                 self.rounds.session.wait(LOOK_S)
             self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
-    def _may_go_on(self, count: int) -> bool:
+    def _may_continue(self, count: int) -> bool:
         """If there will be no more samples, nobody comes to rounds."""
         rounds, used = self.rounds, self.policy.used
         enough = rounds is not None and (rounds.exhausted() or size(rounds.session.available(used)) >= count)
@@ -149,10 +149,10 @@ class SyncLoop:
     def _follow(self) -> None:
         """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
         taken, head = self.policy.follow(), self.policy.view.head
-        if taken or head != self._told:
+        if taken or head != self._reported:
             with self._waiting():
-                self._told = head
-                self.refresh()
+                self._reported = head
+                self.refresh_samples()
                 self.round_s = time.perf_counter() - self._launched_at
                 self._after_round()
 
@@ -160,7 +160,7 @@ class SyncLoop:
         """Contribute what is trained so far, if rounds come in time; then say goodbye."""
         if self.policy.owes_something and not self.policy.over:
             deadline = time.monotonic() + self.elastic.grace_s
-            self.wait_out(self.policy.give_everything(), lambda: time.monotonic() > deadline)
+            self.wait_out(self.policy.contribute_all(), lambda: time.monotonic() > deadline)
             self._follow()
         if self.rounds is not None:
             self.rounds.leave()
@@ -183,16 +183,16 @@ class SyncLoop:
         now = time.perf_counter()
         self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
         self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
-        self.refresh()
+        self.refresh_samples()
         self._phase_began = now - facts["phase_s"]
         self._launched_at = self._updated_at = now - facts["since_s"]
 
     # what the policy has done
 
-    def look(self) -> View:
+    def refresh(self) -> View:
         before, seen = self.policy.view, None
         if self.rounds is not None:
-            seen = self.rounds.look(), self.rounds.session.state.amendments
+            seen = self.rounds.refresh(), self.rounds.session.state.amendments
         if not self.place.any(seen is not None and seen[0] != before):
             return before
         view, amendments = self.place.share(seen)
@@ -208,7 +208,7 @@ class SyncLoop:
         step_ms = 0  # what is committed says it only where it matters: else it is the same in every run
         if self.elastic.adaptive:
             step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
-        self.exchange.launch(fragment, Trained(tokens, samples, steps), step_ms=step_ms)
+        self.exchange.launch(fragment, StepsDone(tokens, samples, steps), step_ms=step_ms)
         self._ask_for_a_phase(size(samples), now - self._phase_began)
         self._launched_at, self._step_ms = now, step_ms
         self._phase_steps, self._phase_began = 0, time.perf_counter()
@@ -217,11 +217,11 @@ class SyncLoop:
         """How many steps fit into a phase that lasts a given time is known when some are done."""
         schedule = self.policy.schedule
         if isinstance(schedule, TimedSchedule) and self.rounds is not None and samples:
-            self.rounds.session.ask(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
+            self.rounds.session.request_samples(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
 
-    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+    def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         with self._waiting():
-            return self.exchange.take(fragment, steps, launched=launched)
+            return self.exchange.apply_result(fragment, steps, launched=launched)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

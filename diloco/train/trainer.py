@@ -25,7 +25,7 @@ from diloco.elastic.protocol.ranges import Ranges, first, size
 from diloco.errors import TrainingDiverged
 from diloco.island.island import Island
 from diloco.island.layout import fragments_of
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops
 from diloco.report.events import Events
@@ -48,7 +48,7 @@ class Outcome:
 class Trainer(Participant):
     samples: Samples
 
-    def __init__(self, config: Config, place: Place, events: Events, *, slowness: float = 1.0) -> None:
+    def __init__(self, config: Config, place: ProcessMesh, events: Events, *, slowness: float = 1.0) -> None:
         """`slowness`: inner steps take so many times longer, in a simulation."""
         samples = open_samples(config)
         torch.manual_seed(config.seed + place.data_rank)  # dropout, where a model has it

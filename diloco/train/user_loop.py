@@ -23,7 +23,7 @@ from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import over_epochs
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
-from diloco.island.mesh import Place
+from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.train.participant import Participant
@@ -38,7 +38,7 @@ class Run(Participant):
     def __init__(
         self, config: Config, model: OwnModel, optimizer: torch.optim.Optimizer | None, events: Events
     ) -> None:
-        place = Place(0, 1, model.device, None)
+        place = ProcessMesh(0, 1, model.device, None)
         super().__init__(config, place, events, model.shards, model.fragments(config.sync), None)
         self.optimizer = optimizer
         self._model = model
@@ -76,7 +76,7 @@ class Run(Participant):
         _refuse_unfit(dataset, batch_size, per_step)
         want = samples_ahead(self.config, batch_size * per_step)
         assert self.rounds is not None
-        self.rounds.session.ask(want)
+        self.rounds.session.request_samples(want)
         seed = self.config.seed if shuffle else None
         return self._batches(dataset, batch_size, want, seed, collate)
 

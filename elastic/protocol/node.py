@@ -82,7 +82,7 @@ class Node:
         self.pending.pop(fragment, None)
         return []
 
-    def ask(self, want: int, now: float) -> list[msg.Effect]:
+    def request_samples(self, want: int, now: float) -> list[msg.Effect]:
         """Ask for so many samples to hold."""
         self.own.want = want
         self.member.promise_again()

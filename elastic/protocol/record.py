@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from diloco.comm.peers.identity import Identity, verify
 from diloco.elastic.protocol.ranges import Ranges
 
-EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record that admits islands and changes nothing else
+EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
 
 
@@ -120,7 +120,7 @@ class Proposal:
     """All that *begin* fixes. The result's bytes follow from it and from the contributions alone."""
 
     key: Key
-    fragment: int  # -1: no contributions; the record only admits islands, leases samples, amends settings
+    fragment: int  # -1: no contributions; the record only leases samples and amends settings
     contributions: tuple[Contribution, ...]
     roster: tuple[str, ...]  # of the next round, in order
     releases: tuple[str, ...]  # holders whose leases return

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
 from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
-from diloco.checkpoint.log.snapshot import Frozen
+from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode, to_plain
-from diloco.elastic.runtime.fetching import Manifest, Snapshot, entry_of
+from diloco.elastic.runtime.fetching import FetchedState, StateManifest, entry_of
 from diloco.elastic.runtime.fragments import Fragments
 
 KEEP_RECORDS = 1000  # for those who tell people what happened
@@ -31,10 +31,11 @@ LAST_RECORDS = 100  # that an island has in mind again when it comes back: the l
 DIGEST_EVERY = 10  # rounds between two digests of all vectors
 
 Vectors = Mapping[str, Tensor]
+DigestReport = Callable[[RunState, str], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """What an island needs to know of its run besides who it is."""
 
     genesis: bytes
@@ -56,7 +57,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SnapshotMeta:
     """What a snapshot holds besides vectors: with it, records can be replayed by whoever has their bytes."""
 
     genesis: str
@@ -66,7 +67,7 @@ class Kept:
 
 class Applier:
     def __init__(
-        self, run: Run, state: RunState, vectors: Vectors, store: Store, report_digest: Callable[[RunState, str], None]
+        self, run: RunContext, state: RunState, vectors: Vectors, store: Store, report_digest: DigestReport
     ) -> None:
         """`report_digest` is told the digest of the vectors now and then, in the thread that applies."""
         self.run, self.store, self._report_digest = run, store, report_digest
@@ -117,7 +118,7 @@ class Applier:
         self.store.then(done.set)
         done.wait()
 
-    def switch(self, snapshot: Snapshot) -> None:
+    def switch(self, snapshot: FetchedState) -> None:
         """All at once: nobody ever sees a state between two branches."""
         state = self._logged = snapshot.state
         self._forget_results()
@@ -156,7 +157,7 @@ class Applier:
             self._take_snapshot(state)
         if state.head.round % DIGEST_EVERY == 0:
             digest = self.replica.digest()
-            self.store.vouch(state.head.digest, digest)
+            self.store.record_digest(state.head.digest, digest)
             self._report_digest(state, digest)
 
     def _announce(self, state: RunState) -> None:
@@ -173,9 +174,11 @@ class Applier:
             return
         with self.replica.reading() as vectors:
             copies = {name: host_copy(vector) for name, vector in vectors.items()}
-        kept = Kept(self.run.genesis_digest, state, self.run.fragments.ranges)
+        kept = SnapshotMeta(self.run.genesis_digest, state, self.run.fragments.ranges)
         head = state.head
-        self.store.snapshot(Frozen(head.round, head.digest, (head.tokens, head.round), to_plain(kept), copies))
+        self.store.snapshot(
+            SnapshotContents(head.round, head.digest, (head.tokens, head.round), to_plain(kept), copies)
+        )
 
     # what peers may ask for, besides what lies in the library
 
@@ -204,4 +207,4 @@ class Applier:
 
     def _meta(self, state: RunState) -> bytes:
         sizes = tuple((name, self.run.fragments.count) for name in self.vector_names)
-        return encode(Manifest(state, sizes, self.run.genesis_digest))
+        return encode(StateManifest(state, sizes, self.run.genesis_digest))

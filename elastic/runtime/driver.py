@@ -24,29 +24,29 @@ from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import Amendment, Ballot, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.applier import Applier, Run, Vectors
-from diloco.elastic.runtime.fetching import Snapshot, fetch_bytes, fetch_missed, fetch_state, tensor_of
+from diloco.elastic.runtime.applier import Applier, RunContext, Vectors
+from diloco.elastic.runtime.fetching import FetchedState, fetch_bytes, fetch_missed, fetch_state, tensor_of
 from diloco.elastic.runtime.mailbox import Input, Mailbox, Network
 from diloco.elastic.runtime.reducing import Attempt, Outcome, reduction_of, stall_after
 from diloco.elastic.runtime.restoring import Origin
 
-__all__ = ["Driver", "Network", "Run", "among_friends", "check", "open_island"]
+__all__ = ["Driver", "Network", "RunContext", "among_friends", "check", "open_island"]
 
 TICK_S = 0.05
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[msg.Note], None]
+Report = Callable[[msg.Note], None]
 # also for what a peer wrote
 FETCH_ERRORS = (errors.TransferFailed, errors.TransportError, errors.MessageRefused, errors.CodecError, ValueError)
 
 
 class Driver:
     def __init__(
-        self, node: Node, run: Run, vectors: Vectors, network: Network, tell: Tell, store: Store | None = None
+        self, node: Node, run: RunContext, vectors: Vectors, network: Network, report: Report, store: Store | None
     ) -> None:
         """`store` is where the log is kept; its owner closes it. None: in memory only."""
-        self.node, self.run, self.network, self.tell = node, run, network, tell
+        self.node, self.run, self.network, self.report = node, run, network, report
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
         self.contribution: Callable[[msg.Begin], Tensor] | None = None  # set by the trainer's side
@@ -152,7 +152,7 @@ class Driver:
                     self._mending = True
                     self._spawn(self._mend)
             case msg.Note():
-                self.tell(effect)
+                self.report(effect)
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=self.guarded, args=(work,), daemon=True).start()
@@ -231,10 +231,10 @@ class Driver:
                 self.post(partial(self._extend, missed))
                 return
             network, genesis = self.network.plain, self.run.genesis_digest
-            found = fetch_state(network, peer, donors, genesis, sizes, self.store.begun)
+            found = fetch_state(network, peer, donors, genesis, sizes, self.store.download)
             self.post(partial(self._switch, found.of(self.node.state.owner)))
         except FETCH_ERRORS as error:
-            self.tell(msg.Note("behind", self.node.me, f"could not catch up yet: {error}"))
+            self.report(msg.Note("behind", self.node.me, f"could not catch up yet: {error}"))
             self.post(partial(self.node.catch_up_failed, peer))
 
     def _missed(self, peer: str, donors: Addresses, since: str, **options: Any) -> Iterator[tuple[Record, Tensor]]:
@@ -256,16 +256,16 @@ class Driver:
         if len(missed) > 1:  # one is nothing: a round went on without this island
             size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
-            self.tell(msg.Note("caught up", self.node.me, text))
+            self.report(msg.Note("caught up", self.node.me, text))
         return self.node.caught_up(state, now, whole=False)
 
-    def _switch(self, snapshot: Snapshot, now: float) -> list[msg.Effect]:
+    def _switch(self, snapshot: FetchedState, now: float) -> list[msg.Effect]:
         head, own = snapshot.state.head, self.node.state.head
         if head > own or (self.node.own.diverged and head >= own):
             self.applier.switch(snapshot)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
-            self.tell(msg.Note("caught up", self.node.me, text))
+            self.report(msg.Note("caught up", self.node.me, text))
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
@@ -282,7 +282,7 @@ class Driver:
                 if self.store.broken_after() != asked:
                     break
         if asked:
-            self.tell(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+            self.report(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
 
     # the end
 
@@ -345,25 +345,25 @@ def ignore(_: object) -> None:
 
 
 def open_island(
-    run: Run,
+    run: RunContext,
     origin: Origin,
     options: Options,
     network: Network,
     *,
     incarnation: int = 1,
     store: Store | None = None,
-    tell: Tell = ignore,
+    report: Report = ignore,
     prepare: Callable[[Node], None] = ignore,
     driver: Callable[..., Driver] = Driver,
 ) -> Driver:
     """Start an island and return its driver, which a `with` statement closes.
 
-    `tell` gets what people should know; `prepare` may change the node before it takes part in anything.
+    `report` gets what people should know; `prepare` may change the node before it takes part in anything.
     """
     now, me = time.monotonic(), network.plain.identity
     node = Node(me, origin.state, options, now=now, incarnation=incarnation, memory=origin.memory)
     prepare(node)
-    return driver(node, run, origin.vectors, network, tell, store)
+    return driver(node, run, origin.vectors, network, report, store)
 
 
 def among_friends(transport: Transport) -> Network:

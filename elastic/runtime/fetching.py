@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from diloco.checkpoint.log.journal import Entry
-from diloco.checkpoint.log.library import Parcel, payload_name
+from diloco.checkpoint.log.library import ItemManifest, payload_name
 from diloco.checkpoint.log.replica import vector_name
-from diloco.checkpoint.log.store import Begun
-from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, ask, describe
+from diloco.checkpoint.log.store import PartialDownload
+from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Record
@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StateManifest:
     """What a state consists of."""
 
     state: RunState
@@ -51,12 +51,12 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class FetchedState:
     state: RunState
     vectors: dict[str, Tensor]
     donors: dict[str, int]  # bytes from each
 
-    def of(self, owner: str) -> "Snapshot":
+    def of(self, owner: str) -> "FetchedState":
         if not self.state.is_of(owner):
             raise TransferFailed("the state that a peer gave was amended by somebody else than the run's owner")
         return self
@@ -67,20 +67,20 @@ def fetch_bytes(transport: Transport, donors: Addresses, digest: str, size: int)
     if digest == EMPTY and size == 0:
         return torch.empty(0, dtype=torch.uint8)
     name = payload_name(digest)
-    parcel = _describe(transport, donors, name, size)
+    item = _describe(transport, donors, name, size)
     room = torch.empty(size, dtype=torch.uint8)
     view = memoryview(room.numpy())  # type: ignore[arg-type]
-    Transfer(parcel, donors, transport, view).run()
+    Transfer(item, donors, transport, view).run()
     if hashlib.sha256(view).hexdigest() != digest:
         raise TransferFailed(f"{name}: the bytes are not those that were agreed on")
     return room
 
 
-def _describe(transport: Transport, donors: Addresses, name: str, size: int) -> Parcel:
-    parcel = _any_of(transport, donors, name, partial(describe, timeout_s=ASK_S))
-    if parcel.size != size:
-        raise TransferFailed(f"{name}: {parcel.size} bytes, {size} were due")
-    return parcel
+def _describe(transport: Transport, donors: Addresses, name: str, size: int) -> ItemManifest:
+    item = _any_of(transport, donors, name, partial(describe, timeout_s=ASK_S))
+    if item.size != size:
+        raise TransferFailed(f"{name}: {item.size} bytes, {size} were due")
+    return item
 
 
 def _any_of(transport: Transport, donors: Addresses, name: str, how: Callable[..., Answer]) -> Answer:
@@ -107,7 +107,7 @@ def fetch_missed(
     """What this peer has after `since`, up to what is known, one after the other; nothing where it does not know that,
     no longer has the bytes, or they are more than `at_most`."""
     try:
-        raw = ask(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
+        raw = request(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
         return
     records = list(takewhile(lambda record: not known(record.digest), decode(tuple[Record, ...], raw)))
@@ -122,35 +122,35 @@ def fetch_state(
     others: Addresses,
     genesis: str,
     sizes: Mapping[str, int],
-    begun: Begun | None = None,
-) -> Snapshot:
+    download: PartialDownload | None = None,
+) -> FetchedState:
     """The present state of this peer, or the one that was begun to be fetched if somebody still has it; taken from
     several who have the same one."""
     others = {peer: others[peer]} | dict(others)  # it is asked first
-    raw, donors = _to_go_on(transport, others, begun)
+    raw, donors = _resume(transport, others, download)
     if not donors:
-        raw = ask(transport, others[peer], "manifest", limit=SMALL_BYTES, timeout_s=ASK_S)
-    manifest = decode(Manifest, raw)
+        raw = request(transport, others[peer], "manifest", limit=SMALL_BYTES, timeout_s=ASK_S)
+    manifest = decode(StateManifest, raw)
     if manifest.genesis != genesis or dict(manifest.sizes) != sizes:
         raise TransferFailed(f"{peer} has the state of another run")
     if not donors:
         # not the same for each newcomer, so that they share the load; who has another version by now is passed over
         donors = {other: others[other] for other in (peer, *sample(sorted(others), min(len(others), MAX_DONORS)))}
-        if begun is not None:
-            begun.start(raw)
-    snapshot = _Fetch(transport, donors, manifest, begun).run()
-    if begun is not None:  # all of it has come: right or wrong, there is nothing to go on with
-        begun.end()
+        if download is not None:
+            download.start(raw)
+    snapshot = _Fetch(transport, donors, manifest, download).run()
+    if download is not None:  # all of it has come: right or wrong, there is nothing to go on with
+        download.end()
     if snapshot is None:
         raise TransferFailed(f"the state of {next(iter(donors))} is not what its digest says")
     return snapshot
 
 
-def _to_go_on(transport: Transport, others: Addresses, begun: Begun | None) -> tuple[bytes, Addresses]:
+def _resume(transport: Transport, others: Addresses, download: PartialDownload | None) -> tuple[bytes, Addresses]:
     """What was begun a while ago, and those who still have that version."""
-    raw = (begun.about if begun is not None else None) or b""
+    raw = (download.about if download is not None else None) or b""
     try:
-        version = decode(Manifest, raw).version
+        version = decode(StateManifest, raw).version
     except MessageRefused:  # there is nothing, or it is torn
         return b"", {}
     with ThreadPoolExecutor(min(len(others), MAX_DONORS)) as pool:
@@ -161,7 +161,7 @@ def _to_go_on(transport: Transport, others: Addresses, begun: Begun | None) -> t
 def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
     """Where it has moved on, or is busy, others give."""
     try:
-        ask(transport, address, f"pin/{version}", limit=200, timeout_s=ASK_S)
+        request(transport, address, f"pin/{version}", limit=200, timeout_s=ASK_S)
     except TransferFailed:
         return False
     return True
@@ -170,47 +170,49 @@ def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
 class _Fetch:
     """Of one state. What is to be worked out, there and here, is worked out while bytes are on their way."""
 
-    def __init__(self, transport: Transport, donors: Addresses, manifest: Manifest, begun: Begun | None) -> None:
-        self._transport, self._donors, self._manifest, self._begun = transport, donors, manifest, begun
+    def __init__(
+        self, transport: Transport, donors: Addresses, manifest: StateManifest, download: PartialDownload | None
+    ) -> None:
+        self._transport, self._donors, self._manifest, self._download = transport, donors, manifest, download
         self._taken = dict.fromkeys(donors, 0)
         self._asked = time.monotonic()
         self._found = hashlib.sha256()  # of all vectors
 
-    def run(self) -> Snapshot | None:
+    def run(self) -> FetchedState | None:
         """None where it is not what its digest says."""
         sizes, version = sorted(self._manifest.sizes), self._manifest.version
         pool = ThreadPoolExecutor(2)
         try:
-            parcels = [
+            items = [
                 pool.submit(_describe, self._transport, self._donors, vector_name(version, name), 4 * count)
                 for name, count in sizes
             ]
-            ask_long = partial(ask, limit=200, timeout_s=6 * ASK_S)  # it may have to be worked out
+            ask_long = partial(request, limit=200, timeout_s=6 * ASK_S)  # it may have to be worked out
             digest = pool.submit(_any_of, self._transport, self._donors, f"digest/{version}", ask_long)
             vectors = {}
-            for (name, count), parcel in zip(sizes, parcels, strict=True):
+            for (name, count), item in zip(sizes, items, strict=True):
                 vectors[name] = torch.empty(count)
                 room = memoryview(vectors[name].view(torch.uint8).numpy())  # type: ignore[arg-type]
-                self._fetch(name, parcel.result(), room)
+                self._fetch(name, item.result(), room)
             right = self._found.hexdigest() == digest.result().decode()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return Snapshot(self._manifest.state, vectors, self._taken) if right else None
+        return FetchedState(self._manifest.state, vectors, self._taken) if right else None
 
-    def _fetch(self, name: str, parcel: Parcel, room: memoryview) -> None:
-        have = self._begun.load(name, parcel, room) if self._begun is not None else set()
-        keep = self._begun.keeping(name, parcel, room, have) if self._begun is not None else lambda: None
+    def _fetch(self, name: str, item: ItemManifest, room: memoryview) -> None:
+        have = self._download.load(name, item, room) if self._download is not None else set()
+        keep = self._download.keeping(name, item, room, have) if self._download is not None else lambda: None
         hashed = 0
 
         def on_progress(*_: object) -> None:
             nonlocal hashed
             keep()
             while hashed in have:
-                self._found.update(room[parcel.chunk(hashed)])
+                self._found.update(room[item.chunk(hashed)])
                 hashed += 1
             self._pin_again()
 
-        transfer = Transfer(parcel, self._donors, self._transport, room, have)
+        transfer = Transfer(item, self._donors, self._transport, room, have)
         transfer.run(on_progress)
         for donor, size in transfer.taken.items():
             self._taken[donor] += size

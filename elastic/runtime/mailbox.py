@@ -49,7 +49,7 @@ class Mailbox:
     def __init__(self, network: Network, node: Node, post: Callable[[Input], None]) -> None:
         """`post` is called from the mailbox's threads."""
         self.network, self.node, self.post = network, node, post
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, PeerLine] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._last: tuple[Message | None, bytes] = None, b""
@@ -61,7 +61,7 @@ class Mailbox:
             with self._lock:
                 line = self._lines.get(peer)
                 if line is None and not self._closed:
-                    line = self._lines[peer] = Line(self, address)
+                    line = self._lines[peer] = PeerLine(self, address)
             if line is not None:
                 line.address = address
 
@@ -127,7 +127,7 @@ class Mailbox:
             stream.close()
 
 
-class Line:
+class PeerLine:
     """What is said to one peer, in order, by a thread of its own."""
 
     def __init__(self, mailbox: Mailbox, address: PeerAddress) -> None:

@@ -18,12 +18,12 @@ from diloco.elastic.protocol.messages import Memory
 from diloco.elastic.protocol.record import Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, from_plain
-from diloco.elastic.runtime.applier import Kept, Run
+from diloco.elastic.runtime.applier import RunContext, SnapshotMeta, Vectors
 from diloco.elastic.runtime.fetching import tensor_of
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import MessageRefused, RecordInvalid, SaveError, SnapshotDamaged
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
@@ -36,44 +36,44 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Point:
+class ReplayPoint:
     """A snapshot, and where its log leads. `refused`: why it leads no further, though there is another record."""
 
     manifest: Manifest
     path: Path
-    kept: Kept
+    kept: SnapshotMeta
     records: tuple[Record, ...]
     end: RunState
     refused: str = ""
 
 
-def restore(folder: Path, journal: Journal, run: Run, tell: Tell) -> Origin | None:
+def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> Origin | None:
     """None where there is nothing, or nothing that is whole. Damaged snapshots are told of and set aside."""
     for path in snapshots(folder):
-        with _setting_aside(path, tell):
+        with _setting_aside(path, report):
             read_manifest(path)
     points = sorted(points_of(folder, journal), key=lambda point: (point.end.head, point.kept.state.head))
     for point in reversed(points):
         if point.kept.genesis != run.genesis_digest:
             raise SaveError(f"{folder} holds the log of another run: choose another folder, or --fresh")
-        with _setting_aside(point.path, tell):
+        with _setting_aside(point.path, report):
             vectors = read_vectors(point.path, point.manifest)
-            state = replay(point, vectors, journal, run, tell)
+            state = replay(point, vectors, journal, run, report)
             if state is not None:
-                return Origin(state, vectors, memory_of(journal, tell))
+                return Origin(state, vectors, memory_of(journal, report))
     return None
 
 
 @contextmanager
-def _setting_aside(path: Path, tell: Tell) -> Iterator[None]:
+def _setting_aside(path: Path, report: Report) -> Iterator[None]:
     try:
         yield
     except SnapshotDamaged as damaged:
-        tell("damaged", str(damaged))
+        report("damaged", str(damaged))
         set_aside(path)
 
 
-def points_of(folder: Path, journal: Journal) -> Iterator[Point]:
+def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
     for manifest, path in manifests(folder):
         kept = kept_in(manifest, path)
         records, state, refused = [], kept.state, ""
@@ -85,12 +85,12 @@ def points_of(folder: Path, journal: Journal) -> Iterator[Point]:
                 refused = f"the record of round {entry.round} ({entry.digest[:12]}) cannot be used: {error}"
                 break
             records.append(record)
-        yield Point(manifest, path, kept, tuple(records), state, refused)
+        yield ReplayPoint(manifest, path, kept, tuple(records), state, refused)
 
 
-def kept_in(manifest: Manifest, path: Path) -> Kept:
+def kept_in(manifest: Manifest, path: Path) -> SnapshotMeta:
     try:
-        kept: Kept = from_plain(Kept, manifest.meta)
+        kept: SnapshotMeta = from_plain(SnapshotMeta, manifest.meta)
     except MessageRefused as refused:
         raise SaveError(f"{path}/manifest.json is of another version of diloco ({refused}): use that one") from None
     return kept
@@ -104,7 +104,7 @@ def record_of(entry: Entry) -> Record:
 
 
 def replay(
-    point: Point, vectors: dict[str, Tensor], journal: Journal, run: Run, tell: Tell, *, until: int | None = None
+    point: ReplayPoint, vectors: Vectors, journal: Journal, run: RunContext, report: Report, *, until: int | None = None
 ) -> RunState | None:
     """Into the vectors. None where it gives another state than the island had at the time."""
     state, fragments = point.kept.state, Fragments(point.kept.fragments)
@@ -118,17 +118,17 @@ def replay(
         state = state.after(record)
         expected = journal.states.get(state.head.digest)
         if expected is not None and vectors_digest(vectors) != expected:
-            tell("damaged", f"{point.path.name}: replayed to round {number}, it gives another state than there was")
+            report("damaged", f"{point.path.name}: replayed to round {number}, it gives another state than there was")
             return None
     return state
 
 
-def memory_of(journal: Journal, tell: Tell) -> Memory | None:
+def memory_of(journal: Journal, report: Report) -> Memory | None:
     if journal.memory is None:
         return None
     memory = decode(Memory, journal.memory)
     if memory.held is None or journal.has(memory.held.record.payload):
         return memory
     # the disk refused it, or it is damaged
-    tell("result lost", f"that of round {memory.key.round}, which this island held: others have it")
+    report("result lost", f"that of round {memory.key.round}, which this island held: others have it")
     return replace(memory, held=None)

@@ -19,7 +19,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import KEEP_BYTES, MAX_PHASES, Trained, Work
+from diloco.elastic.runtime.work import KEEP_BYTES, MAX_PHASES, PendingProgress, StepsDone
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
@@ -55,7 +55,7 @@ class Session:
         self._encoding = ThreadPoolExecutor(1, "encode")
         self._encoded: list[Future[None]] = []  # the last one
 
-    def _work(self, fragment: int) -> Work:
+    def _work(self, fragment: int) -> PendingProgress:
         node, count = self.driver.node, self.fragments.counts[fragment]
         role = holder_name(node.me, node.incarnation)
         feedback = self._feedback[fragment] if self._feedback else None
@@ -72,7 +72,7 @@ class Session:
         phases = MAX_PHASES if feedback is None else 1
         decode = partial(self.codec.decode, count=count)
         keep_bytes = KEEP_BYTES // len(self.fragments)
-        return Work(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
+        return PendingProgress(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
 
     def owes(self, fragment: int = 0) -> bool:
         """Progress of earlier phases is not contained: it can be offered without training first."""
@@ -85,7 +85,7 @@ class Session:
         return self.works[offer.fragment].payload(offer)
 
     def start(
-        self, fragment: int, progress: Tensor, done: Trained, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+        self, fragment: int, progress: Tensor, done: StepsDone, *, step_ms: int = 0, ready: Callable[[], None] = at_once
     ) -> None:
         """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded:
         `progress` holds its values when `ready` has been called, and is not to be changed after that."""
@@ -135,21 +135,21 @@ class Session:
         node = self.driver.node
         return state.mark(node.me, node.incarnation, fragment)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Samples behind progress that is late are held besides those that it wants to train on."""
         check(self.driver)
         self.state = self.driver.applied
         late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
         if late != self._late:
             self._late = late
-            self.ask(self._wanted)
+            self.request_samples(self._wanted)
 
-    def ask(self, samples: int) -> None:
+    def request_samples(self, samples: int) -> None:
         """How many this island would like to hold to train on."""
         self._wanted, both = samples, samples + self._late
-        self.driver.post(lambda now: self.driver.node.ask(both, now))
+        self.driver.post(lambda now: self.driver.node.request_samples(both, now))
 
-    def moved(self, fragment: int) -> bool:
+    def has_changed(self, fragment: int) -> bool:
         """Its outer parameters are not those that were last taken."""
         return self.driver.applied.version(fragment).digest != self._taken[fragment]
 
@@ -164,7 +164,7 @@ class Session:
             if self.driver.applied.head == self.state.head:
                 self.driver.changed.wait(seconds)
 
-    def take(self, fragment: int, base: Tensor) -> Update:
+    def apply_result(self, fragment: int, base: Tensor) -> Update:
         """Where this fragment is now: its parameters are written to their place in `base`. What was on offer is no
         longer: contained or owed."""
         with self.driver.replica.reading() as vectors, self.driver.changed:
@@ -222,8 +222,8 @@ class Session:
             work.restore(known, {(int(lo), int(hi)): tensors[f"piece.{f}.{lo}.{hi}"] for _, f, lo, hi in names})
         for number, feedback in enumerate(self._feedback):
             feedback.residual = tensors[f"residual.{number}"]
-        self.ask(facts["wanted"])
-        self.look()
+        self.request_samples(facts["wanted"])
+        self.refresh()
         for offer in (from_plain(Offer, plain) for plain in facts["offers"]):
             self._offers[offer.fragment] = offer
             if not self.over(offer.fragment) and self.state.fits(self.driver.node.me, offer):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Encode = Callable[[Tensor, int], Tensor]
 
 
-class Trained(NamedTuple):
+class StepsDone(NamedTuple):
     """What was done between two cuts."""
 
     tokens: int
@@ -35,10 +35,10 @@ class Trained(NamedTuple):
     steps: int = 0
 
 
-def trained(plain: list[Any]) -> Trained:
+def trained(plain: list[Any]) -> StepsDone:
     """As it was written to a save."""
     tokens, samples, steps = plain
-    return Trained(tokens, normal((lo, hi) for lo, hi in samples), steps)
+    return StepsDone(tokens, normal((lo, hi) for lo, hi in samples), steps)
 
 
 class Encoded(NamedTuple):
@@ -47,10 +47,10 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Piece:
+class EncodedCut:
     lo: int
     hi: int
-    done: Trained
+    done: StepsDone
     vector: Tensor | None  # until it is encoded
     _encoded: Encoded | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,7 +64,7 @@ class Piece:
             return self._encoded
 
 
-class Work:
+class PendingProgress:
     """`encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer."""
 
     def __init__(
@@ -80,17 +80,17 @@ class Work:
         self.fragment, self.incarnation = fragment, incarnation
         self._encode, self._decode = encode, decode
         self._max_phases, self._keep_bytes = max_phases, keep_bytes
-        self.pieces: list[Piece] = []
+        self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
-    def cut(self, progress: Tensor, done: Trained, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
+    def cut(self, progress: Tensor, done: StepsDone, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
         """What was trained since the last cut is a piece. Returned is what makes the offer of all that is owed: of the
         oldest phases only, where some is late."""
         if done.tokens:
             self.hi += 1
-            self.pieces.append(Piece(self.hi - 1, self.hi, done, progress))
+            self.pieces.append(EncodedCut(self.hi - 1, self.hi, done, progress))
         owed = self.owed(self.mark)
         if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
             log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
@@ -98,7 +98,7 @@ class Work:
         oldest, late = owed[: self._max_phases], len(owed) > 1
         return lambda: self._offer(oldest, late, usual_norm)
 
-    def _offer(self, oldest: list[Piece], late: bool, usual_norm: float) -> Offer:
+    def _offer(self, oldest: list[EncodedCut], late: bool, usual_norm: float) -> Offer:
         """Pieces stay apart: another branch may contain the first only.
 
         Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
@@ -110,7 +110,7 @@ class Work:
         samples = normal(part for piece in oldest for part in piece.done.samples)
         return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps)
 
-    def _joined(self, late: list[Piece], usual_norm: float) -> Encoded:
+    def _joined(self, late: list[EncodedCut], usual_norm: float) -> Encoded:
         vector = self._sum(late)
         norm = float(torch.linalg.vector_norm(vector))
         if usual_norm and norm > MAX_NORM * usual_norm:
@@ -122,7 +122,7 @@ class Work:
         """The bytes of an offer, the same in every ballot."""
         return self._offered[offer.lo, offer.hi]
 
-    def owed(self, mark: int) -> list[Piece]:
+    def owed(self, mark: int) -> list[EncodedCut]:
         return [piece for piece in self.pieces if piece.lo >= mark]
 
     def used(self, mark: int) -> Ranges:
@@ -150,11 +150,11 @@ class Work:
     def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
         self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
         self.pieces = [
-            Piece(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
+            EncodedCut(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
             for lo, hi, norm, *done in facts["pieces"]
         ]
 
-    def _sum(self, pieces: list[Piece]) -> Tensor:
+    def _sum(self, pieces: list[EncodedCut]) -> Tensor:
         total = self._decode(pieces[0].encoded(self._encode).payload).clone()
         for piece in pieces[1:]:
             total += self._decode(piece.encoded(self._encode).payload)

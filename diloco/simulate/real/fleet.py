@@ -35,7 +35,7 @@ class SimulatedPlan(Plan):
 
 
 @dataclass
-class Happened:
+class FleetHistory:
     """What the fleet saw and did, in seconds of the clock of all machines."""
 
     zero: float | None = None  # when all first islands that had not gone for good trained; faults count from there
@@ -48,7 +48,7 @@ class Happened:
 class SimulatedFleet(Fleet):
     def __init__(self, plan: Plan, view: IslandsView, world: World, namespaces: Namespaces | None = None) -> None:
         super().__init__(plan, view)
-        self.world, self.happened, self._namespaces = world, Happened(), namespaces
+        self.world, self.happened, self._namespaces = world, FleetHistory(), namespaces
         self._waiting = {island_name(i) for fault in world.faults if fault.kind == "join" for i in fault.islands}
         self._ids = {name: Identity.load(plan.folder / name / "identity.key").peer_id for name in plan.names}
         self._written = ""
@@ -56,8 +56,8 @@ class SimulatedFleet(Fleet):
         self._ahead = [fault for fault in world.faults if fault.kind != "slow"]
         self._write_network(0.0)
 
-    def look(self, asked: int) -> None:
-        super().look(asked)
+    def poll(self, asked: int) -> None:
+        super().poll(asked)
         if self._ending:
             self._ahead.clear()
         elif self.happened.zero is None:

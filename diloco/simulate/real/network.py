@@ -60,7 +60,7 @@ def _names(pair: frozenset[int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnLink:
     """What one island reads in it."""
 
     id: str
@@ -81,11 +81,11 @@ class SimulatedNetwork:
         self._seen = 0
         self.own = self._read()[0]
 
-    def _read(self) -> tuple[Own, dict[str, Any]]:
+    def _read(self) -> tuple[OwnLink, dict[str, Any]]:
         self._seen = self._file.stat().st_mtime_ns
         tree = json.loads(self._file.read_text())
         self._ids = {name: island["id"] for name, island in tree["islands"].items()}
-        return Own(**tree["islands"][self._name]), tree
+        return OwnLink(**tree["islands"][self._name]), tree
 
     def shape(self, transport: Transport) -> Transport:
         """The transport over this network, for as long as the process lives."""
@@ -112,7 +112,7 @@ class SimulatedNetwork:
                 time.sleep(LOOK_S)
 
     def _follow(self, tree: dict[str, Any], link: Link, paths: Paths) -> None:
-        own = Own(**tree["islands"][self._name])
+        own = OwnLink(**tree["islands"][self._name])
         if not own.namespace:
             link.up.change(own.up_bits_per_s)
             link.down.change(own.down_bits_per_s)

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import MissingExtra
-from diloco.simulate.real.story import STATES, IslandStory, Story
+from diloco.simulate.real.outcome import STATES, IslandOutcome, SimulationOutcome
 from diloco.units import format_count, format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -48,93 +48,94 @@ def need_matplotlib() -> None:
         raise MissingExtra("matplotlib", "plots", "the report of simulate") from None
 
 
-def write_page(stories: Sequence[Story], path: Path) -> None:
-    path.write_text(page(stories), encoding="utf-8")
+def write_page(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+    path.write_text(page(outcomes), encoding="utf-8")
 
 
-def page(stories: Sequence[Story]) -> str:
-    title = "Simulated: " + ", ".join(dict.fromkeys(story.name for story in stories))
+def page(outcomes: Sequence[SimulationOutcome]) -> str:
+    title = "Simulated: " + ", ".join(dict.fromkeys(outcome.name for outcome in outcomes))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _table(OVERVIEW, map(_summary_row, stories)),
-        _figure("losses", "Loss of the outer parameters", losses(stories), "The same runs on four scales."),
+        _table(OVERVIEW, map(_summary_row, outcomes)),
+        _figure("losses", "Loss of the outer parameters", losses(outcomes), "The same runs on four scales."),
         _figure(
-            "utilisation", "Utilisation", utilisation(stories),
+            "utilisation", "Utilisation", utilisation(outcomes),
             "Share of the time, since all islands train, that each spent on training steps. Hatched bars were not run: "
             "they are computed from the step time of the slowest island and the slowest link at its slowest. Data "
             "parallel sends 16-bit gradients every step while the backward pass goes on.",
         ),
     ]  # fmt: skip
-    for number, story in enumerate(stories, start=1):
-        parts += _details(number, story, several=len(stories) > 1)
+    for number, outcome in enumerate(outcomes, start=1):
+        parts += _details(number, outcome, several=len(outcomes) > 1)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
 
 
-def _summary_row(story: Story) -> list[str]:
-    loss = f"{story.losses[0].loss:.3f} → {story.losses[-1].loss:.3f}" if story.losses else "not measured"
-    parallel = "" if story.computed is None else (
-        f"{100 * story.computed.data_parallel_utilisation:.1f} % trained, "
-        f"{format_duration(story.computed.data_parallel_seconds)} for as many steps"
+def _summary_row(outcome: SimulationOutcome) -> list[str]:
+    loss = f"{outcome.losses[0].loss:.3f} → {outcome.losses[-1].loss:.3f}" if outcome.losses else "not measured"
+    parallel = "" if outcome.computed is None else (
+        f"{100 * outcome.computed.data_parallel_utilisation:.1f} % trained, "
+        f"{format_duration(outcome.computed.data_parallel_seconds)} for as many steps"
     )  # fmt: skip
-    ended = "" if story.finished else ' <span class="bad">not finished</span>'
-    sent = format_size(mean(island.sent for island in story.islands))
+    ended = "" if outcome.finished else ' <span class="bad">not finished</span>'
+    sent = format_size(mean(island.sent for island in outcome.islands))
     return [
-        f"{escape(story.name)}{ended}", escape(story.setting.removeprefix("sync: ")), str(len(story.islands)),
-        format_duration(story.seconds), str(story.rounds), loss, sent,
-        f"{100 * story.utilisation:.0f} %", f'<span class="computed">{parallel}</span>',
+        f"{escape(outcome.name)}{ended}", escape(outcome.setting.removeprefix("sync: ")), str(len(outcome.islands)),
+        format_duration(outcome.seconds), str(outcome.rounds), loss, sent,
+        f"{100 * outcome.utilisation:.0f} %", f'<span class="computed">{parallel}</span>',
     ]  # fmt: skip
 
 
-def _details(number: int, story: Story, *, several: bool) -> list[str]:
-    prefix = f": {escape(story.name)}" if several else ""
-    same = "all who saw the end hold the same bits" if story.agree else "the islands' states were not seen to agree"
-    about = f"{escape(story.model)}, {format_count(story.parameters)} parameters, {escape(story.setting)}; {same}."
+def _details(number: int, outcome: SimulationOutcome, *, several: bool) -> list[str]:
+    prefix = f": {escape(outcome.name)}" if several else ""
+    same = "all who saw the end hold the same bits" if outcome.agree else "the islands' states were not seen to agree"
+    size = format_count(outcome.parameters)
+    about = f"{escape(outcome.model)}, {size} parameters, {escape(outcome.setting)}; {same}."
     timeline = "What each island did; the strip below a bar is what it sent. Dashed lines and crosses are faults."
     return [
-        f"<h2>Islands{prefix}</h2><p>{about}{_round(story)}</p>",
-        _islands(story),
-        _figure(f"timeline-{number}", f"Timeline{prefix}", timelines(story), timeline),
-        _faults(story),
+        f"<h2>Islands{prefix}</h2><p>{about}{_round(outcome)}</p>",
+        _islands(outcome),
+        _figure(f"timeline-{number}", f"Timeline{prefix}", timelines(outcome), timeline),
+        _faults(outcome),
         _figure(
-            f"traffic-{number}", f"Links{prefix}", traffic(story),
+            f"traffic-{number}", f"Links{prefix}", traffic(outcome),
             "What passed each island's link, headers and encryption included, and what could have.",
         ),
     ]  # fmt: skip
 
 
-def _round(story: Story) -> str:
-    if story.measured_round_s is None or story.computed is None:
+def _round(outcome: SimulationOutcome) -> str:
+    if outcome.measured_round_s is None or outcome.computed is None:
         return ""
-    measured, planned = map(format_duration, (story.measured_round_s, story.computed.predicted_round_s))
+    measured, planned = map(format_duration, (outcome.measured_round_s, outcome.computed.predicted_round_s))
     computed = f'<span class="computed">{planned} as computed</span>'
     return f" A round took {measured} from its last launch until all had applied it (median); {computed}."
 
 
-def _islands(story: Story) -> str:
+def _islands(outcome: SimulationOutcome) -> str:
     head = ("island", "trained", "waited", "stopped", "dead", "in rounds", "sent", "received")
     rows = (
         [
             escape(label_of(island)), f"{100 * island.utilisation:.0f} %",
             *(format_duration(island.seconds[state]) for state in ("waiting", "stopped", "dead")),
-            f"{island.rounds} of {story.rounds}", format_size(island.sent), format_size(island.received),
+            f"{island.rounds} of {outcome.rounds}", format_size(island.sent), format_size(island.received),
         ]
-        for island in story.islands
+        for island in outcome.islands
     )  # fmt: skip
     return _table(head, rows)
 
 
-def _faults(story: Story) -> str:
-    if not story.faults:
+def _faults(outcome: SimulationOutcome) -> str:
+    if not outcome.faults:
         return ""
     rows = (
         [
             f"{fault.at_s:g} s", escape(fault.text), f"<code>{escape(fault.said)}</code>",
             "" if fault.happened else '<span class="bad">did not happen: the run, or the island, had ended</span>',
         ]
-        for fault in story.faults
+        for fault in outcome.faults
     )  # fmt: skip
     return _table(("at", "fault", "as given", ""), rows)
 
@@ -164,52 +165,52 @@ def svg(name: str, height: float, draw: Callable[["Figure"], None]) -> str:
     return text[text.index("<svg") :].strip()
 
 
-def losses(stories: Sequence[Story]) -> str:
-    kinds: dict[str, Callable[[Story], list[float]]] = {
-        "inner steps": lambda story: [float(point.step) for point in story.losses],
-        "million tokens": lambda story: [point.tokens / 1e6 for point in story.losses],
-        "seconds": lambda story: [point.seconds for point in story.losses],
-        "MB sent by all islands": lambda story: [point.bytes / 1e6 for point in story.losses],
+def losses(outcomes: Sequence[SimulationOutcome]) -> str:
+    kinds: dict[str, Callable[[SimulationOutcome], list[float]]] = {
+        "inner steps": lambda outcome: [float(point.step) for point in outcome.losses],
+        "million tokens": lambda outcome: [point.tokens / 1e6 for point in outcome.losses],
+        "seconds": lambda outcome: [point.seconds for point in outcome.losses],
+        "MB sent by all islands": lambda outcome: [point.bytes / 1e6 for point in outcome.losses],
     }
 
     def draw(figure: "Figure") -> None:
         panels = figure.subplots(2, 2, sharey=True).flat
         for axes, (label, values) in zip(panels, kinds.items(), strict=True):
-            for number, story in enumerate(stories):
-                found = [point.loss for point in story.losses]
-                axes.plot(values(story), found, ".-", color=LINE[number % len(LINE)], label=name_of(story, stories))
+            for number, outcome in enumerate(outcomes):
+                found, color = [point.loss for point in outcome.losses], LINE[number % len(LINE)]
+                axes.plot(values(outcome), found, ".-", color=color, label=name_of(outcome, outcomes))
             axes.set(xlabel=label, ylabel="validation loss")
-        if len(stories) > 1:
+        if len(outcomes) > 1:
             panels[0].legend()
 
     return svg("losses", 5.6, draw)
 
 
-def name_of(story: Story, stories: Sequence[Story]) -> str:
+def name_of(outcome: SimulationOutcome, outcomes: Sequence[SimulationOutcome]) -> str:
     """Short, and still different from the others."""
-    same = [other for other in stories if other.name == story.name]
-    return story.name if len(same) == 1 else f"{story.name} {story.setting.removeprefix('sync: ')}"
+    same = [other for other in outcomes if other.name == outcome.name]
+    return outcome.name if len(same) == 1 else f"{outcome.name} {outcome.setting.removeprefix('sync: ')}"
 
 
-def timelines(story: Story) -> str:
+def timelines(outcome: SimulationOutcome) -> str:
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
-        for row, island in enumerate(story.islands):
+        for row, island in enumerate(outcome.islands):
             _row(axes, row, island)
-        _mark_faults(axes, story)
-        axes.set_yticks(range(len(story.islands)), [label_of(island) for island in story.islands])
-        axes.set(xlabel="seconds since all islands train", ylim=(len(story.islands) - 0.4, -0.9))
+        _mark_faults(axes, outcome)
+        axes.set_yticks(range(len(outcome.islands)), [label_of(island) for island in outcome.islands])
+        axes.set(xlabel="seconds since all islands train", ylim=(len(outcome.islands) - 0.4, -0.9))
         axes.grid(visible=False, axis="y")
-        _legend(figure, story)
+        _legend(figure, outcome)
 
-    return svg(f"timeline {story.name} {story.setting}", 1.5 + 0.45 * len(story.islands), draw)
+    return svg(f"timeline {outcome.name} {outcome.setting}", 1.5 + 0.45 * len(outcome.islands), draw)
 
 
-def label_of(island: IslandStory) -> str:
+def label_of(island: IslandOutcome) -> str:
     return f"{island.name} ({island.region})" if island.region else island.name
 
 
-def _row(axes: "Axes", row: int, island: IslandStory) -> None:
+def _row(axes: "Axes", row: int, island: IslandOutcome) -> None:
     for state in STATES:
         bars = [(span.begin_s, span.seconds) for span in island.spans if span.state == state]
         axes.broken_barh(bars, (row - 0.32, 0.46), facecolors=COLOURS[state], linewidth=0)
@@ -217,40 +218,40 @@ def _row(axes: "Axes", row: int, island: IslandStory) -> None:
     axes.broken_barh(sent, (row + 0.18, 0.16), facecolors=SENDING, linewidth=0)
 
 
-def _mark_faults(axes: "Axes", story: Story) -> None:
-    rows = {island.name: row for row, island in enumerate(story.islands)}
-    for fault in (fault for fault in story.faults if fault.happened and fault.kind != "slow"):
+def _mark_faults(axes: "Axes", outcome: SimulationOutcome) -> None:
+    rows = {island.name: row for row, island in enumerate(outcome.islands)}
+    for fault in (fault for fault in outcome.faults if fault.happened and fault.kind != "slow"):
         axes.axvline(fault.at_s, color=CUT, linewidth=0.9, linestyle="--")
         axes.annotate(fault.kind, (fault.at_s, -0.55), xytext=(2, 0), textcoords="offset points", color=CUT)
         if fault.kind == "cut" and fault.until_s is not None:
-            axes.axvspan(fault.at_s, min(fault.until_s, story.seconds), color=CUT, alpha=0.12, linewidth=0)
+            axes.axvspan(fault.at_s, min(fault.until_s, outcome.seconds), color=CUT, alpha=0.12, linewidth=0)
         if fault.kind == "kill":
             axes.plot([fault.at_s], [rows[fault.islands[0]]], "x", color="black", markersize=8)
 
 
-def _legend(figure: "Figure", story: Story) -> None:
+def _legend(figure: "Figure", outcome: SimulationOutcome) -> None:
     from matplotlib.patches import Patch
 
-    there = {span.state for island in story.islands for span in island.spans}
+    there = {span.state for island in outcome.islands for span in island.spans}
     patches = [Patch(color=COLOURS[state], label=state) for state in STATES if state in there]
     patches.append(Patch(color=SENDING, label="sending (below)"))
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
 
 
-def traffic(story: Story) -> str:
+def traffic(outcome: SimulationOutcome) -> str:
     """A row for each island's link: what it carried, and what it could have."""
 
     def draw(figure: "Figure") -> None:
-        rows = figure.subplots(len(story.islands), 1, sharex=True, squeeze=False).flat
-        for axes, island in zip(rows, story.islands, strict=True):
-            _link(axes, island, story.seconds)
-        rows[len(story.islands) - 1].set(xlabel="seconds since all islands train")
+        rows = figure.subplots(len(outcome.islands), 1, sharex=True, squeeze=False).flat
+        for axes, island in zip(rows, outcome.islands, strict=True):
+            _link(axes, island, outcome.seconds)
+        rows[len(outcome.islands) - 1].set(xlabel="seconds since all islands train")
         figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
 
-    return svg(f"traffic {story.name} {story.setting}", 0.8 + 1.1 * len(story.islands), draw)
+    return svg(f"traffic {outcome.name} {outcome.setting}", 0.8 + 1.1 * len(outcome.islands), draw)
 
 
-def _link(axes: "Axes", island: IslandStory, seconds: float) -> None:
+def _link(axes: "Axes", island: IslandOutcome, seconds: float) -> None:
     times = [(flow.begin_s + flow.end_s) / 2 for flow in island.flows]
     axes.plot(times, [flow.up_bits_per_s / 1e6 for flow in island.flows], color=LINE[0], label="up")
     axes.plot(times, [flow.down_bits_per_s / 1e6 for flow in island.flows], color=LINE[1], label="down")
@@ -263,15 +264,15 @@ def _link(axes: "Axes", island: IslandStory, seconds: float) -> None:
     axes.set_title(f"{label_of(island)}, {format_rate(island.capacity[0][1])} up", loc="left", fontsize=9)
 
 
-def utilisation(stories: Sequence[Story]) -> str:
+def utilisation(outcomes: Sequence[SimulationOutcome]) -> str:
     """Measured, island by island; below it what the planner computes."""
     bars: list[tuple[str, float, bool]] = []
-    for story in stories:
-        name = f"{name_of(story, stories)}: " if len(stories) > 1 else ""
-        bars += [(f"{name}{label_of(island)}", island.utilisation, False) for island in story.islands]
-        if story.computed is not None:
-            bars.append((f"{name}planned (computed)", story.computed.predicted_utilisation, True))
-            bars.append((f"{name}data parallel (computed)", story.computed.data_parallel_utilisation, True))
+    for outcome in outcomes:
+        name = f"{name_of(outcome, outcomes)}: " if len(outcomes) > 1 else ""
+        bars += [(f"{name}{label_of(island)}", island.utilisation, False) for island in outcome.islands]
+        if outcome.computed is not None:
+            bars.append((f"{name}planned (computed)", outcome.computed.predicted_utilisation, True))
+            bars.append((f"{name}data parallel (computed)", outcome.computed.data_parallel_utilisation, True))
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()

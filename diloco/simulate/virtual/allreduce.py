@@ -7,7 +7,7 @@ from diloco.comm.codec.noise import PAGE
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.grid import EXACT, grid_of
 from diloco.comm.reduce.spans import Span, chunk_pages_for, spans_by_bandwidth
-from diloco.plan.predict import Line
+from diloco.plan.predict import LinkModel
 
 FRAME_S = 60e-6  # of one thread's time, to send or to take in a frame; measured on 2 ARM cores
 
@@ -31,13 +31,13 @@ class Cost:
     def sent(self) -> int:
         return sum(level.sent for level in self.levels)
 
-    def seconds(self, line: Line, share: float) -> float:
+    def seconds(self, line: LinkModel, share: float) -> float:
         """On lines of which only a share is there."""
-        rest = Line(line.up_bits_per_s * share, line.down_bits_per_s * share, line.delay_s)
+        rest = LinkModel(line.up_bits_per_s * share, line.down_bits_per_s * share, line.delay_s)
         return sum(max(_transfer_s(level, rest), level.frames * FRAME_S) for level in self.levels)
 
 
-def _transfer_s(level: Level, line: Line) -> float:
+def _transfer_s(level: Level, line: LinkModel) -> float:
     """Where nothing comes back, there is one delay."""
     if level.hops == 2:
         return line.reduce_s(level.sent, level.received)

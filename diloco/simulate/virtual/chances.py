@@ -8,7 +8,7 @@ from diloco.elastic.protocol.messages import Begin, Message
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.simulate.virtual.costs import Costs, Timeline
-from diloco.simulate.virtual.trainer import USUAL, Pace
+from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import Pair, World, decide
 
 SILENCE_S = 2.0
@@ -19,12 +19,12 @@ SMOOTH_TICK_S = 0.25  # scenarios are few, and can be finer
 
 
 @dataclass(frozen=True)
-class Setup:
+class DisasterConfig:
     islands: int = 4
     partition: str = "merge"
     seed: int = 0
     rules: Rules = ALL
-    pace: Pace = USUAL
+    pace: SyncPace = USUAL
     smooth: bool = False  # no chance at all: for scenarios
 
     @property
@@ -88,7 +88,7 @@ class Chances(Costs):
         return 0.02 if first else 0.05 + 0.1 * self._chance("fails")
 
 
-def disaster_world(setup: Setup) -> World:
+def disaster_world(setup: DisasterConfig) -> World:
     options = Options(
         decide, silence_s=SILENCE_S, partition=setup.partition, fragments=setup.pace.fragments, want=setup.pace.want
     )

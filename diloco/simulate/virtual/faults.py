@@ -11,9 +11,9 @@ from operator import lt
 
 from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, Setup, disaster_world
+from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, DisasterConfig, disaster_world
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.trainer import USUAL, Pace
+from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import Pair, World
 
 FAULTY_S = 40.0
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Disaster:
-    setup: Setup
+    setup: DisasterConfig
     mix: str
     late: tuple[tuple[str, float], ...]  # islands that join, and when
     faults: tuple[Fault, ...]
@@ -66,7 +66,7 @@ class Disaster:
 def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
     chance = random.Random(seed)
     partition = chance.choice(("merge", "pause"))
-    setup = Setup(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
+    setup = DisasterConfig(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
     mix = chance.choices(list(MIXES), [WEIGHTS.get(mix, 1) for mix in MIXES])[0]
     names = setup.names
     late = tuple((name, chance.uniform(0, FAULTY_S)) for name in names[2:] if chance.random() < 0.2)
@@ -88,13 +88,13 @@ def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple
     return tuple((at, tuple(chance.sample(names, chance.choice((1, 1, 2))))) for at in times)
 
 
-def pace_of(seed: int) -> Pace:
+def pace_of(seed: int) -> SyncPace:
     """A third of the seeds have fragments or overlap. Drawn apart: everything else of a disaster stays as it is."""
     chance = random.Random(f"{seed}/pace")
     if seed < FIRST_STREAMING or chance.random() > 1 / 3:
         return USUAL
     fragments, overlap = chance.choice([(2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
-    return Pace(fragments, overlap, scarce=chance.random() < 0.3)
+    return SyncPace(fragments, overlap, scarce=chance.random() < 0.3)
 
 
 def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Fault]:
@@ -169,12 +169,12 @@ def _run(world: World, plan: Disaster) -> None:
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
 
 
-def quiet_s(pace: Pace) -> float:
+def quiet_s(pace: SyncPace) -> float:
     return QUIET_S * (1 + pace.fragments) / 2
 
 
 def inflict(world: World, fault: Fault) -> None:
-    world.tell(f"* {str(fault)[6:]}")
+    world.note(f"* {str(fault)[6:]}")
     everybody = set(world.names)
     match fault.kind:
         case "crash":
@@ -249,7 +249,7 @@ def _strike(world: World, fault: Fault) -> None:
 
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:
-    world.tell("* the faults are over")
+    world.note("* the faults are over")
     world.costs.calm = True
     world.watchers.clear()
     world.heal()
@@ -382,7 +382,7 @@ class Campaign:
     def _replay(self, seed: int) -> str:
         islands = f" --islands {self.islands}" if self.islands else ""
         without = f" --without {self.without}" if self.without else ""
-        return f"diloco simulate --protocol --first {seed} --seeds 1{islands}{without}"
+        return f"diloco simulate protocol --first {seed} --seeds 1{islands}{without}"
 
 
 def rule_names() -> list[str]:

@@ -20,7 +20,7 @@ from diloco.elastic.protocol.peers import LivenessReport, Peers, PeerView
 from diloco.elastic.protocol.record import Head, Proposal
 from diloco.elastic.protocol.wire import PACK_BYTES, dump, to_plain
 from diloco.elastic.runtime.reducing import CONNECT_S, FLAT_UP_TO, SLACK
-from diloco.plan.predict import Host, Line
+from diloco.plan.predict import Host, LinkModel
 from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.costs import Costs, Timeline
 from diloco.simulate.virtual.world import KEEP_RECORDS, Life, World
@@ -41,9 +41,9 @@ STATE_BYTES = 8  # a value: parameters and momentum
 
 
 @dataclass(frozen=True)
-class Setting:
+class VirtualConfig:
     islands: int
-    line: Line = field(default_factory=lambda: Line(100e6, 100e6, 0.04))  # of each
+    line: LinkModel = field(default_factory=lambda: LinkModel(100e6, 100e6, 0.04))  # of each
     values: int = 150_000_000  # in one round
     codec: str = "int8"
     phase_s: float = 300.0  # of inner steps, between two rounds
@@ -186,7 +186,7 @@ def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: d
 class Modelled(Costs):
     connect_s = CONNECT_S
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: VirtualConfig) -> None:
         super().__init__(Timeline(setting.seed, smooth=False))
         self.setting, host = setting, setting.host
         self.unreachable_s = setting.silence_s

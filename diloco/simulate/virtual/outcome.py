@@ -18,7 +18,7 @@ from diloco.elastic.protocol.node import Options
 from diloco.elastic.protocol.peers import MINORITY_PATIENCE
 from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.modelled import BYTE_S, MESSAGE_S, PACKED, Modelled, Setting
+from diloco.simulate.virtual.modelled import BYTE_S, MESSAGE_S, PACKED, Modelled, VirtualConfig
 from diloco.simulate.virtual.reductions import Reduction
 from diloco.simulate.virtual.trainer import USUAL
 from diloco.simulate.virtual.world import World, decide
@@ -31,7 +31,7 @@ CONTROL_S = 30.0  # of a round, for messages; more islands than that suffices fo
 
 
 class Churn:
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: VirtualConfig) -> None:
         self.setting, self.costs = setting, Modelled(setting)
         options = Options(
             decide, silence_s=setting.silence_s, straggler=setting.straggler, want=USUAL.want,
@@ -117,7 +117,7 @@ class Outcome:
     standstill: str  # I4: where no round came in time; "" if all did
 
 
-def simulate(setting: Setting) -> Outcome:
+def simulate(setting: VirtualConfig) -> Outcome:
     """Raises Violation, of I1, I2, I3 and I5."""
     began = time.perf_counter()
     run = Churn(setting)
@@ -199,7 +199,7 @@ def _figures(run: Churn, wall_s: float) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     islands: int
     flat: Cost | None  # None: a plan has at most so many members
     two_level: Cost
@@ -211,15 +211,15 @@ class Row:
     front_heartbeats_s: float
 
 
-def rows(setting: Setting, counts: Iterable[int] = COUNTS) -> list[Row]:
+def rows(setting: VirtualConfig, counts: Iterable[int] = COUNTS) -> list[ScalingRow]:
     return [_row(replace(setting, islands=count)) for count in counts]
 
 
-def _row(setting: Setting) -> Row:
+def _row(setting: VirtualConfig) -> ScalingRow:
     n, line = setting.islands, setting.line
     whole, parts = flat(n, setting.values, setting.codec), two_level(n, setting.values, setting.codec)
     beats_s = n * HEARTBEATS / setting.silence_s
-    return Row(
+    return ScalingRow(
         n, whole if n <= MAX_MEMBERS else None, parts, whole.seconds(line, 1.0), parts.seconds(line, 1.0),
         begin_s=8 * PACKED * BEGIN_BYTES * n * n / line.up_bits_per_s,
         heartbeats_bits_s=8 * HEARTBEAT_BYTES * beats_s,

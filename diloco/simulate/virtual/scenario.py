@@ -17,10 +17,10 @@ from diloco.elastic.protocol.record import Ballot
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
-from diloco.simulate.virtual.chances import Setup, disaster_world
+from diloco.simulate.virtual.chances import DisasterConfig, disaster_world
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.faults import MOMENTS, both_ways
-from diloco.simulate.virtual.trainer import Pace
+from diloco.simulate.virtual.trainer import SyncPace
 from diloco.simulate.virtual.world import World
 
 PATIENCE_S = 60.0  # of `until`
@@ -33,7 +33,7 @@ class Unmet(AssertionError):
 
 @dataclass
 class Scenario:
-    setup: Setup = field(default_factory=lambda: Setup(smooth=True))
+    setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
@@ -55,9 +55,9 @@ def parse(text: str) -> Scenario:
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
             case ["fragments", count]:
-                scenario.setup = replace(scenario.setup, pace=Pace(int(count)))
+                scenario.setup = replace(scenario.setup, pace=SyncPace(int(count)))
             case ["fragments", count, "overlapped"]:
-                scenario.setup = replace(scenario.setup, pace=Pace(int(count), overlap=1))
+                scenario.setup = replace(scenario.setup, pace=SyncPace(int(count), overlap=1))
             case ["without", rule, "violation", invariant]:
                 scenario.rule, scenario.violation = rule, invariant
             case words:
@@ -108,7 +108,7 @@ def _obey(world: World, command: str) -> None:
         case ["cut" | "cut-one-way" as what, *sides] if "|" in sides:
             bar = sides.index("|")
             ends = sides[:bar], sides[bar + 1 :]
-            world.tell(f"* {command}")
+            world.note(f"* {command}")
             world.sever(both_ways(*ends) if what == "cut" else product(*ends))
         case ["heal"]:
             world.heal()

@@ -17,7 +17,7 @@ from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.elastic.protocol.record import Head, Offer, Record, holder_name
 from diloco.elastic.protocol.state import RunState, Version
-from diloco.train.policy import SyncPolicy, Taken, View
+from diloco.train.policy import AppliedResult, SyncPolicy, View
 from diloco.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Input = Callable[[Node, float], list[Effect]]
 
 
 @dataclass(frozen=True)
-class Pace:
+class SyncPace:
     """Which fragment is launched, or applied, after which stretch."""
 
     fragments: int = 1
@@ -63,10 +63,10 @@ class Pace:
         return Schedule(launches, self.fragments, delay=self.overlap * min(3, 2 * self.fragments - 1))
 
 
-USUAL = Pace()  # all parameters at once, and everybody waits
+USUAL = SyncPace()  # all parameters at once, and everybody waits
 
 
-class Piece(NamedTuple):
+class SimulatedCut(NamedTuple):
     lo: int
     hi: int
     tokens: int
@@ -75,12 +75,12 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Work:
+class SimulatedProgress:
     """Of one fragment."""
 
     fragment: int
     incarnation: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SimulatedCut] = field(default_factory=list)
     offered: set[tuple[int, int]] = field(default_factory=set)
     hi: int = 0  # the last cut
     mark: int = 0  # of the state that was last taken
@@ -88,7 +88,7 @@ class Work:
     def cut(self, tokens: int, samples: Ranges, steps: int) -> Offer:
         if tokens:
             self.hi += 1
-            self.pieces.append(Piece(self.hi - 1, self.hi, tokens, samples, steps))
+            self.pieces.append(SimulatedCut(self.hi - 1, self.hi, tokens, samples, steps))
         owed = self.owed(self.mark)
         oldest, late = owed[:MAX_PHASES], len(owed) > 1
         lo, hi = oldest[0].lo, oldest[-1].hi
@@ -96,7 +96,7 @@ class Work:
         tokens = sum(piece.tokens for piece in oldest)
         return Offer(self.fragment, lo, hi, tokens, _samples(oldest), incarnation=self.incarnation, late=late)
 
-    def owed(self, mark: int) -> list[Piece]:
+    def owed(self, mark: int) -> list[SimulatedCut]:
         return [piece for piece in self.pieces if piece.lo >= mark]
 
     def rebase(self, mark: int) -> None:
@@ -105,18 +105,18 @@ class Work:
 
 
 class Trainer:
-    def __init__(self, world: World, node: Node, pace: Pace) -> None:
+    def __init__(self, world: World, node: Node, pace: SyncPace) -> None:
         self.world, self.node, self.pace = world, node, pace
         self.speed = 1.0
         self.phases_s = self.phase_until = 0.0  # all that were begun so far; the end of the last one
         count, self.state = pace.fragments, node.state  # as last seen
-        self.works = [Work(fragment, node.incarnation) for fragment in range(count)]
+        self.works = [SimulatedProgress(fragment, node.incarnation) for fragment in range(count)]
         self.versions = [Version(self.state.head.digest, self.state.step)] * count  # of fragments' outer parameters
         self._taken = [version.digest for version in self.versions]
         self._offered_at = [("", 0)] * count
         self._wanted = pace.want
         self._encoded_at = 0.0
-        self.policy = SyncPolicy(self, pace.schedule, self.look())
+        self.policy = SyncPolicy(self, pace.schedule, self.refresh())
         self._loop = self._live()
         self._waits = False
 
@@ -144,7 +144,7 @@ class Trainer:
         """The outer state is another one altogether."""
         self.versions = [Version(state.head.digest, state.step)] * self.pace.fragments
 
-    def moved(self, *, only_leases: bool) -> None:
+    def on_update(self, *, only_leases: bool) -> None:
         """The head is another one; `only_leases`: by a record that admits and leases."""
         if self._waits:
             self._waits = False
@@ -196,14 +196,14 @@ class Trainer:
 
     # what its policy has done
 
-    def look(self) -> View:
+    def refresh(self) -> View:
         """Samples behind late progress are held besides those to train on: with none left, an island could offer
         nothing for the round that is due."""
         self.state = state = self.node.state
         late = size(self._waiting()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
         if self.pace.want + late != self._wanted:
             self._wanted = want = self.pace.want + late
-            self.world.enter(self.node.me, lambda node, now: node.ask(want, now))
+            self.world.enter(self.node.me, lambda node, now: node.request_samples(want, now))
         at = [(version.digest, self._mark(fragment)) for fragment, version in enumerate(self.versions)]
         over = tuple(now != offered for now, offered in zip(at, self._offered_at, strict=True))
         moved = tuple(version != taken for (version, _), taken in zip(at, self._taken, strict=True))
@@ -221,12 +221,12 @@ class Trainer:
 
         self.later(self._encoded_at - self.world.now, partial(self.world.enter, self.node.me, offers))
 
-    def take(self, fragment: int, steps: int, *, launched: bool) -> Taken:
+    def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         self.state, version, work = self.node.state, self.versions[fragment], self.works[fragment]
         work.rebase(self._mark(fragment))
         self._taken[fragment] = version.digest
         self.node.withdraw(fragment)
-        return Taken(version.step * self.pace.stretches, sum(piece.steps for piece in work.owed(work.mark)))
+        return AppliedResult(version.step * self.pace.stretches, sum(piece.steps for piece in work.owed(work.mark)))
 
     def _waiting(self) -> Ranges:
         """Samples behind progress that is not contained yet."""
@@ -236,5 +236,5 @@ class Trainer:
         return self.world.contained(self.node, self.state, fragment)
 
 
-def _samples(pieces: Iterable[Piece]) -> Ranges:
+def _samples(pieces: Iterable[SimulatedCut]) -> Ranges:
     return normal(part for piece in pieces for part in piece.samples)

@@ -19,7 +19,7 @@ class Transcript:
     entries: list[Entry] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)  # of records: 2a, and where there is a fork, 2b
 
-    def tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.entries.append((self.timeline.now, text))
 
     def see(self, name: str, effect: m.Effect) -> None:
@@ -29,7 +29,7 @@ class Transcript:
             case m.Append(record):
                 self._tell_commit(name, record)
             case m.Note(kind, peer, text):
-                self.tell(f"{name}: {kind} {peer}: {text}")
+                self.note(f"{name}: {kind} {peer}: {text}")
 
     def _tell_commit(self, name: str, record: Record) -> None:
         proposal = record.proposal
@@ -42,7 +42,7 @@ class Transcript:
         if record.digest not in self.labels:
             rivals = sum(label[:-1] == number for label in self.labels.values())
             self.labels[record.digest] = f"{number}{chr(ord('a') + min(rivals, 25))}"
-        self.tell(f"{name} commits round {number} of {who} = {self.labels[record.digest]}")
+        self.note(f"{name} commits round {number} of {who} = {self.labels[record.digest]}")
 
     def lines(self) -> Iterator[str]:
         for entry in self.entries:

@@ -22,7 +22,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.reductions import Reductions
-from diloco.simulate.virtual.trainer import USUAL, Input, Pace, Trainer
+from diloco.simulate.virtual.trainer import USUAL, Input, SyncPace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
 
 KEEP_RECORDS = 16  # who lacks more takes the whole state
@@ -85,7 +85,7 @@ class Past:
 
 class World:
     def __init__(
-        self, names: tuple[str, ...], options: Options, costs: Costs, *, rules: Rules = ALL, pace: Pace = USUAL
+        self, names: tuple[str, ...], options: Options, costs: Costs, *, rules: Rules = ALL, pace: SyncPace = USUAL
     ) -> None:
         self.names, self.options, self.costs, self.rules, self.pace = names, options, costs, rules, pace
         self.timeline = costs.timeline
@@ -118,8 +118,8 @@ class World:
         """The state of the greatest head, of those who live."""
         return max((life.node.state for life in self.lives.values()), key=lambda state: state.head)
 
-    def tell(self, text: str) -> None:
-        self.transcript.tell(text)
+    def note(self, text: str) -> None:
+        self.transcript.note(text)
 
     # islands come and go
 
@@ -150,7 +150,7 @@ class World:
         )  # fmt: skip
         trainer = Trainer(self, node, self.pace)
         life = self.lives[name] = Life(node, trainer, self.now)
-        self.tell(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
+        self.note(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
         if peers is None:
             self.enter(name, lambda node, now: node.know(self.names, now))
         for amendment in disk.amendments:
@@ -164,7 +164,7 @@ class World:
         self.amendments += bool(known)
         amendment = Amendment.sign(owner(), self.amendments, "{}")
         for name in known:
-            self.tell(f"{name} is handed amendment {amendment.number}")
+            self.note(f"{name} is handed amendment {amendment.number}")
             self.disks[name].amendments.append(amendment)
             self._bring(name, amendment)
 
@@ -184,13 +184,13 @@ class World:
     def crash(self, name: str, *, silent: bool = False) -> None:
         """`silent`: nobody notices that connections close."""
         if name in self.lives:
-            self.tell(f"{name} crashes")
+            self.note(f"{name} crashes")
             self._end(name, silent=silent)
 
     def leave(self, name: str) -> None:
         """Says goodbye, then ends."""
         self.enter(name, lambda node, now: node.leave(now))
-        self.tell(f"{name} leaves")
+        self.note(f"{name} leaves")
         self._end(name)
 
     def _end(self, name: str, *, silent: bool = False) -> None:
@@ -210,14 +210,14 @@ class World:
 
     def stop(self, name: str) -> None:
         if name in self.lives and name not in self.stopped:
-            self.tell(f"{name} is stopped")
+            self.note(f"{name} is stopped")
             self.stopped[name] = []
             self.calm = False
             self._doubt({name})
 
     def resume(self, name: str) -> None:
         if name in self.stopped:
-            self.tell(f"{name} goes on")
+            self.note(f"{name} goes on")
             for work in self.stopped.pop(name):
                 self.when_running(name, work)
 
@@ -230,7 +230,7 @@ class World:
 
     def heal(self) -> None:
         if self.cut - self.lasting:
-            self.tell("the network is whole again")
+            self.note("the network is whole again")
         self.cut = set(self.lasting)
 
     def _doubt(self, names: set[str]) -> None:
@@ -329,7 +329,7 @@ class World:
     def _tell_trainer(self, name: str, trainer: Trainer, switched: bool) -> None:
         log = self.disks[name].log
         only_leases = not switched and bool(log) and not log[-1].proposal.contributions
-        trainer.when_running(lambda: trainer.moved(only_leases=only_leases))
+        trainer.when_running(lambda: trainer.on_update(only_leases=only_leases))
 
     def _check_bytes(self, name: str, life: Life, begin: m.Begin) -> None:
         for contribution in begin.proposal.contributions:
@@ -372,7 +372,7 @@ class World:
         if state.head > self.lives[name].node.state.head:
             self._tell_switch(self.lives[name].trainer, mine.states[-1], theirs)
             mine.copy(theirs)
-            self.tell(f"{name} moves to round {state.head.round} of {donor}")
+            self.note(f"{name} moves to round {state.head.round} of {donor}")
         self.enter(name, lambda node, now: node.caught_up(state, now))
 
     def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> None:

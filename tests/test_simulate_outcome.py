@@ -14,9 +14,18 @@ from diloco.bench.team import Heard
 from diloco.cli.real import summary
 from diloco.config.file import parse_config
 from diloco.report.events import Events
-from diloco.simulate.real import story
+from diloco.simulate.real import outcome
+from diloco.simulate.real.outcome import (
+    Computed,
+    FaultOutcome,
+    Flow,
+    IslandOutcome,
+    LossPoint,
+    SimulationOutcome,
+    Span,
+    usual_round_s,
+)
 from diloco.simulate.real.page import page, write_page
-from diloco.simulate.real.story import Computed, FaultStory, Flow, IslandStory, LossPoint, Span, Story, usual_round_s
 from diloco.simulate.real.topology import Topology
 from diloco.train.rounds import Rounds
 
@@ -29,7 +38,7 @@ def event(kind: str, at: float = 0.0, **fields: object) -> dict:
 
 def test_a_timeline_joins_computes_waits_dies_and_comes_back():
     events = [event("start", 5), event("wait", 9, seconds=2), event("start", 23), event("end", 30)]
-    assert story.timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
+    assert outcome.timeline([[0, 12], [15, 31]], [[24, 25]], events, end=30) == [
         Span(0, 5, "joining"), Span(5, 7, "computing"), Span(7, 9, "waiting"), Span(9, 12, "computing"),
         Span(12, 15, "dead"), Span(15, 23, "joining"), Span(23, 24, "computing"), Span(24, 25, "stopped"),
         Span(25, 30, "computing"),
@@ -37,19 +46,19 @@ def test_a_timeline_joins_computes_waits_dies_and_comes_back():
 
 
 def test_who_dies_before_it_trains_was_joining_and_who_stays_away_is_dead():
-    assert story.timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
+    assert outcome.timeline([[0, 4]], [], [], end=10) == [Span(0, 4, "joining"), Span(4, 10, "dead")]
 
 
 def test_who_is_killed_after_a_longer_silence_than_its_steps_take_was_waiting():
     steps = [event("start", 0), event("step", 2), event("step", 4), event("wait", 8, seconds=3), event("step", 10)]
     waited = [Span(0, 5, "computing"), Span(5, 8, "waiting")]
     lost = event("elastic", 19, what="lost")  # tells nothing of training
-    assert story.timeline([[0, 20]], [], [*steps, lost], end=20) == [
+    assert outcome.timeline([[0, 20]], [], [*steps, lost], end=20) == [
         *waited, Span(8, 12, "computing"), Span(12, 20, "waiting")
     ]  # fmt: skip
-    assert story.timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
-    assert story.timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
-    assert story.timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
+    assert outcome.timeline([[0, 9]], [], steps[:-1], end=9) == [*waited, Span(8, 9, "computing")]
+    assert outcome.timeline([[0, 11.5]], [], steps, end=11.5) == [*waited, Span(8, 11.5, "computing")]
+    assert outcome.timeline([[0, 20]], [], [*steps, event("end", 20)], end=20) == [*waited, Span(8, 20, "computing")]
 
 
 def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small):
@@ -66,7 +75,7 @@ def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small
 
 
 def test_spans_that_cover_each_other_are_told_once():
-    assert story.flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
+    assert outcome.flat([Span(0, 10, "a"), Span(2, 4, "b"), Span(4, 5, "b"), Span(20, 21, "a")]) == [
         Span(0, 2, "a"), Span(2, 5, "b"), Span(5, 10, "a"), Span(20, 21, "a"),
     ]  # fmt: skip
 
@@ -74,37 +83,39 @@ def test_spans_that_cover_each_other_are_told_once():
 def test_flows_are_what_counters_gained_and_a_restart_loses_nothing():
     counts = [(0, 0), (1, 1000), (2, 1000), (9, 10), (10, 510)]
     samples = [{"time": at, "sent": sent, "received": 2 * sent} for at, sent in counts]
-    seen = story.flows(samples)
+    seen = outcome.flows(samples)
     assert [(flow.begin_s, flow.sent, flow.received) for flow in seen] == [
         (0, 1000, 2000), (1, 0, 0), (2, 10, 20), (9, 500, 1000),
     ]  # fmt: skip
     assert seen[0].up_bits_per_s == 8000 and seen[0].down_bits_per_s == 16000
-    assert story.sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
-    assert story.sending(seen, up_bits_per_s=100_000) == [(0, 1)]
+    assert outcome.sending(seen, up_bits_per_s=20_000) == [(0, 1), (9, 10)]
+    assert outcome.sending(seen, up_bits_per_s=100_000) == [(0, 1)]
     either = [{"time": 0, "sent": 100, "received": 5000}, {"time": 9, "sent": 300, "received": 40}]
-    assert story.flows(either) == [Flow(0, 9, 300, 40)]
+    assert outcome.flows(either) == [Flow(0, 9, 300, 40)]
 
 
-def a_story(name: str = "near", *, setting: str = "sync: {every: 8, codec: int8}") -> Story:
+def an_outcome(name: str = "near", *, setting: str = "sync: {every: 8, codec: int8}") -> SimulationOutcome:
     flow = [Flow(t, t + 1, 10**6 * (t % 3 == 0), 5 * 10**5) for t in range(30)]
     spans = [Span(-5, 0, "joining"), Span(0, 10, "computing"), Span(10, 12, "waiting"), Span(12, 30, "computing")]
     seconds = {"joining": 0.0, "computing": 28.0, "waiting": 2.0, "stopped": 0.0, "dead": 0.0}
-    island = IslandStory(
+    island = IslandOutcome(
         "island-1", "eu", spans, [(0.0, 1.0)], flow, [(0.0, 20e6, 20e6), (15.0, 5e6, 5e6)], 3, seconds, 28 / 30,
         10**7, 10**7,
     )  # fmt: skip
     losses = [LossPoint(8 * n, 1000 * n, 10.0 * n, 10**6 * n, 5.0 - n) for n in range(4)]
     told = [
-        FaultStory("--kill 1@5s", "kill -9 island-1", "kill", 5.0, None, ["island-1"], True),
-        FaultStory("--cut 1|2@6s..9s", "cut <off>", "cut", 6.0, 9.0, ["island-1", "island-2"], True),
-        FaultStory("--stop 1@90s..99s", "island-1 is stopped", "stop", 90.0, 99.0, ["island-1"], False),
+        FaultOutcome("--kill 1@5s", "kill -9 island-1", "kill", 5.0, None, ["island-1"], True),
+        FaultOutcome("--cut 1|2@6s..9s", "cut <off>", "cut", 6.0, 9.0, ["island-1", "island-2"], True),
+        FaultOutcome("--stop 1@90s..99s", "island-1 is stopped", "stop", 90.0, 99.0, ["island-1"], False),
     ]
     computed = Computed(0.1, 0.03, 900.0, 0.9, 1.2)
-    return Story(name, setting, "tiny", 10**6, 30.0, 24, 3, True, True, losses, [island], told, 28 / 30, computed)
+    return SimulationOutcome(
+        name, setting, "tiny", 10**6, 30.0, 24, 3, True, True, losses, [island], told, 28 / 30, computed
+    )
 
 
 def test_the_summary_says_what_did_not_happen_and_what_was_only_computed():
-    lines = list(summary(a_story()))
+    lines = list(summary(an_outcome()))
     assert lines[0] == "near: sync: {every: 8, codec: int8}; 3 rounds in 30 s"
     assert lines[1] == "  island-1 trained 93.3 % of the time; 2.0 s waiting, sent 9.54 MiB"
     assert lines[2].startswith("  --stop 1@90s..99s did not happen")
@@ -112,7 +123,7 @@ def test_the_summary_says_what_did_not_happen_and_what_was_only_computed():
 
 
 def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():
-    text = page([a_story(), a_story("far", setting="sync: {every: 30, codec: int4, delay: 10}")])
+    text = page([an_outcome(), an_outcome("far", setting="sync: {every: 30, codec: int4, delay: 10}")])
     figures = re.findall(r'<figure id="([^"]+)"', text)
     assert figures == ["losses", "utilisation", "timeline-1", "traffic-1", "timeline-2", "traffic-2"]
     assert text.count("<svg") == 6 and "<script" not in text and "<link" not in text
@@ -123,7 +134,7 @@ def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():
 
 
 def test_the_json_has_the_same_story(tmp_path):
-    story.write_json([a_story()], tmp_path / "report.json")
+    outcome.write_json([an_outcome()], tmp_path / "report.json")
     (told,) = json.loads((tmp_path / "report.json").read_text())["simulations"]
     assert told["name"] == "near" and told["islands"][0]["spans"][1] == {
         "begin_s": 0, "end_s": 10, "state": "computing",
@@ -143,12 +154,12 @@ def told(*step_s: float, device: str = "cpu (2 threads)") -> list[dict]:
 
 def computed_for(*islands: tuple[list[dict], list[tuple[float, float, float]]]) -> Computed:
     names = [f"island-{number}" for number in range(1, len(islands) + 1)]
-    stories = [
-        IslandStory(name, "", [], [], [], capacity, 0, dict.fromkeys(story.STATES, 0.0), 0.0, 0, 0)
+    round_events = [
+        IslandOutcome(name, "", [], [], [], capacity, 0, dict.fromkeys(outcome.STATES, 0.0), 0.0, 0, 0)
         for name, (_, capacity) in zip(names, islands, strict=True)
     ]
     heard = {name: events for name, (events, _) in zip(names, islands, strict=True)}
-    found = story.computed(CONFIG, Topology.uniform(len(islands), 50e6, 0.02), heard, stories, steps=100)
+    found = outcome.computed(CONFIG, Topology.uniform(len(islands), 50e6, 0.02), heard, round_events, steps=100)
     assert found is not None
     return found
 
@@ -161,9 +172,9 @@ def test_data_parallel_goes_at_the_pace_of_the_slowest_island():
 
 def test_who_told_only_of_its_start_is_not_the_slowest_unless_all_did():
     short = {"island-1": told(9, 0.1, 0.1), "island-2": told(7)}
-    assert story.slowest_step_s(1000, short) == pytest.approx(0.1)
-    assert story.slowest_step_s(1000, {"island-1": told(2), "island-2": told(7)}) == pytest.approx(7)
-    assert story.slowest_step_s(1000, {"island-1": told()}) is None
+    assert outcome.slowest_step_s(1000, short) == pytest.approx(0.1)
+    assert outcome.slowest_step_s(1000, {"island-1": told(2), "island-2": told(7)}) == pytest.approx(7)
+    assert outcome.slowest_step_s(1000, {"island-1": told()}) is None
 
 
 def test_data_parallel_has_the_slowest_link_at_its_slowest():
@@ -214,7 +225,7 @@ def test_only_rounds_of_several_count_as_those_who_were_in_them_tell_it():
 
 
 def test_the_page_shows_the_measured_round_beside_the_computed_one():
-    shown = page([replace(a_story(), measured_round_s=2.5)])
+    shown = page([replace(an_outcome(), measured_round_s=2.5)])
     assert "A round took 2.5 s from its last launch" in shown and "1.2 s as computed" in shown
 
 
@@ -244,7 +255,7 @@ def browse(path: Path, profile: Path) -> subprocess.CompletedProcess[str]:
 )
 def test_a_browser_without_network_shows_every_plot_and_complains_about_nothing(tmp_path):
     plain, probed = tmp_path / "report.html", tmp_path / "probed.html"
-    write_page([a_story(), a_story("far")], plain)
+    write_page([an_outcome(), an_outcome("far")], plain)
     probed.write_text(plain.read_text().replace("</body>", f"{PROBE}</body>"))
     for path in (plain, probed):
         done = browse(path, tmp_path / "profile")

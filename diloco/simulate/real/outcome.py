@@ -13,7 +13,7 @@ from typing import Any
 from diloco.config.schema import Config
 from diloco.model.accelerators import CPU
 from diloco.plan.plan import describe
-from diloco.plan.predict import Host, Line, Situation, data_parallel_utilisation, predict
+from diloco.plan.predict import Host, LinkModel, Situation, data_parallel_utilisation, predict
 from diloco.plan.workload import workload_of
 from diloco.report.board import Board
 from diloco.report.events import Event
@@ -68,7 +68,7 @@ class LossPoint:
 
 
 @dataclass(frozen=True)
-class IslandStory:
+class IslandOutcome:
     name: str
     region: str
     spans: list[Span]
@@ -83,7 +83,7 @@ class IslandStory:
 
 
 @dataclass(frozen=True)
-class FaultStory:
+class FaultOutcome:
     said: str
     text: str
     kind: str
@@ -105,7 +105,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Story:
+class SimulationOutcome:
     """Times are seconds since all islands of the beginning trained; what came before is negative."""
 
     name: str
@@ -118,14 +118,14 @@ class Story:
     finished: bool
     agree: bool
     losses: list[LossPoint]
-    islands: list[IslandStory]
-    faults: list[FaultStory]
+    islands: list[IslandOutcome]
+    faults: list[FaultOutcome]
     utilisation: float
     computed: Computed | None  # None: nothing was trained
     measured_round_s: float | None = None  # None: no two islands had one
 
 
-def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
+def outcome_of(config: Config, world: World, fleet: SimulatedFleet) -> SimulationOutcome:
     happened, board = fleet.happened, fleet.board
     told = {name: Tail(fleet.plan.folder / name / "events.jsonl").read() for name in fleet.plan.names}
     everything = sorted((event for events in told.values() for event in events), key=lambda event: event["time"])
@@ -136,7 +136,7 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
         for number in range(1, world.topology.islands + 1)
     ]
     start: Event = next((event for event in everything if event["event"] == "start"), {})
-    return Story(
+    return SimulationOutcome(
         name=config.run, setting=describe(config.sync), model=start.get("model", ""),
         parameters=start.get("parameters", 0), seconds=end - zero, step=board.step,
         rounds=sum(bool(event["contributors"]) for event in board.rounds), finished=board.finished, agree=board.agree,
@@ -147,7 +147,7 @@ def story_of(config: Config, world: World, fleet: SimulatedFleet) -> Story:
     )  # fmt: skip
 
 
-def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero: float, end: float) -> IslandStory:
+def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero: float, end: float) -> IslandOutcome:
     name, site, happened = island_name(number), fleet.world.topology.site(number), fleet.happened
     lives, stops = happened.lives.get(name, []), happened.stops.get(name, [])
     spans = [Span(s.begin_s - zero, s.end_s - zero, s.state) for s in timeline(lives, stops, events, end)]
@@ -159,20 +159,20 @@ def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero
     counted = [Span(max(span.begin_s, 0.0), span.end_s, span.state) for span in spans if span.end_s > 0]
     seconds = {state: sum(span.seconds for span in counted if span.state == state) for state in STATES}
     there = sum(seconds.values())
-    return IslandStory(
+    return IslandOutcome(
         name, site.region, spans, sending(seen, site.rates.up_bits_per_s), seen, capacity,
         fleet.board.contributions[name], seconds, seconds["computing"] / there if there else 0.0,
         sum(f.sent for f in seen), sum(f.received for f in seen),
     )  # fmt: skip
 
 
-def _share(islands: Sequence[IslandStory]) -> float:
+def _share(islands: Sequence[IslandOutcome]) -> float:
     """Of the time of all of them that was spent on training."""
     there = sum(sum(island.seconds.values()) for island in islands)
     return sum(island.seconds["computing"] for island in islands) / there if there else 0.0
 
 
-def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandStory], zero: float) -> list[LossPoint]:
+def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandOutcome], zero: float) -> list[LossPoint]:
     """Of the outer parameters; each step once, by whoever tells it first."""
     tokens = {event["round"]: event["tokens"] for event in board.rounds}
     points: dict[int, LossPoint] = {}
@@ -185,14 +185,14 @@ def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandStory
     return [points[step] for step in sorted(points)]
 
 
-def _fault(fault: Fault, *, took_effect: bool) -> FaultStory:
+def _fault(fault: Fault, *, took_effect: bool) -> FaultOutcome:
     until_s = fault.until_s if math.isfinite(fault.until_s) else None
     names = [island_name(island) for island in (*fault.islands, *fault.others)]
-    return FaultStory(fault.said, fault.describe(), fault.kind, fault.at_s, until_s, names, took_effect)
+    return FaultOutcome(fault.said, fault.describe(), fault.kind, fault.at_s, until_s, names, took_effect)
 
 
 def computed(
-    config: Config, topology: Topology, told: Told, islands: Sequence[IslandStory], *, steps: int
+    config: Config, topology: Topology, told: Told, islands: Sequence[IslandOutcome], *, steps: int
 ) -> Computed | None:
     """Of all who came to train, the late ones among them."""
     step_s = slowest_step_s(config.island.batch * config.data.sequence, told)
@@ -201,7 +201,7 @@ def computed(
     trained = [island for island in islands if _told_of(told[island.name], "start", "step")]
     rates = [rates for island in trained for rates in island.capacity]
     delay_s = max((path.delay_s for path in topology.paths.values()), default=0.0)
-    line = Line(min(up for _, up, _ in rates), min(down for _, _, down in rates), delay_s)
+    line = LinkModel(min(up for _, up, _ in rates), min(down for _, _, down in rates), delay_s)
     situation = Situation(workload_of(config), len(trained), line, step_s, _host(config, told))
     expected, parallel = predict(situation, config.sync), data_parallel_utilisation(situation)
     return Computed(step_s, parallel, steps * step_s / parallel, expected.utilisation, expected.round_s)
@@ -237,8 +237,8 @@ def _told_of(events: Sequence[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event["event"] in kinds]
 
 
-def write_json(stories: Sequence[Story], path: Path) -> None:
-    path.write_text(json.dumps({"simulations": [asdict(story) for story in stories]}, allow_nan=False) + "\n")
+def write_json(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+    path.write_text(json.dumps({"simulations": [asdict(outcome) for outcome in outcomes]}, allow_nan=False) + "\n")
 
 
 def timeline(
