@@ -198,7 +198,7 @@ def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.tex").write_text("years of work")
-    assert "is no run of ours" in refused(config_file, "--fresh", "--set", f"checkpoint.dir={other}")
+    assert "is not a diloco run" in refused(config_file, "--fresh", "--set", f"checkpoint.dir={other}")
     refused(config_file, "--set", f"checkpoint.dir={other}")
     assert [path.name for path in other.iterdir()] == ["chapter.tex"]
     assert "use one of them" in refused(config_file, "--fresh", "--resume")

@@ -30,6 +30,14 @@ def test_a_phase_is_a_number_of_steps_or_a_time():
     assert parse_config(config.model_dump(mode="json")) == config
 
 
+@pytest.mark.parametrize("written", ["on", "off", '"on"', "auto"])
+def test_feedback_may_be_written_as_yaml_reads_it(tmp_path, written):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"sync: {{feedback: {written}}}\n")
+    assert load_config(file, []).sync.feedback == load_config(None, [f"sync.feedback={written}"]).sync.feedback
+    assert load_config(file, []).sync.feedback == written.strip('"')
+
+
 def test_the_documented_example_loads(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(DESIGN_EXAMPLE)

@@ -64,6 +64,6 @@ def test_a_run_that_cannot_start_does_not_cost_the_report_of_the_one_before(tmp_
     (tmp_path / "b" / "letter.txt").touch()
     configs = [config_of(tmp_path, name) for name in ("a", "b")]
     done = run_cli("simulate", *configs, "--islands", "1", "--link", "20mbit,20ms", cwd=tmp_path)
-    assert done.returncode != 0 and "b is there already and is no run of ours" in done.stderr
+    assert done.returncode != 0 and "b already exists and is not a diloco run" in done.stderr
     (told,) = json.loads((tmp_path / "a" / "report.json").read_text())["simulations"]
     assert told["name"] == "a" and told["finished"]

@@ -273,7 +273,7 @@ def check_address() -> Iterator[Finding]:
         mend = "connect this machine to a network to train with others"
         yield Finding("address", "warn", "no route outward: only islands on this machine can take part", mend)
     elif ipaddress.ip_address(address).is_private:
-        yield Finding("address", "ok", f"{address}, private: islands elsewhere come in through a relay or an open port")
+        yield Finding("address", "ok", f"{address}, private: islands elsewhere need a port that your router forwards")
     else:
         yield Finding("address", "ok", f"{address}, public")
 

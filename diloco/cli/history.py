@@ -115,7 +115,7 @@ def rewind(
     ] = None,
     set_: Overrides = None,
 ) -> None:
-    """Start a new run from an earlier round of one with others.
+    """Start a new run from an earlier round of another one.
 
     It has that round's parameters, momentum, clock and consumed samples, and other settings where --set gives them.
     The old run stays as it is.
@@ -132,8 +132,8 @@ def rewind(
     say(
         f"{branch.folder} is a new run that begins with round {round} of {branch.source}, at step {parent.step}",
         *next_commands({resume: "trains on from there", f"diloco log {branch.folder}": "says where it comes from"}),
-        f"{branch.source} is as it was. Stop it if it still runs; its tickets let nobody into the new run: islands of",
-        "other machines join that with the ticket it prints, each in a new folder",
+        f"{branch.source} is as it was. Stop it if it still runs; its tickets let nobody into the new run: add",
+        "--islands 1 to open the new run to others: it then prints a ticket of its own",
     )
 
 
@@ -141,7 +141,7 @@ def set_settings(
     run: RunName,
     changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE…", help="What changes.", show_default=False)],
 ) -> None:
-    """Change settings of a run with others, while it trains or not.
+    """Change settings of a run, while it trains or not.
 
     The change is signed with the key of the run's owner, in the folder in which the run was founded. A round makes it
     hold for every island at once; diloco log shows which.

@@ -17,11 +17,11 @@ Number = TypeVar("Number", int, float)
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set sync.every=100. Can be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set inner.lr=1e-3. Can be repeated."),
 ]
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
 Host = Annotated[
-    str | None, typer.Option(help="The address at which others reach this machine. Without it: from this machine only.")
+    str | None, typer.Option(help="The address at which other machines reach this one (default for `run`: none can).")
 ]
 MaxUp = Annotated[str | None, typer.Option(help="Cap on the rate of sending: 20mbit")]
 MaxDown = Annotated[str | None, typer.Option(help="Cap on the rate of receiving: 100mbit")]

@@ -49,6 +49,11 @@ def _steps_or_time(value: object) -> int | str:
     raise ValueError("write a number of inner steps, 1 or more, or a time such as 60s or 5min")
 
 
+def _on_or_off(value: object) -> object:
+    """YAML reads a plain `on` as true."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -273,7 +278,7 @@ class SyncConfig(Section):
     codec: Annotated[str, _one_of(CODECS)] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
-    feedback: Literal["auto", "on", "off"] = key(
+    feedback: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = key(
         "auto", "what encoding loses is added to the next contribution; auto: for codecs that leave much out"
     )
     feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
@@ -346,8 +351,8 @@ class CheckpointConfig(Section):
 
     dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
     snapshot_every: Positive = key(20, "rounds between two saves")
-    keep: Count = key(2, "among others: snapshots that stay, with the log since the oldest; 0 keeps everything", ge=0)
-    remote: str | None = key(None, "among others: snapshots and the log are copied there, too (s3://…, file:///…)")
+    keep: Count = key(2, "snapshots that are kept, with the log since the oldest of them; 0 keeps everything", ge=0)
+    remote: str | None = key(None, "a second place to which snapshots and the log are copied (s3://…, file:///…)")
 
 
 class EvaluateConfig(Section):

@@ -58,7 +58,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     """
     is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
     if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
-        raise SaveError(f"{folder} is there already and is no run of ours: it was left alone; set checkpoint.dir")
+        raise SaveError(f"{folder} already exists and is not a diloco run: it was left alone; set checkpoint.dir")
     if not resume and not fresh and any(has_log(island) or saves(island) for island in folder.glob("island-*/")):
         raise _already_holds(folder, "a run of several islands")
     kept = None
@@ -79,7 +79,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
 
 def _already_holds(folder: Path, what: str) -> SaveError:
     return SaveError(
-        f"{folder} already holds {what}: add --resume to go on with it, --fresh to start again (the old one is kept), "
+        f"{folder} already holds {what}: add --resume to continue it, --fresh to start over (the old one is kept), "
         "or --set run=NAME for another run"
     )
 

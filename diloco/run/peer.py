@@ -138,7 +138,7 @@ class Peer(LocalPeer):
             where["listen_port"] = where["listen_port"] or _free_port(listen)  # it has to be said beforehand
             where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
         if listen in (ANYWHERE, "::"):
-            log.warning("%s is no address of this machine: it must be led here, to any port", host)
+            log.warning("%s is not an address of this machine: your router must forward every port to it", host)
         try:
             return Directory.start(self.identity, self.run_id, bootstrap=self._places, **where)
         except DirectoryError:

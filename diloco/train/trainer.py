@@ -148,7 +148,8 @@ class Trainer(Participant):
         if 0 < phase <= skipped - skipped_before:
             again = ", and resume from the last save with --resume" if saves(Path(self.config.dir)) else ""
             raise TrainingDiverged(
-                f"all {phase} steps up to step {self.step_count} had infinite or NaN gradients: lower inner.lr{again}"
+                f"all {phase} steps up to step {self.step_count} had infinite or NaN gradients: lower inner.lr{again} "
+                "(with other islands: diloco rewind RUN ROUND --set inner.lr=…)"
             )
         self._checked_at = steps, skipped
 

@@ -55,7 +55,7 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
     points = sorted(points_of(folder, journal), key=lambda point: (point.end.head, point.kept.state.head))
     for point in reversed(points):
         if point.kept.genesis != run.genesis_digest:
-            raise SaveError(f"{folder} holds the log of another run: choose another folder, or --fresh")
+            raise SaveError(f"{folder} holds the log of another run: choose another folder")
         with _setting_aside(point.path, report):
             vectors = read_vectors(point.path, point.manifest)
             state = replay(point, vectors, journal, run, report)
