@@ -1,4 +1,4 @@
-"""What survives: the outer log, snapshots, inner state, recovery."""
+"""What survives a crash: the outer log, snapshots, the inner state, and how they are recovered."""
 
 if __name__ != "diloco.checkpoint":
     raise ImportError(

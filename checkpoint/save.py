@@ -1,5 +1,6 @@
-"""A plain save: everything the next step depends on, in one folder that appears at once or not at all. Training does
-not wait for it (`Saver`): it is made of a copy, in a thread of its own.
+"""A plain save: everything that the next inner step depends on, in one folder that appears at once or not at all.
+
+Training does not wait for it: `Saver` writes a copy, in a thread of its own.
 
 `DIR/save-00000400/` holds `inner/` (torch distributed checkpoint: each process writes its shards, any mesh can load
 them), `outer.safetensors` (the outer state) and `facts.json`, written last.
@@ -45,7 +46,8 @@ Failed = Callable[[SaveError], None]
 
 
 class Saver:
-    """Of one island: all its processes use theirs at the same steps. What became of a save is told in its thread."""
+    """Write an island's saves in the background. All its processes use theirs at the same steps; whether a save was
+    written or failed is reported on its thread."""
 
     def __init__(self, folder: Path, written: Written, failed: Failed) -> None:
         self._folder, self._written, self._failed = folder, written, failed
@@ -54,7 +56,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
 
     def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Copied when it returns. It waits for the save before this one."""
+        """Wait for the save before this one, copy the state, and start to write it; then the tensors may change."""
         self.wait()
         inner = BlockingAsyncStager().stage(inner)
         outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
@@ -66,7 +68,7 @@ class Saver:
         self._thread.start()
 
     def _time_to_spare(self) -> float:
-        """Half of what was between the last two saves: the next one is not to wait for this one."""
+        """Return half the seconds between the last two saves: the next one is not to wait for this one."""
         before, self._begun_at = self._begun_at, time.monotonic()
         return (self._begun_at - before) / 2
 
@@ -86,7 +88,7 @@ class Saver:
             self._written(step, path, time.perf_counter() - started)
 
     def wait(self) -> None:
-        """For what has been begun."""
+        """Wait until the save that was begun is on disk; its thread takes no more rests."""
         if self._thread is not None:
             self._pace.hurry()
             self._thread.join()
@@ -96,6 +98,7 @@ class Saver:
 
     @property
     def writing(self) -> bool:
+        """Tell whether a save is being written now, in the background."""
         return self._thread is not None and self._thread.is_alive()
 
 
@@ -109,9 +112,12 @@ def write_save(
     group: dist.ProcessGroup | None = None,
     rest: Rest = no_rest,
 ) -> Path:
-    """In place of an earlier save of this step. All processes of the island call it, over one file system; only the
-    leader (rank 0) needs `outer` and `facts`. A SaveError comes to all of them. `group`: what they talk by, if not by
-    the one they train by."""
+    """Write a save in place of an earlier one of this step, and return its folder.
+
+    All processes of the island call it, over one file system; only the leader (rank 0) needs `outer` and `facts`. A
+    SaveError is raised on all of them. `group`: the process group that they communicate by, if it is not the one that
+    trains.
+    """
     final = folder / f"save-{step:08}"
     part = folder / (final.name + PART)
 
@@ -154,7 +160,7 @@ class _RestingFiles(FileSystem):
 
 
 class _RestingFile(io.BufferedWriter):
-    """Of the many small writes of a tensor, whoever writes rests after each few megabytes."""
+    """Rest after every few megabytes: a tensor is written in many small writes."""
 
     def __init__(self, path: str | os.PathLike[str], rest: Rest) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -169,13 +175,13 @@ class _RestingFile(io.BufferedWriter):
         return written
 
     def fileno(self) -> int:
-        """Whoever asks is about to sync."""
+        """Flush first: whoever asks is about to sync."""
         self.flush()
         return super().fileno()
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """If it fails, it fails on every process: nobody waits for one that has given up."""
+    """Let the leader do the work; if it fails, it fails on every process, so nobody waits for one that has given up."""
     error: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -192,7 +198,8 @@ def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> Non
 
 
 def _clean(folder: Path) -> None:
-    """What a writer left when it died. One that died while it replaced a save left that as `.aside`, which counts."""
+    """Remove what a writer left when it died. One that died while it replaced a save left that as `.aside`: where there
+    is no other, it gets its name back."""
     for left_over in folder.glob(f"save-*{PART}"):
         shutil.rmtree(left_over)
     for aside in folder.glob(f"save-*{ASIDE}"):
@@ -203,14 +210,16 @@ def _clean(folder: Path) -> None:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """By age, not by name: a clock of many islands may go back. Whoever dies at it leaves none that looks whole."""
+    """Remove old saves, by age and not by name: a clock of many islands may go back. Each is renamed first, so dying
+    here leaves none that looks whole."""
     others = sorted((save for save in saves(folder) if save != newest), key=age)
     for old in others[: 1 - KEEP]:
         shutil.rmtree(old.rename(old.with_name(old.name + PART)))
 
 
 def age(save: Path) -> tuple[int, int]:
-    """Its round, and the inner steps done by then: the run's clock may go back within a round."""
+    """Return a save's round and the inner steps done by then, to sort by: the run's clock may go back within a round. A
+    save that cannot be read is the oldest."""
     try:
         facts = read_facts(save)
     except SaveError:
@@ -219,7 +228,7 @@ def age(save: Path) -> tuple[int, int]:
 
 
 def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
-    """Of an outer state by itself: nothing can be resumed from it, but its model can be had."""
+    """Write a save of an outer state by itself: nothing can be resumed from it, but it holds the model."""
     final = folder / f"save-{step:08}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,12 +242,13 @@ def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: d
 
 
 def saves(folder: Path) -> list[Path]:
-    """Complete saves, by step."""
+    """List the complete saves in a folder, by step; one left as `.aside` counts until its replacement is there."""
     found = sorted(path.parent for path in folder.glob("save-*/facts.json") if path.parent.suffix != PART)
     return [save for save in found if save.suffix != ASIDE or save.with_suffix("") not in found]
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
+    """Return the entries of a save's `facts.json`; those of `OF_ALONE` are None where it has none."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
         return {name: facts[name] for name in FACTS} | {name: facts.get(name) for name in OF_ALONE}
@@ -249,6 +259,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def read_outer(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a save's outer state by name, on the CPU; raise SaveError where they cannot be read."""
     try:
         tensors: dict[str, Tensor] = load_file(folder / "outer.safetensors")
     except (OSError, SafetensorError) as error:
@@ -259,8 +270,8 @@ def read_outer(folder: Path) -> dict[str, Tensor]:
 def read_inner(folder: Path, into: dict[str, Any]) -> None:
     """Fill the tensors of `into`, each process its own shards, whatever mesh wrote them.
 
-    `rng.*` entries that the save lacks are taken out of `into`: they belong to processes that were not there. The
-    files are the island's own, never a peer's: their index is a pickle.
+    `rng.*` entries that the save lacks are removed from `into`: they belong to processes that did not exist when it was
+    written. The files are the island's own, never a peer's: their index is a pickle.
     """
     try:
         known = FileSystemReader(folder / "inner").read_metadata().state_dict_metadata

@@ -1,4 +1,4 @@
-"""`diloco.connect`: any PyTorch loop takes part in a run. What it is handed is a `Run` (train/user_loop.py)."""
+"""`diloco.connect` lets any PyTorch loop take part in a run, through the `Run` that it yields (train/user_loop.py)."""
 
 import os
 import time
@@ -56,10 +56,10 @@ def connect(
 
     Leaving the block contributes what is left and says goodbye. An exception leaves at once.
 
-    A program that is started again goes on. Alone, exactly where it stopped: model, state of the optimizer, rounds
-    under way, position in the data, torch's random numbers; the optimizer's settings are the program's own (let a
-    learning rate follow `run.step_count`). Among others, from where its own log of the run ends, or where the others
-    are by now, with the optimizer's state of its newest save.
+    A program that is started again resumes. Alone, it continues exactly where it stopped: model, state of the
+    optimizer, rounds under way, position in the data, torch's random numbers; the optimizer's settings are the
+    program's own (let a learning rate follow `run.step_count`). Among others, it continues from where its own log of
+    the run ends, or where the others are by now, with the optimizer's state of its newest save.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise DeviceError("diloco.connect takes part with one process an island: start it without torchrun")
@@ -87,7 +87,7 @@ def connect(
 
 
 def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnModel, *, fresh: bool) -> Run:
-    """A new run; or, where the folder holds one that was founded there, that one again."""
+    """Found a run; or, where the folder holds one that was founded there, resume that one."""
     if dir is not None:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": str(dir)})})
     own.fragments(config.sync)  # refuses what cannot work, before anything on disk is touched
@@ -123,7 +123,7 @@ def _join(enter: Callable[[Connection], RunEntry], connection: Connection, text:
 
 
 def _read(where: str | Path | Mapping[str, Any] | Config) -> str | Config:
-    """A ticket, or the configuration of a run to be founded."""
+    """Return a ticket, or the configuration of a run to be founded."""
     if isinstance(where, Config):
         return where
     if isinstance(where, Mapping):
@@ -137,7 +137,10 @@ def _read(where: str | Path | Mapping[str, Any] | Config) -> str | Config:
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
-    """Warm-up is of the built-in optimizer: left unsaid, its default does not stand against a short run."""
+    """Parse a configuration whose warm-up is 0 unless it says otherwise.
+
+    Warm-up belongs to the built-in optimizer, and its default must not make a short run impossible.
+    """
     inner = tree.get("inner")
     return parse_config({**tree, "inner": {"warmup": 0, **inner} if isinstance(inner, Mapping) else inner})
 
@@ -145,7 +148,10 @@ def _parse(tree: Mapping[str, Any]) -> Config:
 def _connection(
     name: str | None, host: str | None, max_up: str | None, max_down: str | None, link: str | None
 ) -> Connection:
-    """Without name and host where none is given: who founds and who joins has others."""
+    """Return the connection of this island, without name and host where none is given.
+
+    Founding and joining have different defaults for these.
+    """
     try:
         rate, delay_s = (None, 0.0) if link is None else parse_link(link)
         up, down = (None if text is None else parse_rate(text) for text in (max_up, max_down))

@@ -1,7 +1,7 @@
 """Write files and folders so that they appear whole or not at all: under another name first, then renamed.
 
 `durable` puts the content and the new name on the disk before the call returns; without it a crash of the machine (not
-of the process) may lose the newest write.
+of the process) may lose the newest write. Of a folder it covers the names only, so its writer syncs the files in it.
 """
 
 import os
@@ -15,13 +15,16 @@ PART, ASIDE = ".part", ".aside"
 
 
 def write_file(path: Path, data: bytes | str, *, durable: bool = False) -> None:
-    """Replace the file, or make it."""
+    """Replace the file, or make it: at no time has it half of the content."""
     with appearing(path, durable=durable) as draft:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def create_file(path: Path, data: bytes, *, mode: int | None = None, durable: bool = False) -> bool:
-    """Make a new file; return False where there is one already, which stays as it is."""
+    """Make a new file; return False where there is one already, which stays as it is.
+
+    `durable` covers its content here, but not its name.
+    """
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb") as file:
@@ -52,7 +55,10 @@ def appearing(path: Path, draft: Path | None = None, *, durable: bool = False) -
 
 
 def publish(draft: Path, path: Path, *, durable: bool = False) -> None:
-    """Rename a draft to `path`. Whoever dies while it replaces a folder leaves the earlier one as `.aside`."""
+    """Rename a draft to `path`, in place of what was there.
+
+    A process that dies while it replaces a folder leaves the earlier one as `.aside`.
+    """
     if durable:
         sync_path(draft)
     aside = draft.with_suffix(ASIDE)

@@ -15,7 +15,7 @@ MAX_COUNT = 2**63 - 1
 
 
 def parse_rate(value: object) -> float:
-    """Bits per second: `20mbit`, `1.5gbit`, `1gbit/s`."""
+    """Parse a rate such as `20mbit`, `1.5gbit` or `1gbit/s`, and return bits per second."""
     rate = _parse(value, RATE_UNITS, "a rate such as 20mbit or 1gbit")
     if rate and not SLOWEST <= rate <= FASTEST:
         raise ValueError("no link has such a rate: write one from 1bit to 1000tbit, such as 20mbit or 1gbit")
@@ -23,12 +23,12 @@ def parse_rate(value: object) -> float:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds: `80ms`, `5s`, `2min`; a bare number is seconds."""
+    """Parse a duration such as `80ms`, `5s` or `2min`, and return seconds; a bare number is seconds."""
     return _parse(value, DURATION_UNITS, "a duration such as 80ms, 5s or 2min")
 
 
 def parse_link(value: str) -> tuple[float, float]:
-    """Bits per second and one-way delay in seconds: `100mbit,40ms`, or `100mbit` alone."""
+    """Parse `100mbit,40ms`, or `100mbit` alone, and return bits per second and the one-way delay in seconds."""
     rate, _, delay = value.partition(",")
     bits_per_s = parse_rate(rate.strip())
     if not bits_per_s:
@@ -37,7 +37,10 @@ def parse_link(value: str) -> tuple[float, float]:
 
 
 def parse_delay(value: str) -> float:
-    """Seconds, of a network: `80ms`. Who writes a bare 20 means milliseconds, so a unit is asked for."""
+    """Parse a delay of a network such as `80ms`, and return seconds.
+
+    A unit is required: whoever writes a bare 20 means milliseconds.
+    """
     if not value[-1:].isalpha():
         raise ValueError("the unit is missing; write a delay such as 20ms")
     delay_s = parse_duration(value)
@@ -47,7 +50,7 @@ def parse_delay(value: str) -> float:
 
 
 def parse_count(value: object) -> int:
-    """A whole number: `25M`, `1_000`, `2k`."""
+    """Parse a whole number such as `25M`, `1_000` or `2k`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         number: float = value
     else:
@@ -60,12 +63,18 @@ def parse_count(value: object) -> int:
 
 
 def is_whole(text: str) -> bool:
-    """Plain digits, as islands are numbered: no sign, no ², not so many that they can mean nothing."""
+    """Return whether a text is plain digits, as islands are numbered: no sign, no ².
+
+    More than nine digits can mean nothing, and do not count.
+    """
     return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def parse_share(value: str) -> float:
-    """Part of a whole, above 0 and below 1: `95%`. Who writes a bare 95 or 0.95 may mean either."""
+    """Parse a share such as `95%`, and return a number above 0 and below 1.
+
+    The percent sign is required: a bare 95 or 0.95 may mean either.
+    """
     number, unit = value.strip()[:-1], value.strip()[-1:]
     share = _parse(number, {"": 1.0}, "a share such as 95%") / 100 if unit == "%" else math.nan
     if not 0 < share < 1:
@@ -91,19 +100,22 @@ def _parse(value: object, units: dict[str, float], expected: str) -> float:
 
 
 def format_rate(bits_per_s: float) -> str:
+    """Return bits per second as text for people, such as `20 mbit/s`."""
     return _scaled(bits_per_s, [("gbit/s", 1e9), ("mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)])
 
 
 def format_count(number: float) -> str:
+    """Return a number as text for people, with three digits: `25M`, `1.5k`; B is 10⁹."""
     return _scaled(number, [("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)], space="")
 
 
 def format_size(size: float) -> str:
+    """Return bytes as text for people, in powers of 1024: `1.5 GiB`."""
     return _scaled(size, [("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)])
 
 
 def format_duration(seconds: float) -> str:
-    """For reading at a glance: `0.4 s`, `48 s`, `3:05 min`, `2:10 h`."""
+    """Return seconds as text to be read at a glance: `0.4 s`, `48 s`, `3:05 min`, `2:10 h`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:

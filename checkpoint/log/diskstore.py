@@ -1,11 +1,11 @@
 """A log and snapshots in a folder of this island's own.
 
 The guarantee: what was handed in before `then(act)` is on disk when `act` is called, unless the disk refuses, which is
-told at once. So a crash loses what was being written, and never what somebody was told of. Nobody waits for the disk:
-one thread writes what has come up since it last looked and syncs once for all of it, another one writes snapshots.
+reported at once. So a crash loses what was being written, and never what was announced to others. Nobody waits for the
+disk: one thread writes all that has been handed in and syncs once for all of it, another one writes snapshots.
 
-Records are durable when they are on disk together with a snapshot that they lead on from: the log's *anchor*. After
-the disk has refused something, and after a move to another branch, it has none until the next snapshot is written.
+Records are durable when they are on disk together with a snapshot from which they can be replayed: the log's *anchor*.
+After the disk has refused something, and after a move to another branch, there is none until the next snapshot.
 """
 
 import logging
@@ -35,7 +35,7 @@ Report = Callable[[str, str], None]  # what happened, in which words
 
 @dataclass(frozen=True)
 class Job:
-    """For the thread that writes: a frame, a head that moves, something to do when all before is durable."""
+    """Describe work for the writer thread: a frame, a head to move to, a call for when all before is durable."""
 
     kind: Kind | None = None
     head: bytes = b""
@@ -47,10 +47,13 @@ class Job:
 
 
 class DiskStore(Store):
+    """Keep an island's log and snapshots in a folder, written by two threads. `durable` is the highest round that the
+    folder gives back after a crash."""
+
     keeps = True
 
     def __init__(self, folder: Path, report: Report, *, keep: int = KEEP, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Reads all that is there, cuts off what a dying writer left torn, and says so. OSError where that fails."""
+        """Read the folder, cut off what a dying writer left torn, and report it; raise OSError where that fails."""
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         self.folder, self.report = folder, report
@@ -78,7 +81,7 @@ class DiskStore(Store):
         self._threads: list[threading.Thread] = []
 
     def begin(self, genesis: str, version: str, round: int, *, known: bool) -> None:
-        """From here on it is written to. `known`: this head can be had from what is here."""
+        """Start the writer threads, from this head on. `known`: what the folder holds leads to this head."""
         self._genesis, self._head, self._anchored = genesis, (version, round), known
         self.durable = round if known else 0
         try:
@@ -112,6 +115,7 @@ class DiskStore(Store):
         self._hand_in(Job(Kind.STATE, f"{version} {digest}".encode()))
 
     def then(self, act: Callable[[], None]) -> None:
+        """Call `act` on the writer thread when all before is on disk, or at once where nothing is left to write."""
         with self._changed:
             waits = bool(self._jobs or self._busy) and not self._dead
             if waits:
@@ -120,20 +124,20 @@ class DiskStore(Store):
             act()
 
     def snapshot(self, contents: SnapshotContents) -> None:
-        """What comes while one is written takes the place of what waits."""
+        """Write a snapshot on a thread of its own; one that comes meanwhile replaces the one that waits."""
         with self._changed:
             self._contents = contents
             self._changed.notify_all()
 
     @property
     def writing_snapshot(self) -> bool:
-        """A snapshot is being written, or waits."""
+        """Tell whether a snapshot is being written or waits to be."""
         with self._changed:
             return self._contents is not None or self._writing_snapshot
 
     @property
     def wants_snapshot(self) -> bool:
-        """The log has no anchor."""
+        """Tell whether the log needs an anchor: none is on its way, and the disk has not just refused something."""
         with self._changed:
             possible = self._segment is not None and time.monotonic() > self._retry_at
             return possible and not self._anchored and not self.writing_snapshot
@@ -145,7 +149,7 @@ class DiskStore(Store):
                 self._changed.notify_all()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A thread that dies is told of, and nobody waits for it."""
+        """Run a thread's work; if it dies, that is reported, and nobody waits for it."""
         try:
             work()
         except Exception as error:
@@ -173,7 +177,7 @@ class DiskStore(Store):
             return entry is not None and self.journal.has(entry.payload)
 
     def item(self, payload: str) -> Item | None:
-        """Read back from the log, and checked. None where it is not here, or not what was written, which is told."""
+        """Return a result, read back and checked; None where it is missing, or damaged, which is reported."""
         with self._changed:
             item, place = self._items.get(payload), self.journal.payloads.get(payload)
         if item is not None or place is None:
@@ -197,7 +201,7 @@ class DiskStore(Store):
             return self.journal.broken_after(versions, self._head[0])
 
     def close(self) -> None:
-        """What was handed in is written; so is a snapshot that has been begun or waits."""
+        """Write what was handed in, and a snapshot that has been begun or waits, then end the threads."""
         self._pace.hurry()
         with self._changed:
             self._closing = True
@@ -222,7 +226,7 @@ class DiskStore(Store):
                 self._segment.close()
 
     def _carry_out(self, jobs: list[Job]) -> None:
-        """One sync for all of them."""
+        """Write all these jobs with one sync, then make the calls that waited for it."""
         try:
             if self._segment is None and time.monotonic() > self._retry_at:
                 self._lose_anchor()
@@ -324,7 +328,7 @@ class DiskStore(Store):
             self._write_snapshot(contents)
 
     def _rest(self) -> None:
-        """Not while the log has no anchor: nothing is durable until there is one."""
+        """Rest between pieces, but not while the log has no anchor: nothing is durable until there is one."""
         if self._anchored:
             self._pace.rest()
         else:
@@ -351,7 +355,7 @@ class DiskStore(Store):
             log.warning("%s: old snapshots and segments stay: %s", self.folder, error)
 
     def _prune(self) -> None:
-        """Keep the last snapshots and the log since the oldest of them. Those that cannot be read count for nothing."""
+        """Keep the last snapshots and the log since the oldest of them. Snapshots that cannot be read do not count."""
         found = manifests(self.folder)
         if not self._keep or len(found) < self._keep:  # 0 keeps everything
             return

@@ -20,7 +20,7 @@ NOTHING = hashlib.sha256(b"").hexdigest()  # the result of a record that changes
 
 @dataclass(frozen=True)
 class Entry:
-    """Opaque here: a digest that names its parent's, a header, and the digest of the result's bytes."""
+    """Hold a committed record, opaque here: header, digest, parent's digest, and the digest of the result's bytes."""
 
     round: int
     digest: str
@@ -30,7 +30,7 @@ class Entry:
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """Number the kinds of frames in a segment."""
 
     HEADER = 1
     MEMORY = 2  # what a restart must not forget: promises, a result that is held
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """Opens every segment."""
+    """Open a segment, by naming its run and the head that its records follow."""
 
     genesis: str
     base: str  # the head that its records follow
@@ -51,7 +51,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Trouble:
-    """`round`: of the record concerned, where it can be told."""
+    """Describe damage in a segment. `round` is that of the record concerned; None where it cannot be known."""
 
     path: Path
     text: str
@@ -65,6 +65,8 @@ class Trouble:
 
 @dataclass
 class Journal:
+    """Hold an index of a log: records, where the bytes of their results lie, digests of states, and damage."""
+
     entries: dict[str, Entry] = field(default_factory=dict)
     children: dict[str, str] = field(default_factory=dict)
     payloads: dict[str, ByteRange] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Journal:
 
     @classmethod
     def read(cls, folder: Path) -> "Journal":
-        """Every byte is checked; nothing is changed."""
+        """Read the segments in a folder and check every byte; nothing is changed."""
         journal, damages = cls(), []
         for path in segment_paths(folder):
             found = scan(path)
@@ -92,7 +94,7 @@ class Journal:
         return journal
 
     def take(self, kind: int, head: bytes, body: ByteRange) -> None:
-        """A frame that is whole, in the order of writing."""
+        """Add a frame that is whole to the index; frames come in the order of writing."""
         match kind:
             case Kind.HEADER:
                 tree = json.loads(head)
@@ -111,15 +113,17 @@ class Journal:
                 self.states[version] = digest
 
     def add(self, entry: Entry) -> None:
+        """Add a record, which from now on is the one that follows its parent."""
         self.entries.pop(entry.digest, None)
         self.entries[entry.digest] = entry
         self.children[entry.parent] = entry.digest
 
     def has(self, payload: str) -> bool:
+        """Tell whether the bytes of a result are here; those of an empty result always are."""
         return payload == NOTHING or payload in self.payloads
 
     def payload(self, digest: str) -> bytes | None:
-        """The bytes, if they are here and are what was written."""
+        """Return the bytes of a result; None where they are missing or not what was written."""
         if digest == NOTHING:
             return b""
         place = self.payloads.get(digest)
@@ -127,7 +131,7 @@ class Journal:
         return raw if raw is not None and hashlib.sha256(raw).hexdigest() == digest else None
 
     def chain(self, version: str) -> list[Entry]:
-        """What follows this head, as far as the bytes are here."""
+        """List the records that follow this head, as far as the bytes of their results are here."""
         found: list[Entry] = []
         while (digest := self.children.get(version)) is not None:
             entry = self.entries[digest]
@@ -138,6 +142,7 @@ class Journal:
         return found
 
     def leading_to(self, head: str) -> list[Entry]:
+        """List the records that end with this head, oldest first, as far back as there are any."""
         found: list[Entry] = []
         while (entry := self.entries.get(head)) is not None:
             found.append(entry)
@@ -145,9 +150,10 @@ class Journal:
         return found[::-1]
 
     def broken_after(self, versions: list[str], head: str) -> str | None:
-        """The head after which something is missing between the snapshots of these versions, by age, and this head.
+        """Return the head after which something is missing on the way to this head; None if nothing is.
 
-        Where an island took another head over as a whole, a segment begins that no record leads to: that is no damage.
+        The way begins at one of the snapshots of these versions, oldest first. Where an island took another head over
+        as a whole, a segment begins that no record leads to: that is no damage.
         """
         leading = self.leading_to(head)
         first = leading[0].parent if leading else head
@@ -161,17 +167,19 @@ class Journal:
         return None if last == head else last
 
     def forget(self, path: Path) -> None:
-        """A segment that is no longer there."""
+        """Remove the header and the results of a segment that was deleted; its records stay in the index."""
         self.headers.pop(path, None)
         for digest in [digest for digest, place in self.payloads.items() if place.path == path]:
             del self.payloads[digest]
 
 
 def header_frame(header: Header) -> bytes:
+    """Encode a segment's header, as the head of the segment's first frame."""
     return canonical(vars(header))
 
 
 def record_frame(entry: Entry) -> bytes:
+    """Encode an entry as the head of its frame; the record itself is the frame's body."""
     return canonical({name: value for name, value in vars(entry).items() if name != "header"})
 
 

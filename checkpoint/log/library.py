@@ -1,8 +1,8 @@
-"""What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each;
-and the records whose results are among them.
+"""What a peer keeps for others to fetch: names -> bytes that never change, cut into chunks with a digest each; and the
+records whose results are among them.
 
-An `ItemManifest` describes an item: whoever has the right one can take the chunks from anybody. It comes from peers, so
-it is checked, and its sizes are bounded, before anything of that size is made.
+An `ItemManifest` describes an item: whoever has the right one can take the chunks from any peer. It comes from peers,
+so it is checked, and its sizes are bounded, before anything of that size is allocated.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again
 
 @dataclass(frozen=True)
 class ItemManifest:
-    """Always sound: one that cannot be right is ParcelRefused. Whether its size is the expected one, its user knows."""
+    """Describe an item: its size and the digests of its chunks. It is always consistent, else ManifestRefused is
+    raised; only its user knows which size to expect."""
 
     name: str
     size: int
@@ -44,14 +45,17 @@ class ItemManifest:
             raise ManifestRefused(f"{self.name!r}: {len(self.digests)} digests for {count} chunks")
 
     def chunk(self, number: int) -> slice:
+        """Return the slice of the item's bytes that this chunk covers; the last one may be shorter."""
         return slice(number * self.chunk_bytes, min((number + 1) * self.chunk_bytes, self.size))
 
     def encode(self) -> bytes:
+        """Encode the manifest as donors send it: name, size, bytes of a chunk, then all digests."""
         head = packing.text(self.name, MAX_NAME_BYTES)
         return head + packing.integer(self.size, 8) + packing.integer(self.chunk_bytes, 4) + b"".join(self.digests)
 
     @classmethod
     def decode(cls, raw: Buffer) -> "ItemManifest":
+        """Decode what a peer sent; raise ManifestRefused where it is too long, malformed or inconsistent."""
         if len(raw) > MAX_MANIFEST_BYTES:
             raise ManifestRefused(f"a description of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are accepted")
         reader = Reader(bytes(raw))
@@ -66,7 +70,7 @@ class ItemManifest:
 
 
 def chunk_count(name: str, size: int, chunk_bytes: int) -> int:
-    """ParcelRefused for what no item can be."""
+    """Return how many chunks an item has; raise ManifestRefused for a name or a size that no item can have."""
     try:
         packing.text(name, MAX_NAME_BYTES)
     except Malformed as bad:
@@ -79,7 +83,7 @@ def chunk_count(name: str, size: int, chunk_bytes: int) -> int:
 
 
 class Item:
-    """A chunk's digest is worked out when it is first asked for: gigabytes take seconds."""
+    """Hold an item's bytes. A chunk's digest is computed when it is first asked for: gigabytes take seconds."""
 
     def __init__(self, name: str, data: Buffer, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.name = name
@@ -90,23 +94,26 @@ class Item:
         self._digests: list[bytes | None] = [None] * self.count
 
     def digest(self, number: int) -> bytes:
+        """Return the SHA-256 of a chunk, computed on first use; any thread may call it."""
         known = self._digests[number]
         if known is None:  # two threads may both work it out, and find the same
             known = self._digests[number] = hashlib.sha256(self.chunk(number)).digest()
         return known
 
     def chunk(self, number: int) -> memoryview:
+        """Return the bytes of a chunk, as a view of the item."""
         return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
     def description(self) -> ItemManifest:
+        """Build the item's manifest; this computes every digest that is not known yet."""
         return ItemManifest(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
 
 
 class Library:
-    """Items by name, for any thread. Data is not copied: nobody may change it while the item is here.
+    """Hold items by name, for any thread. Data is not copied: nobody may change it while the item is here.
 
-    `on_missing` makes an item, or its bytes, when somebody asks for a name that is not here. It is called in the
-    threads that serve peers, with whatever name a peer thought of, once for each request; what it gives is not kept.
+    `on_missing` makes an item, or its bytes, when a name is requested that is not here. It is called on the threads
+    that serve peers, with whatever name a peer sent, once for each request; its result is not kept.
     """
 
     def __init__(self, on_missing: Callable[[str], Buffer | Item | None] | None = None) -> None:
@@ -115,18 +122,19 @@ class Library:
         self._lock = threading.Lock()
 
     def put(self, name: str, data: Buffer, *, chunk_bytes: int = CHUNK_BYTES) -> Item:
-        """Takes the place of an item of that name: whoever fetches that one is told that it is not here any more."""
+        """Add an item, in place of one of that name: peers that are fetching the old one learn that it is gone."""
         item = Item(name, data, chunk_bytes)
         with self._lock:
             self._items[name] = item
         return item
 
     def held(self, name: str) -> Item | None:
-        """If it need not be made."""
+        """Return an item that is in the library; None where `on_missing` would have to make it."""
         with self._lock:
             return self._items.get(name)
 
     def get(self, name: str) -> Item | None:
+        """Return an item, from the library or else from `on_missing`; None where neither has it."""
         item = self.held(name)
         if item is None and self._on_missing is not None:
             made = self._on_missing(name)
@@ -134,25 +142,28 @@ class Library:
         return item
 
     def drop(self, name: str) -> None:
+        """Remove an item; it is no error if there is none of that name."""
         with self._lock:
             self._items.pop(name, None)
 
     def names(self) -> list[str]:
+        """List the items that are in the library, sorted; what `on_missing` could make is not among them."""
         with self._lock:
             return sorted(self._items)
 
 
 class OuterLog:
-    """What was committed, in order, on one branch; with the bytes of the last records, older ones are stored. For any
-    thread."""
+    """Keep the committed records of one branch in order, for any thread. The results of the last ones are in the
+    library, those of older ones are stored."""
 
     def __init__(self, library: Library, stored: Callable[[str], bool] = lambda payload: False) -> None:
-        """`stored`: whether the bytes with this digest are kept elsewhere."""
+        """`stored` tells whether the bytes with this digest are kept elsewhere."""
         self._library, self._stored = library, stored
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
 
     def append(self, entry: Entry) -> None:
+        """Add a record, which must follow the last one; results that are too old leave the library."""
         with self._lock:
             assert not self._entries or self._entries[-1].digest == entry.parent, "a log is one chain"
             self._entries.append(entry)
@@ -160,20 +171,21 @@ class OuterLog:
             self._drop_old_payloads()
 
     def replace(self, entries: list[Entry]) -> None:
-        """Another branch."""
+        """Replace all records by those of another branch, or by none."""
         with self._lock:
             self._entries = list(entries)
             self._drop_old_payloads()
 
     def _drop_old_payloads(self) -> None:
-        """Those of attempts that came to nothing, too."""
+        """Drop all but the last records' results from the library, those of failed attempts, too."""
         kept = {payload_name(entry.payload) for entry in self._entries[-KEEP_PAYLOADS:]}
         for name in self._library.names():
             if name.startswith(payload_name("")) and name not in kept:
                 self._library.drop(name)
 
     def after(self, digest: str) -> list[Entry] | None:
-        """What follows this entry, or the beginning of it, if its bytes are all still here; None where they are not."""
+        """Return the records that follow this digest, or the first of them (MAX_AFTER bytes of headers in one answer);
+        None where it is unknown or any of their results is gone."""
         with self._lock:
             entries = list(self._entries)
         index = next((i for i, entry in enumerate(entries) if entry.parent == digest), None)
@@ -186,9 +198,11 @@ class OuterLog:
         return [entry for entry, size in zip(entries[index:], sizes, strict=True) if size <= MAX_AFTER]
 
     def entries(self) -> list[Entry]:
+        """List the records that are kept, oldest first."""
         with self._lock:
             return list(self._entries)
 
 
 def payload_name(digest: str) -> str:
+    """Return the library's name for the bytes of a result, given their SHA-256."""
     return f"payload/{digest}"

@@ -1,7 +1,7 @@
-"""This island's copy of the outer state's vectors, and pinned copies of it for those who fetch them.
+"""This island's copy of the outer state's vectors, and pinned copies of it for peers that fetch them.
 
-The vectors change by committed updates only, through an `apply` that is handed in. `version` is the digest of the chain
-that they contain.
+The vectors change by committed updates only, through a function that `apply` is given. `version` is the digest of the
+chain of records that they contain.
 """
 
 import hashlib
@@ -21,6 +21,8 @@ FRESH_S = 3.0  # so long, newcomers are given the copy that is there
 
 
 class Replica:
+    """Hold the outer state's vectors under a lock, and pin copies of them for peers."""
+
     def __init__(self, vectors: Mapping[str, Tensor], library: Library, version: str, meta: bytes) -> None:
         """`meta` is what else a fetcher needs to know of this version: opaque here."""
         self.vectors, self.library = dict(vectors), library
@@ -29,6 +31,7 @@ class Replica:
         self._pins: dict[str, tuple[float, float, bytes]] = {}  # when made, when last asked for, and its meta
 
     def apply(self, change: Callable[[Mapping[str, Tensor]], None], version: str, meta: bytes) -> None:
+        """Let `change` update the vectors in place, and set the version that they have then; readers wait meanwhile."""
         with self._lock:
             change(self.vectors)
             self.version, self.meta = version, meta
@@ -36,6 +39,7 @@ class Replica:
             self._lock.notify_all()
 
     def replace(self, vectors: Mapping[str, Tensor], version: str, meta: bytes) -> None:
+        """Copy another state's vectors over these, all at once: one that was fetched whole from peers."""
         with self._lock:
             for name, vector in self.vectors.items():
                 vector.copy_(vectors[name])
@@ -44,16 +48,18 @@ class Replica:
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the vectors under the lock: no update is applied until the block ends."""
         with self._lock:
             yield self.vectors
 
     def digest(self) -> str:
-        """Of all bits of the vectors."""
+        """Return the SHA-256 of all bits of the vectors, in hex."""
         with self._lock:
             return vectors_digest(self.vectors)
 
     def pin(self, version: str = "") -> bytes | None:
-        """Keep a copy of this version for others (the present one if none is named); its meta. None: it is past."""
+        """Keep a copy of this version for others and return its meta; None where it is past. Without a version, a copy
+        made in the last FRESH_S seconds will do, else the present one is copied."""
         with self._lock:
             now = time.monotonic()
             self._unpin_old()
@@ -78,20 +84,23 @@ class Replica:
 
 
 def vector_name(version: str, name: str) -> str:
+    """Return the library's name for a vector of a pinned version."""
     return f"state/{version}/{name}"
 
 
 def host_copy(vector: Tensor) -> Tensor:
-    """The vectors may lie on a device."""
+    """Copy a vector to the CPU: it may lie on a device."""
     return vector.to("cpu", copy=True)
 
 
 def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
+    """Return the SHA-256 of all bits of these vectors, by name, in hex; `rest` is called between pieces."""
     views = {name: memoryview(vector.cpu().view(torch.uint8).numpy()) for name, vector in vectors.items()}  # type: ignore[arg-type]
     return bytes_digest(views, rest)
 
 
 def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:
+    """Return the digest that `vectors_digest` gives, from vectors that are bytes already."""
     digest = hashlib.sha256()
     for name in sorted(vectors):
         for at in range(0, len(vectors[name]), PIECE):

@@ -1,8 +1,8 @@
 """Append-only files of checksummed frames: `log-00000001.seg`, `log-00000002.seg`, …
 
 A frame is magic, kind, the lengths of head and body, the head, a checksum over all of that, the body, a checksum over
-it. So damage in one frame hides no other, and a head can be believed without reading its body. What a file ends with
-that is no whole frame was being written when its writer died: a torn tail.
+it. So damage in one frame hides no other, and a head can be trusted without reading its body. Bytes at the end of a
+file that are no whole frame were being written when their writer died: a torn tail.
 """
 
 import os
@@ -29,7 +29,7 @@ _sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where a frame's body lies."""
+    """Locate a frame's body in its file."""
 
     path: Path
     offset: int
@@ -38,6 +38,8 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Frame:
+    """Describe a frame whose head is whole. Its body stays in the file, and may not have been checked."""
+
     kind: int
     head: bytes
     start: int  # where the frame begins
@@ -45,12 +47,13 @@ class Frame:
 
     @property
     def end(self) -> int:
+        """Return the offset behind the frame, where the next one begins."""
         return self.body.offset + self.body.length + CHECK.size
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a file that are not what was written. `frame`: whose body it is, where its head is whole."""
+    """Describe bytes that are not what was written. `frame` is the one whose body they are, if its head is whole."""
 
     path: Path
     offset: int
@@ -59,7 +62,7 @@ class Damage:
 
 @dataclass
 class Scan:
-    """What a file holds. `torn`: from there on it was never completely written, or its last frame is damaged."""
+    """Hold what a file contains. From `torn` on it was never completely written, or its last frame is damaged."""
 
     frames: list[Frame] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
@@ -67,12 +70,12 @@ class Scan:
 
 
 def segment_paths(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """List the segments in a folder, oldest first."""
     return sorted(folder.glob("log-*.seg"))
 
 
 def scan(path: Path) -> Scan:
-    """All of a file, every byte checked. Nothing is changed."""
+    """Read a whole segment and check every byte; nothing is changed."""
     found = Scan()
     with path.open("rb") as file:
         size, position = path.stat().st_size, 0
@@ -94,7 +97,7 @@ def scan(path: Path) -> Scan:
 
 
 def _frame_at(file: int, path: Path, start: int, size: int) -> Frame | None:
-    """A frame whose head is whole and whose body fits the file."""
+    """Return the frame at this offset, if its head is whole and its body fits the file."""
     fixed = os.pread(file, FIXED.size, start)
     if len(fixed) < FIXED.size or not fixed.startswith(MAGIC):
         return None
@@ -139,7 +142,7 @@ def _next_frame(file: int, path: Path, position: int, size: int) -> int | None:
 
 
 def read_body(place: ByteRange) -> bytes | None:
-    """None where the bytes are not those that were written, or are gone."""
+    """Read a frame's body; return None where the bytes are gone or not those that were written."""
     with suppress(OSError), place.path.open("rb") as file:
         raw = b"".join(_parts(file.fileno(), place.offset, place.length))
         if os.pread(file.fileno(), CHECK.size, place.offset + place.length) == _check([raw]):
@@ -148,7 +151,7 @@ def read_body(place: ByteRange) -> bytes | None:
 
 
 class SegmentWriter:
-    """The next file. Any OSError ends its use: `abandon` then takes back what was not synced."""
+    """Write the next segment of a folder. Any OSError ends its use: `abandon` then takes back what was not synced."""
 
     def __init__(self, folder: Path) -> None:
         number = max((int(path.stem.removeprefix("log-")) for path in segment_paths(folder)), default=0) + 1
@@ -162,7 +165,7 @@ class SegmentWriter:
             raise
 
     def write(self, kind: int, head: bytes, body: Buffer = b"") -> ByteRange:
-        """Not durable before `sync`."""
+        """Append a frame and return where its body lies; it is not durable before `sync`."""
         view = as_bytes(body)
         fixed = FIXED.pack(MAGIC, kind, len(head), len(view))
         self._write(fixed + head + _check([fixed, head]))
@@ -179,6 +182,7 @@ class SegmentWriter:
             left = left[written:]
 
     def sync(self) -> None:
+        """Make all that was written durable."""
         if self.size > self._synced:
             _sync_data(self._file)
             self._synced = self.size
@@ -189,6 +193,7 @@ class SegmentWriter:
         self._file = -1
 
     def abandon(self) -> None:
+        """Close the file after an error, cut to what was synced, or remove it where nothing was."""
         if self._file < 0:
             return
         with suppress(OSError):  # else a torn tail stays, which the next opening cuts off
@@ -201,7 +206,7 @@ class SegmentWriter:
 
 
 def cut(path: Path, length: int) -> None:
-    """A torn tail."""
+    """Truncate a segment to this many bytes, to remove a torn tail; durable when it returns."""
     with path.open("rb+") as file:
         file.truncate(length)
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """Snapshots of the outer state: safetensors files and a manifest with their digests, in a folder that appears at once.
 
 `snapshot-00000020-1f0c9a3b/` has `manifest.json` and `parameters-00000.safetensors`, … of each vector. Its bytes follow
-from the state alone, so they are the same on every island. What the state is besides vectors (`meta`) is opaque here.
+from the state alone, so they are the same on every island. What the state has besides vectors (`meta`) is opaque here.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ GONE, DAMAGED = ".gone", ".damaged"
 
 @dataclass(frozen=True)
 class SnapshotContents:
-    """A state as it was: nobody changes these vectors any more."""
+    """Hold a state that is to be written: nobody changes these vectors any more."""
 
     round: int
     version: str  # digest of the chain
@@ -41,6 +41,8 @@ class SnapshotContents:
 
 @dataclass(frozen=True)
 class Shard:
+    """Describe one file of a snapshot: which values of which vector it holds, and its digest."""
+
     file: str
     vector: str
     start: int
@@ -50,6 +52,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
+    """Describe a snapshot: the state that it holds, its files, and the digests of both."""
+
     format: int
     round: int
     version: str
@@ -60,20 +64,21 @@ class Manifest:
     shards: list[Shard]
 
     def encode(self) -> bytes:
-        """With its own digest; one text for one manifest, so that every byte counts."""
+        """Encode the manifest with its own digest. There is one text for one manifest, so that every byte counts."""
         tree = asdict(self)
         return canonical({**tree, "digest": hashlib.sha256(canonical(tree)).hexdigest()}) + b"\n"
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """Published ones, damaged or not, oldest first by round."""
+    """List the published snapshots, damaged or not, oldest first by round; those set aside are left out."""
     return sorted(path for path in folder.glob("snapshot-*") if path.suffix not in (PART, GONE, DAMAGED))
 
 
 def write_snapshot(
     folder: Path, contents: SnapshotContents, *, shard_values: int = SHARD_VALUES, rest: Rest = no_rest
 ) -> Path:
-    """Durable when it returns. After an OSError nothing of it is left."""
+    """Write a snapshot, durable when it returns, and return its folder; after an OSError nothing of it is left. One
+    that exists already stays as it is."""
     final = folder / f"snapshot-{contents.round:08}-{contents.version[:8]}"
     if final.exists():
         return final
@@ -96,11 +101,12 @@ def write_snapshot(
 
 
 def part_of(snapshot: Path) -> Path:
-    """Where it is written: `clean` finds it there, and so does whoever wants to see a writer's progress."""
+    """Return where a snapshot is written: `clean` finds it there, and whoever wants to see a writer's progress."""
     return snapshot.with_name(snapshot.name + PART)
 
 
 def read_manifest(snapshot: Path) -> Manifest:
+    """Read a snapshot's manifest; raise SnapshotDamaged where it does not fit its digest or has another format."""
     path = snapshot / "manifest.json"
     try:
         raw = path.read_bytes() if path.stat().st_size <= MAX_MANIFEST else b""
@@ -118,7 +124,7 @@ def read_manifest(snapshot: Path) -> Manifest:
 
 
 def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
-    """Of those that can be read, by age of their states."""
+    """List the manifests that can be read, with their snapshots' folders, oldest state first."""
     found = []
     for path in snapshots(folder):
         with suppress(SnapshotDamaged):
@@ -127,7 +133,7 @@ def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
 
 
 def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Every byte is compared with its digest."""
+    """Read a snapshot's vectors and compare every byte with its digest; raise SnapshotDamaged where they differ."""
     vectors = {name: torch.empty(count) for name, count in manifest.vectors.items()}
     for shard in manifest.shards:
         _read_shard(snapshot / shard.file, shard, vectors[shard.vector][shard.start : shard.start + shard.count])
@@ -152,20 +158,20 @@ def _read_shard(path: Path, shard: Shard, out: Tensor) -> None:
 
 
 def set_aside(snapshot: Path) -> Path:
-    """One that is damaged: it counts no more."""
+    """Rename a damaged snapshot so that it counts no more, and return its new path."""
     aside = snapshot.with_name(snapshot.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return snapshot.rename(aside)
 
 
 def remove(snapshot: Path) -> None:
-    """Never half: what is being removed has another name first."""
+    """Delete a snapshot, never half: it gets another name first."""
     if snapshot.suffix not in (PART, GONE):
         snapshot = snapshot.rename(snapshot.with_name(snapshot.name + GONE))
     shutil.rmtree(snapshot)
 
 
 def clean(folder: Path) -> None:
-    """What a writer left when it died."""
+    """Remove what a writer left half written or half deleted when it died."""
     for path in [path for path in folder.glob("snapshot-*") if path.suffix in (PART, GONE)]:
         remove(path)

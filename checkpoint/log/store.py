@@ -1,5 +1,5 @@
-"""Where an island keeps its log and its snapshots, and a download that has begun. `Store` keeps nothing; `diskstore.py`
-has the one that does."""
+"""Where an island keeps its log, its snapshots and a download that is not complete. `Store` keeps nothing;
+`diskstore.py` has the one that does."""
 
 import hashlib
 import logging
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class PartialDownload:
-    """A download of vectors that has begun, in a folder: it goes on where it stopped, after a restart too.
+    """Keep the chunks of a download of vectors in a folder, so that it resumes where it stopped, after a restart too.
 
-    Nothing here is believed when it is read again: chunks count that fit their digests, so a file that is torn or stale
-    only costs the chunks concerned. `about` says which download it is. A disk that refuses is no reason to fetch
-    nothing: then nothing is kept.
+    Nothing here is trusted when it is read again: only chunks that fit their digests count, so a file that is torn or
+    stale costs no more than the chunks concerned. `about` says which download it is. A disk that refuses is no reason
+    to fetch nothing: then nothing is kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,6 +30,7 @@ class PartialDownload:
 
     @property
     def about(self) -> bytes | None:
+        """Return what `start` was given; None where there is no download, or its description is damaged."""
         with suppress(OSError):
             raw = (self._folder / "about").read_bytes()
             digest, about = raw[:32], raw[32:]
@@ -38,14 +39,14 @@ class PartialDownload:
         return None
 
     def start(self, about: bytes) -> None:
-        """In place of whatever was begun before."""
+        """Begin a download, in place of an earlier one, and write down what it is about."""
         self.end()
         with self._unless_refused():
             self._folder.mkdir(parents=True)
             (self._folder / "about").write_bytes(hashlib.sha256(about).digest() + about)
 
     def load(self, name: str, manifest: ItemManifest, room: memoryview) -> set[int]:
-        """Into the room; the chunks that are there."""
+        """Read an item's kept chunks into `room`, and return the numbers of those that fit their digests."""
         have: set[int] = set()
         with suppress(OSError), self._path(name).open("rb") as file:
             for number, digest in enumerate(manifest.digests):
@@ -56,7 +57,7 @@ class PartialDownload:
         return have
 
     def keeping(self, name: str, manifest: ItemManifest, room: memoryview, have: set[int]) -> Callable[[], None]:
-        """To be called now and then: writes what has come since."""
+        """Return a function to be called now and then: it writes the chunks that have come since."""
         kept = set(have)
 
         def keep() -> None:
@@ -71,6 +72,7 @@ class PartialDownload:
         return keep
 
     def end(self) -> None:
+        """Remove the folder with everything that was kept."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
@@ -86,57 +88,59 @@ class PartialDownload:
 
 
 class Store:
-    """In memory: nothing is durable, and nothing waits."""
+    """Accept everything and keep none of it: nothing is durable, and nothing waits. `DiskStore` overrides it."""
 
     keeps = False  # snapshots
     download: PartialDownload | None = None  # a download of a whole state
 
     @property
     def wants_snapshot(self) -> bool:
-        """Without one, what is written now could not be replayed."""
+        """Tell whether a snapshot is needed: without one, what is written now could not be replayed."""
         return False
 
     def put(self, payload: str, data: Buffer) -> None:
-        """The bytes of a result, by their digest. Nobody changes them any more."""
+        """Store the bytes of a result by their digest; nobody changes them any more."""
 
     def remember(self, memory: bytes) -> None:
-        """In place of what was remembered before."""
+        """Store what a restart must not forget, such as promises, in place of what was remembered before."""
 
     def append(self, entry: Entry, *, rotate: bool = False) -> None:
-        """A committed record, after the bytes of its result. `rotate`: a snapshot of it will follow."""
+        """Store a committed record, after the bytes of its result. `rotate`: a snapshot of it will follow."""
 
     def mend(self, entry: Entry) -> None:
-        """A record of long ago that is damaged here, after the bytes of its result."""
+        """Write an old record that is damaged here a second time, after the bytes of its result."""
 
     def follow(self, version: str, round: int) -> None:
-        """The log goes on after another head than that of its last record."""
+        """Continue the log after another head than that of its last record: a whole state was taken over."""
 
     def record_digest(self, version: str, digest: str) -> None:
-        """The digest of all vectors at this head."""
+        """Store the digest of all vectors at this head, which a later replay is compared with."""
 
     def then(self, act: Callable[[], None]) -> None:
-        """When all before is durable; in any thread, in order. What cannot be made durable is not waited for."""
+        """Call `act` when all before is durable, in order, on any thread; never wait for what cannot become so."""
         act()
 
     def snapshot(self, contents: SnapshotContents) -> None:
-        """In the background."""
+        """Write a snapshot in the background."""
 
     def entries(self) -> list[Entry]:
-        """All records that lead to the head, as far back as there is one after the other."""
+        """List all records that lead to the head, oldest first, as far back as the chain has no gap."""
         return []
 
     def has(self, payload: str) -> bool:
+        """Tell whether the bytes of a result are stored, by their digest."""
         return False
 
     def knows(self, record: str) -> bool:
-        """A record by its digest, with the bytes of its result."""
+        """Tell whether a record is stored together with the bytes of its result, by its digest."""
         return False
 
     def item(self, payload: str) -> Item | None:
+        """Return the bytes of a result as an item for peers, by their digest; None where they are not stored."""
         return None
 
     def broken_after(self) -> str | None:
-        """The head after which a record that was here is missing, or its bytes are."""
+        """Return the head after which a stored record or its result is missing; None where the log is whole."""
         return None
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """How files are written in the background: by threads that make way for those that train, tensors piece by piece.
 
-Safetensors files are written by ourselves: their bytes shall not depend on a library's version, and whoever writes them
-can rest in between.
+Safetensors files are written here, not by their library: their bytes must not depend on its version, and whoever writes
+them can rest in between.
 """
 
 import json
@@ -31,13 +31,14 @@ Rest = Callable[[], None]  # called between pieces of work
 
 
 def make_way() -> None:
-    """Called by a thread, for itself."""
+    """Lower the priority of the calling thread, on Linux only: elsewhere that would affect the whole process."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class WritePace:
-    """Of a thread that writes. Whoever waits for it makes it hurry; and it rests no more after `seconds`."""
+    """Slow a writing thread down: it rests nine times as long as it works. Whoever waits for it makes it hurry, and
+    after `seconds` it rests no more."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self._hurry = threading.Event()
@@ -45,27 +46,28 @@ class WritePace:
         self._rested_at = 0.0
 
     def begin(self) -> None:
-        """By the thread itself."""
+        """Start to measure work, as CPU time of the calling thread: the writer itself calls it."""
         self._rested_at = time.thread_time()
 
     def rest(self) -> None:
-        """Waiting for the disk is no work."""
+        """Pause nine times as long as the CPU time spent since the last rest; waiting for the disk is no work."""
         if time.monotonic() < self._until:
             self._hurry.wait(REST * (time.thread_time() - self._rested_at))
         self._rested_at = time.thread_time()
 
     def hurry(self) -> None:
+        """End the present rest and skip all later ones; called by whoever waits for the writer."""
         self._hurry.set()
 
 
 def no_rest() -> None:
-    """Of whoever writes while somebody waits."""
+    """Return at once: for a writer whose result is waited for."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], rest: Rest = no_rest, seen: Callable[[Buffer], None] = lambda data: None
 ) -> None:
-    """Durable when it returns. `seen` is shown every byte."""
+    """Write a safetensors file, durable when it returns. `seen` is given every byte, to compute a digest."""
     with path.open("wb") as out:
         head = header(tensors)
         seen(head)
@@ -81,6 +83,7 @@ def write_tensors(
 
 
 def header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the head of a safetensors file: its length in 8 bytes, then JSON padded to a multiple of 8 bytes."""
     tree: dict[str, Any] = {}
     end = 0
     for name in _order(tensors):
@@ -93,10 +96,10 @@ def header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def canonical(tree: Any) -> bytes:
-    """One text for one tree, so that digests of it can be compared."""
+    """Encode a tree as JSON in exactly one way, so that digests of it can be compared."""
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide values first: each lies where its width divides."""
+    """Sort wide values first: each then lies at a multiple of its width."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

@@ -1,8 +1,8 @@
 """Gives what a library holds to peers that ask for it: descriptions, small items, chunks of large ones.
 
 A stream carries requests one way and answers the other, in order. The donor speaks first, so that a refusal is not lost
-behind a failed write. A request for a chunk names its digest: a donor that has another item of that name says that it
-is not here, so whoever sends wrong bytes all the same is broken or lies.
+behind a failed write. A request for a chunk names its digest: a donor that has another item of that name answers that
+it is not here, so whoever sends wrong bytes all the same is broken or lies.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Donor:
-    """Serves a library on a transport until `close()`; after that the transport has no donor any more.
+    """Serve a library on a transport until `close()`, which leaves the transport without a donor for good.
 
     While the owner is `in_a_hurry` (a round needs its uplink), each stream sends for a third of the time only. With
     much less, a newcomer would fall behind for ever.
@@ -57,6 +57,7 @@ class Donor:
         self._accepting.start()
 
     def close(self) -> None:
+        """Refuse new streams, close those that are open, and wait for the thread that accepts."""
         self._transport.forget(CHANNEL)
         with self._lock:
             self._closed = True
@@ -90,7 +91,7 @@ class Donor:
         self._let_go(stream)
 
     def _admit(self, stream: Stream) -> int:
-        """BUSY, REFUSED, or 0 for a stream that is served."""
+        """Return BUSY or REFUSED, or 0 for a stream that is served."""
         if not self._may_read(stream.peer):
             return REFUSED
         with self._lock:

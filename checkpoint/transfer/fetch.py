@@ -1,5 +1,5 @@
-"""What donors are asked for: one answer of one of them (a small item, the description of a large one), or a large item
-from several at once, of whom faster ones give more, and one that vanishes costs the chunks in flight."""
+"""Fetches from donors: one answer of one of them (a small item, the description of a large one), or a large item from
+several at once, of which faster ones give more, and one that vanishes costs the chunks in flight."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def request(transport: Transport, address: PeerAddress, name: str, *, limit: int, timeout_s: float) -> bytes:
-    """One small item (16 MiB at most) from one peer, all of it within the time; else TransferFailed."""
+    """Fetch a small item (16 MiB at most) from one peer; raise TransferFailed unless all comes within the time."""
     frame = _one_answer(transport, address, WHOLE, name, limit, timeout_s)
     if hashlib.sha256(frame.payload).digest() != frame.head:
         raise errors.WrongBytes(f"{name!r}: what {address.identity} sent is not what its digest says")
@@ -36,7 +36,7 @@ def request(transport: Transport, address: PeerAddress, name: str, *, limit: int
 
 
 def describe(transport: Transport, address: PeerAddress, name: str, timeout_s: float) -> ItemManifest:
-    """What one peer says of its item. Whoever makes room for it first compares the size with what it expects."""
+    """Ask one peer for its item's manifest. Compare the size with what you expect before you allocate room."""
     frame = _one_answer(transport, address, DESCRIBE, name, MAX_MANIFEST_BYTES, timeout_s)
     try:
         manifest = ItemManifest.decode(frame.payload)
@@ -68,7 +68,7 @@ def _one_answer(
 
 @contextmanager
 def _closed_at(deadline: Deadline, stream: Stream) -> Iterator[None]:
-    """However slowly a peer sends: closing the stream is what ends a frame that has begun."""
+    """Close the stream at the deadline: however slowly a peer sends, that ends a frame that has begun."""
     timer = threading.Timer(seconds_to(deadline) or 0.0, stream.close)
     timer.daemon = True
     timer.start()
@@ -80,7 +80,7 @@ def _closed_at(deadline: Deadline, stream: Stream) -> Iterator[None]:
 
 
 def unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Event) -> T:
-    """Again and again until the deadline, as long as the donor is busy; and then that is the reason."""
+    """Repeat an attempt while the donor is busy, until the deadline or until `over` is set; then raise DonorBusy."""
     busy: errors.DonorBusy | None = None
     while True:
         try:
@@ -95,7 +95,7 @@ def unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Ev
 
 
 def hear(stream: Stream, kind: int, place: BufferFor, name: str) -> Frame:
-    """The donor's next frame, if it is of that kind."""
+    """Receive the donor's next frame; raise the refusal that it stands for if it is of another kind."""
     frame = stream.receive(place)
     if frame.kind == kind:
         return frame
@@ -104,6 +104,8 @@ def hear(stream: Stream, kind: int, place: BufferFor, name: str) -> Frame:
 
 
 def up_to(limit: int) -> BufferFor:
+    """Return a function that allocates a buffer for an answer, and raises FrameError above `limit` bytes."""
+
     def place(kind: int, head: bytes, length: int) -> memoryview:
         if length > (limit if kind == BYTES else 0):
             raise errors.FrameError(f"frame of kind {kind} with {length} bytes, at most {limit} were asked for")
@@ -113,7 +115,7 @@ def up_to(limit: int) -> BufferFor:
 
 
 class ChunkBoard:
-    """Which chunks are missing and who has been asked for which. Its user holds a lock."""
+    """Track which chunks are missing and who has been asked for which. Its user holds a lock."""
 
     def __init__(self, missing: Iterable[int], workers: int) -> None:
         self._missing = deque(missing)
@@ -122,11 +124,12 @@ class ChunkBoard:
 
     @property
     def done(self) -> bool:
+        """Tell whether every chunk has been delivered."""
         return not self._missing and not self._holders
 
     def take(self, donor: str, asked: int) -> int | None:
-        """The next chunk to ask a donor for that has been asked for so many; towards the end, one that another is
-        slow with, so that none waits for the slowest."""
+        """Return the next chunk to request from a donor that owes `asked` chunks already, or None; towards the end it
+        is one that another donor is slow with, so that none waits for the slowest."""
         if self._missing and asked < max(1, min(MAX_ASKED, len(self._missing) // self._workers)):
             number = self._missing.popleft()
         elif asked or (late := self._late(donor)) is None:
@@ -141,10 +144,11 @@ class ChunkBoard:
         return next(free, None)
 
     def deliver(self, number: int) -> bool:
-        """Whether it was still wanted."""
+        """Mark a chunk as delivered, and tell whether it was still wanted."""
         return self._holders.pop(number, None) is not None
 
     def give_back(self, donor: str) -> None:
+        """Count the chunks that a donor still owes as missing again, unless another was asked for them, too."""
         for number, holders in list(self._holders.items()):
             holders.discard(donor)
             if not holders:
@@ -154,7 +158,7 @@ class ChunkBoard:
 
 @dataclass
 class DonorLine:
-    """What is under way with one donor."""
+    """Hold what is under way with one donor."""
 
     name: str
     address: PeerAddress
@@ -169,10 +173,12 @@ class DonorLine:
 
 
 class Transfer:
-    """Fills `out` from all donors at once. A donor that is lost, refuses, sends wrong bytes or completes no chunk for
-    `patience_s` is left out from then on. `have` are the chunks that are in `out` already, and those that have come:
-    with it, a transfer can be taken up again. `taken` says how many bytes each donor gave, `failures` who was given up
-    and why."""
+    """Fill `out` from several donors at once.
+
+    A donor that is lost, refuses, sends wrong bytes or completes no chunk for `patience_s` seconds is left out from
+    then on. `have` holds the chunks that are in `out` already, and those that have come: with it, a transfer can be
+    resumed. `taken` says how many bytes each donor gave, `failures` which were given up and why.
+    """
 
     def __init__(
         self, manifest: ItemManifest, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
@@ -196,8 +202,8 @@ class Transfer:
         self._error: BaseException | None = None
 
     def run(self, on_progress: Callable[[int, int], None] = lambda here, size: None) -> None:
-        """TransferFailed when no donor remains. `on_progress` is called in this thread, about ten times a second; while
-        it takes its time, no stall is noticed."""
+        """Fetch until all is here; raise TransferFailed when no donor remains. `on_progress` gets the bytes that are
+        here and their total, on this thread, about ten times a second; while it takes its time, no stall is noticed."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._working)]
         try:
             for thread in threads:
@@ -217,7 +223,7 @@ class Transfer:
                     thread.join(SLICE_S)
 
     def _wait(self) -> bool:
-        """For a change. False when all is here."""
+        """Wait for a change; return False when all is here."""
         with self._changed:
             if self._board.done:
                 return False
@@ -302,7 +308,7 @@ class Transfer:
             self._deliver(line, chunk)
 
     def _ask_ahead(self, line: DonorLine, stream: Stream) -> bool:
-        """Whether there is an answer to wait for."""
+        """Request more chunks, and tell whether there is an answer to wait for."""
         name = packing.text(self.manifest.name, MAX_NAME_BYTES)
         while (number := self._next_chunk(line)) is not None:
             line.asked.append(number)
@@ -320,7 +326,7 @@ class Transfer:
         return None
 
     def _deliver(self, line: DonorLine, chunk: memoryview) -> None:
-        """`out` gets checked bytes only, and each chunk once: two donors may have been asked for it."""
+        """Copy a checked chunk into `out`, each only once: two donors may have been asked for it."""
         number = line.asked.popleft()
         line.since = time.monotonic() if line.asked else math.inf
         with self._changed:

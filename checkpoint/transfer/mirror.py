@@ -1,9 +1,9 @@
 """Copies an island's snapshots and its log to a remote store, in the background, and back onto an empty disk.
 
-Snapshots are the same bytes on every island, so they lie side by side and whoever is first brings one; a manifest comes
-after its shards, so what has one is whole. Each island's log lies in a folder of its own (`URL/ISLAND/log-….seg`). Only
-segments that are closed are copied: what a remote store lacks is the log since the last one. What the run is
-(`genesis.json`) lies beside them; keys never leave their machine.
+Snapshots are the same bytes on every island, so all islands share them and whoever is first uploads one; a manifest
+comes after its shards, so a snapshot that has one is whole. Each island's log lies in a folder of its own
+(`URL/ISLAND/log-….seg`). Only segments that are closed are copied: what a remote store lacks is the log since the last
+one. The run's genesis (`genesis.json`) lies beside them; keys never leave their machine.
 """
 
 import shutil
@@ -33,16 +33,16 @@ Result = TypeVar("Result")
 
 
 class Remote:
-    """A folder at an fsspec URL: `s3://bucket/runs/mine`, `gs://…`, `file:///mnt/shared`, `memory://…`.
+    """Read and write a folder at an fsspec URL: `s3://bucket/runs/mine`, `gs://…`, `file:///mnt/shared`, `memory://…`.
 
-    Objects appear whole or not at all where the service does it so (S3, GCS). Whatever is read back has digests of its
-    own.
+    Objects appear whole or not at all where the service guarantees it (S3, GCS). All that is read back has its own
+    digests.
     """
 
     def __init__(
         self, url: str, *, tries: int = TRIES, wait: Callable[[float], object] = time.sleep, **options: Any
     ) -> None:
-        """`wait` is called between two tries; `options` go to the file system."""
+        """`wait` is called between two tries, with the seconds to wait; `options` go to the file system."""
         try:
             from fsspec.core import url_to_fs
 
@@ -59,12 +59,12 @@ class Remote:
         self._tries, self._wait = tries, wait
 
     def check(self) -> None:
-        """That it can be written to and read: better now than after a day."""
+        """Ensure that the store can be written to and read: better now than after a day."""
         self._do("be written to", lambda: self._files.pipe_file(f"{self._root}/.check", b"diloco"))
         self.sizes()
 
     def sizes(self) -> dict[str, int]:
-        """All objects by name."""
+        """Return the size in bytes of every object, by name."""
         return self._do("be read", self._list)
 
     def _list(self) -> dict[str, int]:
@@ -80,14 +80,17 @@ class Remote:
         return {path[cut:]: int(info["size"]) for path, info in found.items() if not path.endswith("/.check")}
 
     def push(self, local: Path, name: str) -> None:
+        """Upload a file as this object, in several tries; raise RemoteError when they have all failed."""
         self._do(f"take {name}", lambda: self._files.put_file(str(local), f"{self._root}/{name}"))
 
     def pull(self, name: str, local: Path) -> None:
-        """To a file that appears at once."""
+        """Download an object to a file that appears at once."""
         with appearing(local) as part:
             self._do(f"give {name}", lambda: self._files.get_file(f"{self._root}/{name}", str(part)))
 
     def remove(self, name: str) -> None:
+        """Delete an object; it is no error if it does not exist."""
+
         def delete() -> None:
             with suppress(FileNotFoundError):
                 self._files.rm_file(f"{self._root}/{name}")
@@ -95,7 +98,7 @@ class Remote:
         self._do(f"delete {name}", delete)
 
     def _do(self, what: str, act: Callable[[], Result]) -> Result:
-        """Every service has exceptions of its own: all are told in our words, with theirs as the reason."""
+        """Try something several times, and turn any service's exception into a RemoteError with it as the reason."""
         for tried in range(1, self._tries + 1):
             try:
                 return act()
@@ -109,13 +112,13 @@ class Remote:
 
 
 def _hopeless(error: Exception) -> bool:
-    """Trying again would not help."""
+    """Tell whether trying again would not help."""
     words = f"{type(error).__name__} {error}"
     return isinstance(error, PermissionError | FileNotFoundError) or any(sign in words for sign in HOPELESS)
 
 
 class Mirror:
-    """Of a folder; `island` names this one's log."""
+    """Copy a folder to a remote store every few seconds, on a thread; `island` names the folder of its log there."""
 
     def __init__(self, folder: Path, remote: Remote, island: str, report: Report, *, every_s: float = EVERY_S) -> None:
         self._folder, self._remote, self._island, self._report, self._every_s = folder, remote, island, report, every_s
@@ -129,7 +132,7 @@ class Mirror:
             self._try(finished=False)
 
     def _try(self, *, finished: bool) -> None:
-        """A store that fails is told of once; training does not need it."""
+        """Copy once; a store that fails is reported once, for training does not need it."""
         try:
             self.copy(finished=finished)
         except RemoteError as error:
@@ -144,7 +147,8 @@ class Mirror:
             self._report("remote again", f"{self._remote.url} has everything again")
 
     def copy(self, *, finished: bool) -> None:
-        """What the store lacks; then what it need not keep any more. `finished`: nobody writes here any more."""
+        """Upload what the store lacks, then remove what it need not keep. `finished`: nobody writes here any more, so
+        the last segment is copied, too."""
         there = self._remote.sizes()
         here = snapshots(self._folder)
         if (self._folder / GENESIS).exists():
@@ -170,7 +174,7 @@ class Mirror:
             self._push(snapshot / file, f"{snapshot.name}/{file}", there)
 
     def _push(self, path: Path, name: str, there: dict[str, int]) -> None:
-        """What has been pruned here meanwhile need not be there."""
+        """Upload a file unless the store has one of that size; one that was pruned here meanwhile is skipped."""
         try:
             if there.get(name) != path.stat().st_size:
                 self._remote.push(path, name)
@@ -182,7 +186,7 @@ class Mirror:
                 raise RemoteError(f"{path} cannot be read: it was not copied to {self._remote.url}") from None
 
     def _prune(self, there: dict[str, int], kept: set[str], segments: set[str]) -> None:
-        """Snapshots older than all that are here; segments that are gone here. A manifest goes first."""
+        """Remove snapshots older than all that are here, and segments that are gone here. A manifest goes first."""
         snapshot_names = {name.split("/")[0] for name in there if name.startswith("snapshot-")}
         oldest = min(kept, default="")
         for old in sorted(name for name in snapshot_names if name < oldest):
@@ -194,15 +198,15 @@ class Mirror:
                 self._remote.remove(name)
 
     def close(self) -> None:
-        """After the log was closed: the rest of it is copied, too."""
+        """Stop the thread and copy the rest of the log, which has been closed by then."""
         self._closing.set()
         self._thread.join()
         self._try(finished=True)
 
 
 def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
-    """The newest state that the store holds, into a folder that has none: a snapshot, and the log that leads furthest
-    on from it. None: there is nothing that is whole."""
+    """Restore the newest state that the store holds into a folder that has none: a snapshot, and the log that leads
+    furthest on from it. Return the manifest; None where nothing is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     there = remote.sizes()
     if GENESIS in there:
@@ -221,7 +225,7 @@ def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
 
 
 def _manifests(folder: Path, remote: Remote, there: dict[str, int], report: Report) -> dict[str, Manifest]:
-    """Of all snapshots whose manifests can be read: a heavier branch may have fewer rounds."""
+    """Return all manifests that can be read, not only the newest: a heavier branch may have fewer rounds."""
     found, draft = {}, folder / "manifest.part"
     for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
         draft.mkdir(exist_ok=True)
@@ -246,7 +250,7 @@ def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
 
 
 def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
-    """How many rounds it leads on. Promises of whoever wrote it stay behind."""
+    """Download the log that leads furthest on, and return by how many rounds. Its writer's promises stay behind."""
     islands = sorted({name.split("/")[0] for name in there if "/log-" in name})
     best, draft = 0, folder / "log.part"
     for island in islands:
@@ -260,7 +264,7 @@ def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Man
 
 
 def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
-    """Where it leads further than the best so far; how far that is now."""
+    """Write a journal's records here if it leads further than the best so far; return how far the best leads."""
     entries = list(takewhile(lambda e: journal.payload(e.payload) is not None, journal.chain(manifest.version)))
     if len(entries) <= best:
         return best

@@ -1,4 +1,4 @@
-"""What every codec does: vectors to bytes of an exact size and back, sums, and no belief in bytes from elsewhere.
+"""The interface of every codec: vectors to bytes of an exact size and back, sums, and checks of bytes from peers.
 
 A vector is cut into *pages* of 32768 values at absolute positions, a page into *units* that are encoded together, each
 to the same number of bytes. The bytes depend only on the values, the position and the key, so however a vector is cut
@@ -32,23 +32,27 @@ TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
 
 @dataclass(frozen=True)
 class Noise:
+    """Describe the rounding noise of consecutive pages: its key, and the index of the first page."""
+
     key: NoiseKey
     first_page: int
 
     def add_to(self, values: Tensor) -> Tensor:
+        """Add the noise to fp32 values in place, and return them."""
         return add_noise(values, self.key, self.first_page)
 
     def whole_numbers(self, like: Tensor, below: int) -> Tensor:
-        """The noise as int32 in [0, below), in the shape of `like`."""
+        """Return the noise as int32 in [0, below), in the shape of `like`."""
         return self.add_to(torch.zeros_like(like)).mul_(below).to(torch.int32)
 
 
 class Codec(ABC):
-    """Says everything about itself: what configuration, planner, benchmarks and documents know of it stands here.
+    """Encode vectors as bytes, decode them, and declare everything that others need to know of the codec.
 
-    What the tests ask of each one: values up to 2.9e38 are encoded (a codec with a smaller `largest` says so), NaN and
-    infinity refused; of a mean nothing is lost on average, so a `closed` codec rounds by the key's noise; and decoding
-    is the same everywhere. `Blockwise` (dense.py) and `Grouped` (chunks.py) do most of it for codecs with scales.
+    Configuration, planner, benchmarks and documents read what stands here. The tests demand of every codec that values
+    up to 2.9e38 are encoded (a codec with a smaller `largest` says so) and NaN and infinity refused; that a mean loses
+    nothing on average, so a `closed` codec rounds by the key's noise; and that decoding is the same everywhere.
+    `Blockwise` (dense.py) and `Grouped` (chunks.py) do most of the work for codecs with scales.
     """
 
     name: str
@@ -65,27 +69,28 @@ class Codec(ABC):
     @property
     @abstractmethod
     def unit_bytes(self) -> int:
-        """A multiple of 4: scales are read where they lie."""
+        """Return the bytes of one encoded unit: a multiple of 4, because scales are read where they lie."""
 
     @property
     def bits_per_value(self) -> float:
+        """Return the bits that a value takes on average in a whole page, scales included."""
         return 8 * self.size(PAGE) / PAGE
 
     def result_codec(self, members: int) -> str:
-        """Name the codec in which a mean of so many contributions travels."""
+        """Name the codec in which the mean of `members` contributions travels: int8 unless this one is closed."""
         return self.name if self.closed else "int8"
 
     def size(self, count: int) -> int:
-        """Exactly this many bytes carry `count` values."""
+        """Return the exact number of bytes that `count` values are encoded to."""
         return -(-count // self.unit) * self.unit_bytes
 
     def encode(
         self, values: Tensor, key: NoiseKey, start: int = 0, *, out: Tensor | None = None, defer: bool = False
     ) -> Tensor:
-        """The bytes (uint8) of fp32 values that begin at absolute position `start`, the beginning of a page.
+        """Encode fp32 values that begin at absolute position `start`, where a page begins, and return the bytes.
 
-        NaN and infinity are refused, for which a GPU must be waited for. With `defer` nobody waits: the bytes then say
-        NaN where the values do, and the caller asks `refuse_bad` before it uses them.
+        Values with NaN or infinity raise CodecError, a check that has to wait for a GPU. With `defer` nothing waits:
+        the bytes (uint8) then hold NaN where the values do, and the caller calls `refuse_bad` before it uses them.
         """
         assert start % PAGE == 0 and values.dtype == torch.float32 and values.ndim == 1
         if values.requires_grad or not values.is_contiguous():
@@ -101,7 +106,10 @@ class Codec(ABC):
         return payload
 
     def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
-        """The values behind `size(count)` bytes."""
+        """Return the values that `size(count)` bytes encode.
+
+        Bytes of another size, or that `refuse_bad` refuses, raise CodecError.
+        """
         values = torch.empty(count, device=payload.device) if out is None else out
         assert len(values) == count and values.is_contiguous()
         values = values.detach()
@@ -111,7 +119,7 @@ class Codec(ABC):
         return values
 
     def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
-        """Add the decoded values to `into`, each scale times `share` (as fp32) in place of the scale."""
+        """Add the decoded values to `into`, with each scale times `share` (as fp32) in place of the scale."""
         self._check(payload, len(into))
         into = into.detach()
         assert into.is_contiguous()
@@ -128,10 +136,10 @@ class Codec(ABC):
         out: Tensor,
         result: "Codec | None" = None,
     ) -> None:
-        """The sum of `shares` of what the rows of `payloads` say, added up in their order, encoded by `result`.
+        """Encode the sum of what the rows of `payloads` encode, each times its share, added up in their order.
 
-        `result` is this codec if none is named. A row may be longer than its payload. The caller has asked
-        `refuse_bad` of each, and does of the result.
+        `result` encodes the sum; None means this codec. A row may be longer than its payload. The caller has called
+        `refuse_bad` on each row, and calls it on the result.
         """
         result = result or self
         if not count or (result is self and self._mean_fused(payloads, shares, key, start // PAGE, count, out)):
@@ -144,7 +152,7 @@ class Codec(ABC):
     def _mean_fused(
         self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, first_page: int, count: int, out: Tensor
     ) -> bool:
-        """In one kernel, where there is one."""
+        """Compute the mean in one kernel and return True, or return False where there is no such kernel."""
         return False
 
     def _check(self, payload: Tensor, count: int) -> None:
@@ -153,28 +161,31 @@ class Codec(ABC):
         self.refuse_bad(payload, count)
 
     def refuse_bad(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
-        """Bytes from elsewhere may say anything: whether every one of `count` values would be finite."""
+        """Raise CodecError unless all `count` values are finite: bytes from peers may hold anything.
+
+        `what_then` ends the error's message.
+        """
         if not self._is_finite(payload, count):
             raise CodecError(f"{self.name}: {what_then}")
 
     @abstractmethod
     def bound(self, rows: Tensor) -> Tensor:
-        """The largest error that a value may show after decoding; fp32 [units, unit] in and out."""
+        """Return the largest error that each value may have after decoding; fp32 [units, unit] in and out."""
 
     @abstractmethod
     def _is_finite(self, payload: Tensor, count: int) -> bool: ...
 
     @abstractmethod
     def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
-        """Encode one or more values; what is not finite stays so."""
+        """Encode one or more values into `payload`; what is not finite stays so."""
 
     @abstractmethod
     def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
-        """Add what a payload that was not refused says; `fresh` memory is taken for zeros."""
+        """Add what a payload that has passed `refuse_bad` encodes, times `share`; `fresh` memory is taken for zeros."""
 
 
 def cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:
-    """(pages, lo, hi): whole pages, up to `group` together, and then the short last one."""
+    """Yield (pages, lo, hi) for whole pages, up to `group` together, and then for the short last one, if any."""
     whole = count // PAGE
     for page in range(0, whole, group):
         pages = min(group, whole - page)
@@ -184,7 +195,7 @@ def cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:
 
 
 def whole_units(values: Tensor, unit: int) -> Tensor:
-    """As [units, unit], the last one filled up with zeros."""
+    """Return the values as [units, unit], the last unit filled up with zeros; a view where nothing is missing."""
     if missing := -len(values) % unit:
         values = torch.cat((values, values.new_zeros(missing)))
     return values.view(-1, unit)
@@ -192,7 +203,7 @@ def whole_units(values: Tensor, unit: int) -> Tensor:
 
 @cache
 def compiled_module(name: str, compiler: str) -> ModuleType | None:
-    """A module of kernels, ready to run, if the machine has what compiles them."""
+    """Import a module of kernels and make it ready to run; return None if its compiler is not installed."""
     if importlib.util.find_spec(compiler) is None:
         return None
     kernels = importlib.import_module(f"diloco.comm.codec.{name}")

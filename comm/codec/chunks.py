@@ -1,7 +1,7 @@
 """Codecs that look at many values together: the few largest of each 4096, or a tile as a matrix.
 
-Of equals the first is taken, and places rise. Bytes whose places do not rise are refused: so none is there twice, and
-a GPU may write them in any order.
+Of equal values the first is taken, and places are written in rising order. Bytes whose places do not rise are refused:
+so no place occurs twice, and a GPU may write them in any order.
 """
 
 from abc import abstractmethod
@@ -20,7 +20,7 @@ GROUP, MANY = 8, 1024  # pages that are worked on at once, by a CPU and by other
 
 
 class Grouped(Codec):
-    """An encoded unit begins with its scales. Worked on some pages at a time, as [units, unit] and [units, bytes]."""
+    """Encode units that begin with their scales, some pages at a time, as [units, unit] and [units, bytes]."""
 
     closed = False
     scales: int  # of a unit
@@ -49,7 +49,7 @@ class Grouped(Codec):
         return payload.view(-1, self.unit_bytes)
 
     def _scales(self, rows: Tensor) -> Tensor:
-        """fp32 [units, scales], a view of the bytes."""
+        """Return the scales, fp32 [units, scales], as a view of the bytes."""
         return rows[:, : 4 * self.scales].view(torch.float32)
 
     @abstractmethod
@@ -57,21 +57,22 @@ class Grouped(Codec):
 
     @abstractmethod
     def _decode(self, rows: Tensor, scales: Tensor, into: Tensor) -> None:
-        """Add to `into` what the rows say with these scales."""
+        """Add to `into` what the rows encode with these scales."""
 
 
 class Chunked(Grouped):
-    """After the scales come the places of `keep` values of a chunk, and then what is said of each."""
+    """Encode `keep` values of each chunk: after the scales come their places, and then a code for each."""
 
     unit = CHUNK
     keep: int
 
     @property
     def place_bytes(self) -> int:
-        """12 bits each, or one bit for each value of the chunk."""
+        """Return the bytes that the places of a chunk take: 12 bits each, or a bitmap of the chunk if that is less."""
         return min(self.keep * 12 // 8, BITMAP)
 
     def refuse_bad(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
+        """Refuse places that do not rise, besides values that are not finite."""
         super().refuse_bad(payload, count, what_then)
         if not self._rise(self._rows(payload)):
             raise CodecError(f"{self.name}: the bytes hold places that do not rise: nothing was decoded")
@@ -85,15 +86,15 @@ class Chunked(Grouped):
         return bool((self.places(rows).diff(dim=1) > 0).all())
 
     def map(self, rows: Tensor) -> Tensor:
-        """Where the places are written, a view."""
+        """Return the part of each row in which the places are written, as a view."""
         return rows[:, 4 * self.scales :][:, : self.place_bytes]
 
     def said(self, rows: Tensor) -> Tensor:
-        """What follows the places, a view."""
+        """Return the part of each row that follows the places, as a view."""
         return rows[:, 4 * self.scales + self.place_bytes :]
 
     def places(self, rows: Tensor) -> Tensor:
-        """int64 [chunks, keep], of bytes that were not refused."""
+        """Return the places, int64 [chunks, keep], of rows that have passed `refuse_bad`."""
         raw = self.map(rows)
         if self.place_bytes == BITMAP:
             return _bits(raw).nonzero()[:, 1].view(len(rows), self.keep)
@@ -101,7 +102,11 @@ class Chunked(Grouped):
         return low | torch.cat((nibbles & 15, nibbles >> 4), 1) << 8
 
     def write_places(self, places: Tensor, rows: Tensor) -> None:
-        """Of 12 bits, the lower 8 of each, then the others as nibbles: the first half's low, the second's high."""
+        """Write the places into the rows, as a bitmap or with 12 bits each.
+
+        Of 12 bits, the lower 8 of each come first, then the others as nibbles: the first half's low, the second half's
+        high.
+        """
         if self.place_bytes == BITMAP:
             taken = places.new_zeros(len(rows), CHUNK).scatter_(1, places, 1).view(-1, BITMAP, 8)
             self.map(rows).copy_((taken << torch.arange(8, device=rows.device)).sum(2))
@@ -111,7 +116,7 @@ class Chunked(Grouped):
 
 
 def largest(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Places (rising, int64) and magnitudes of the `keep` largest of each row; the tiny ones count as zero."""
+    """Return places (rising, int64) and magnitudes of each row's `keep` largest values; below 2^-100 counts as zero."""
     bits = values.view(torch.int32) & 0x7FFFFFFF
     bits.masked_fill_(bits < TINY_BITS, 0)
     order = torch.sort(bits, dim=1, descending=True, stable=True).indices
@@ -120,9 +125,10 @@ def largest(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """into[n, r, c] += (… (left[n, 0, r] right[n, 0, c] + left[n, 1, r] right[n, 1, c]) + …).
+    """Add a sum of outer products to each matrix in `into`.
 
-    Every multiplication and addition is rounded by itself, in order: no matmul.
+    into[n, r, c] += (… (left[n, 0, r] right[n, 0, c] + left[n, 1, r] right[n, 1, c]) + …). Every multiplication and
+    addition is rounded by itself, in order: no matmul.
     """
     if kernels := chunk_kernels(into.device.type):
         return kernels.add_outer_sums(left, right, into)
@@ -134,7 +140,10 @@ def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
 
 
 def tree_sum(rows: Tensor) -> Tensor:
-    """The sum of each row, [rows, 1], in the one order that every device can follow: halves upon halves."""
+    """Sum each row to [rows, 1] in an order that every device can follow.
+
+    The second half is added to the first until one value is left.
+    """
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -142,6 +151,7 @@ def tree_sum(rows: Tensor) -> Tensor:
 
 
 def chunk_kernels(device: str) -> ModuleType | None:
+    """Return the compiled kernels for chunks; None on other devices than a CPU, or without Numba."""
     return compiled_module("chunks_cpu", "numba") if device == "cpu" else None
 
 
@@ -150,5 +160,5 @@ def _group(values: Tensor) -> int:
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """0 and 1, [chunks, CHUNK]."""
+    """Expand bitmaps to 0 and 1, [chunks, CHUNK]."""
     return ((raw[:, :, None] >> torch.arange(8, device=raw.device)) & 1).view(len(raw), CHUNK)

@@ -1,8 +1,8 @@
 """The largest of each chunk and sums of outer products on a CPU, bit for bit what `diloco.comm.codec.chunks` and
 `sparse` compute with torch.
 
-Like `diloco.comm.codec.cpu`: no GIL, multiplication and addition apart. Nothing compiled is shared between the two
-files: code on disk would not notice a change of the other.
+As in `diloco.comm.codec.cpu`, the loops hold no GIL, and multiplication and addition stay apart. Nothing compiled is
+shared between the two files: code kept on disk would not notice a change of the other.
 """
 
 from typing import Any
@@ -32,7 +32,10 @@ Bytes = NDArray[np.uint8]
 
 @compiled
 def _magnitudes(values: Floats, found: Numbers) -> Any:
-    """As bits, which compare as they do; the tiny ones and those beyond the end are zero. Returns the largest."""
+    """Write the magnitudes as bits, which compare as they do, and return the largest.
+
+    Tiny ones and those beyond the end are zero.
+    """
     bits, largest = values.view(np.int32), np.int32(0)
     for i in range(len(bits)):
         magnitude = np.int32(bits[i] & MAGNITUDE)
@@ -52,7 +55,7 @@ def _at_least(found: Numbers, floor: Any) -> Any:
 
 @compiled
 def _floor(found: Numbers, keep: int) -> Any:
-    """A magnitude that `keep` values reach and fewer exceed, bit by bit: counting is fast, sorting is not."""
+    """Return a magnitude that `keep` values reach and fewer exceed, bit by bit: counting is fast, sorting is not."""
     floor = np.int32(0)
     if _at_least(found, np.int32(1)) <= keep:
         return floor
@@ -68,7 +71,7 @@ def _floor(found: Numbers, keep: int) -> Any:
 
 @compiled
 def _pick(found: Numbers, places: Numbers) -> None:
-    """The places of the largest, rising; of equals the first."""
+    """Write the places of the largest values, rising; of equal values the first are taken."""
     floor, keep = _floor(found, len(places)), len(places)
     equals, taken = keep - _at_least(found, np.int32(floor + 1)), 0
     for i in range(CHUNK):
@@ -82,7 +85,7 @@ def _pick(found: Numbers, places: Numbers) -> None:
 
 @compiled
 def _write_places(places: Numbers, room: Bytes) -> None:
-    """12 bits each: a byte each, then nibbles, the first half's low and the second's high. Or a bitmap."""
+    """Write a bitmap, or 12 bits each: a byte each, then nibbles, the first half's low and the second's high."""
     keep = len(places)
     if len(room) == CHUNK // 8:
         room[:] = 0
@@ -97,7 +100,7 @@ def _write_places(places: Numbers, room: Bytes) -> None:
 
 @compiled
 def _read_places(room: Bytes, places: Numbers) -> bool:
-    """Whether they rise: so that none is there twice."""
+    """Read the places and return whether they rise: then none occurs twice."""
     keep = len(places)
     if len(room) == CHUNK // 8:
         taken = 0
@@ -127,7 +130,10 @@ def _rise(payload: Bytes, chunk_bytes: int, first: int, width: int, keep: int) -
 
 @compiled
 def _tree_sum(row: Floats) -> Any:
-    """In the one order that a GPU can follow too: halves upon halves. `row` is used up."""
+    """Sum the row in an order that a GPU can follow too: the second half is added to the first until one value is left.
+
+    `row` is used up.
+    """
     width = len(row) // 2
     while width:
         for i in range(width):
@@ -138,7 +144,7 @@ def _tree_sum(row: Floats) -> Any:
 
 @compiled
 def _mean_of(magnitudes: Floats, large: Any, which: bool) -> Any:
-    """Of the large ones, or of the others. Divided first: the sum of all may be beyond the largest number."""
+    """Return the mean of the large magnitudes, or of the others. Each is divided first: the sum of all may overflow."""
     row, count = np.zeros(len(magnitudes), np.float32), 0
     for i in range(len(row)):
         if large[i] == which:
@@ -222,7 +228,7 @@ def _add_kept(payload: Bytes, chunk_bytes: int, keep: int, share: Any, into: Flo
 
 @compiled
 def _add_product_row(left: Floats, right: Floats, row: Floats, into: Floats) -> None:
-    """The sum in `row`, then added. `left`: [k]; `right`: [k, columns]."""
+    """Sum the products in `row`, then add that to `into`. `left` is [k], `right` is [k, columns]."""
     row[:] = 0
     for k in range(len(left)):
         for column in range(len(row)):
@@ -260,7 +266,7 @@ def _run_everything() -> None:
 
 
 def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """Row by row, so that the sums stay in the cache."""
+    """Add the sums row by row, so that they stay in the cache."""
     _add_products(left.contiguous().numpy(), right.contiguous().numpy(), into.numpy())
 
 
@@ -268,6 +274,7 @@ def add_outer_sums(left: Tensor, right: Tensor, into: Tensor) -> None:
 
 
 def encode_sparse(values: Tensor, keep: int, payload: Tensor) -> None:
+    """Encode the `keep` largest values of each chunk, two bits each. A chunk with NaN or infinity gets NaN scales."""
     width = payload.shape[1]
 
     def work(pages: slice, part: Floats, raw: Bytes) -> None:
@@ -277,7 +284,7 @@ def encode_sparse(values: Tensor, keep: int, payload: Tensor) -> None:
 
 
 def encode_kept(values: Tensor, key: NoiseKey | None, first_page: int, keep: int, payload: Tensor) -> None:
-    """Rounded to nearest if there is no key."""
+    """Encode the `keep` largest values of each chunk as int8, rounded to nearest if there is no key."""
     width = payload.shape[1]
     table, starts = noise_of(key, first_page, len(values)) if key else (NEAREST, np.zeros(payload.numel(), np.int64))
 
@@ -288,13 +295,15 @@ def encode_kept(values: Tensor, key: NoiseKey | None, first_page: int, keep: int
 
 
 def add_sparse(payload: Tensor, keep: int, share: float, into: Tensor) -> None:
+    """Add to `into` what `encode_sparse` has written, the scales times `share`."""
     _add_sparse(payload.numpy().reshape(-1), payload.shape[1], keep, np.float32(share), into.numpy())
 
 
 def add_kept(payload: Tensor, keep: int, share: float, into: Tensor) -> None:
+    """Add to `into` what `encode_kept` has written, the scales times `share`."""
     _add_kept(payload.numpy().reshape(-1), payload.shape[1], keep, np.float32(share), into.numpy())
 
 
 def rise(payload: Tensor, first: int, width: int, keep: int) -> bool:
-    """Whether the places, which begin at byte `first` of a chunk, can be what an honest sender wrote."""
+    """Tell whether the places, which begin at byte `first` of each chunk, can be what an honest sender wrote."""
     return bool(_rise(payload.numpy().reshape(-1), payload.shape[1], first, width, keep))

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function with Numba, to run without the GIL; the code is kept on disk if it can be written there."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         dispatcher.enable_caching()
@@ -51,12 +52,12 @@ _dispatchers: list[Any] = []
 
 
 def prepare() -> None:
-    """Compile everything, or load it from disk. Takes seconds the first time: not to be done within a round."""
+    """Compile everything, or load it from disk. This takes seconds the first time, so it is not done within a round."""
     first_run(_run_everything)
 
 
 def first_run(work: Callable[[], None]) -> None:
-    """Of compiled code, however damaged what is kept of it on disk."""
+    """Run compiled code for the first time; if what is kept of it on disk is damaged, compile anew and keep nothing."""
     try:
         work()
     except (EOFError, OSError, PickleError, ImportError, ValueError, IndexError) as damaged:
@@ -103,7 +104,7 @@ def _unpack(packed: Bytes, numbers: Bytes) -> None:
 
 @compiled
 def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
-    """What a block with this largest magnitude (its bits) is divided by, and what its values are multiplied with."""
+    """Return the scale of a block with this largest magnitude (its bits), and what its values are multiplied with."""
     peak = np.int32(largest).view(np.float32)
     if largest >= INFINITE:
         return np.float32(np.nan), NOTHING  # the mark of a block that cannot be encoded
@@ -114,7 +115,10 @@ def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
 
 @compiled
 def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
-    """Whole blocks: loops of constant length, over the whole array's indices, are a third faster than over slices."""
+    """Encode whole blocks.
+
+    Loops of constant length, over the whole array's indices, are a third faster than over slices.
+    """
     width = len(packed) // max(1, len(scales))
     bits, numbers = values.view(np.int32), np.empty(BLOCK, np.int8)
     for block in range(len(scales)):
@@ -132,7 +136,7 @@ def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, sc
 
 @compiled
 def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
-    """`packed` begins behind the page's scales."""
+    """Encode one page; `packed` begins behind the page's scales."""
     width, whole = len(packed) // len(scales), len(values) // BLOCK
     _encode_blocks(values, noise, levels, packed[: whole * width], scales[:whole])
     if whole < len(scales):
@@ -154,7 +158,7 @@ def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Byt
 
 @compiled
 def _is_finite(packed: Bytes, levels: Any) -> bool:
-    """Whether every value that these scales allow is finite."""
+    """Tell whether every value that these scales allow is finite."""
     width = BLOCK if levels > 8 else HALF
     page_bytes = PAGE_BLOCKS * (SCALE_BYTES + width)
     for first in range(0, len(packed), page_bytes):
@@ -209,7 +213,7 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
 
 @compiled
 def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any, levels: Any, packed: Bytes) -> None:
-    """Page by page, so that the sums stay in the cache."""
+    """Compute the mean page by page, so that the sums stay in the cache."""
     page_bytes = _page_bytes(levels)
     sums = np.empty(PAGE, np.float32)
     for page in range(-(-count // PAGE)):
@@ -226,14 +230,17 @@ def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any,
 def mean(
     payloads: Tensor, shares: Sequence[float], count: int, key: NoiseKey, first_page: int, levels: int, out: Tensor
 ) -> None:
-    """The encoded sum of shares of what the rows of `payloads` say. The caller has looked at their scales."""
+    """Encode the sum of what the rows of `payloads` encode, each times its share.
+
+    The caller has checked their scales.
+    """
     table, starts = noise_of(key, first_page, count)
     rows, target = payloads.numpy().view(np.int8), out.numpy().view(np.int8)
     _mean(rows, np.array(shares, np.float32), count, table, starts, np.float32(levels), target)
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
-    """Fill `payload`. A block with NaN or infinity gets NaN for its scale."""
+    """Encode the values into `payload`. A block with NaN or infinity gets NaN for its scale."""
     table, starts = noise_of(key, first_page, len(values))
 
     def work(pages: slice, part: Floats, raw: Bytes) -> None:
@@ -243,7 +250,10 @@ def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload:
 
 
 def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
-    """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
+    """Add what `payload` encodes, times `share`, to `into`, or to zero if that is `fresh`.
+
+    The caller has checked its scales.
+    """
 
     def work(pages: slice, part: Floats, raw: Bytes) -> None:
         _accumulate(raw, np.float32(levels), np.float32(share), part, fresh)
@@ -252,18 +262,22 @@ def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: 
 
 
 def noise_of(key: NoiseKey, first_page: int, count: int) -> tuple[Floats, NDArray[np.int64]]:
-    """The table, and where each page starts. Not compiled: code on disk would not notice a change of noise.py."""
+    """Return the noise table and where each page starts in it.
+
+    Not compiled: code on disk would not notice a change of noise.py.
+    """
     first, second, seed = key.seeds
     pages = np.arange(first_page, first_page + -(-count // PAGE), dtype=np.int64)
     return table_of(first, second).numpy(), start_of(pages, seed)
 
 
 def is_finite(payload: Tensor, levels: int) -> bool:
+    """Tell whether every value that the scales of this payload allow is finite."""
     return bool(_is_finite(payload.numpy().view(np.int8), np.float32(levels)))
 
 
 def spread(work: Callable[[slice, Any, Any], None], values: Floats, raw: NDArray[Any], page_bytes: int) -> None:
-    """Work on some pages, their values and their bytes, in as many threads as torch uses when that is worth it."""
+    """Call `work` with runs of pages, their values and bytes, in as many threads as torch uses if that is worth it."""
     pages, threads = -(-len(values) // PAGE), min(torch.get_num_threads(), len(values) // WORTH_A_THREAD)
     if threads < 2:
         return work(slice(0, pages), values, raw)

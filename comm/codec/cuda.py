@@ -21,7 +21,7 @@ ROWS, WARPS = 4, 1  # blocks for each program; the fastest of a sweep on an H200
 
 @triton.jit
 def _noise(position, first, second):
-    """The permutation of `diloco.comm.codec.noise`."""
+    """Compute the noise at a position, by the permutation of `diloco.comm.codec.noise`."""
     x = (position + first) & 0xFFFF
     x = ((x ^ (x >> 7)) * 0x2C1B) & 0xFFFF
     x = ((x ^ (x >> 9)) + second) & 0xFFFF
@@ -31,7 +31,7 @@ def _noise(position, first, second):
 
 @triton.jit
 def _start(page, seed):
-    """Where in the permutation a page starts: `diloco.comm.codec.noise.start_of`."""
+    """Return where in the permutation a page starts, as `diloco.comm.codec.noise.start_of` does."""
     x = page.to(tl.uint32) + seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -40,7 +40,7 @@ def _start(page, seed):
 
 @triton.jit
 def _magnitude(x):
-    """As bits: they compare as the magnitudes do, with infinity and NaN above all others."""
+    """Return the magnitudes as bits: they compare as the magnitudes do, with infinity and NaN above all others."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -51,7 +51,7 @@ def _page_at(page, packed_bytes: tl.constexpr):
 
 @triton.jit
 def _packed_at(block, count, packed_bytes: tl.constexpr):
-    """Where a block's packed values begin: behind all scales of its page, which may be the short last one."""
+    """Return where a block's packed values begin: behind all scales of its page, which may be the short last one."""
     page = block // PAGE_BLOCKS
     blocks_here = tl.minimum(((count - 1) // BLOCK + 1) - page * PAGE_BLOCKS, PAGE_BLOCKS)
     return _page_at(page, packed_bytes) + blocks_here * 4 + block % PAGE_BLOCKS * packed_bytes
@@ -94,7 +94,7 @@ def _encode(values, payload, count, seed, first, second, levels: tl.constexpr, r
 
 @triton.jit(do_not_specialize=["count", "share", "keep"])
 def _accumulate(payload, into, count, share, keep, levels: tl.constexpr, rows: tl.constexpr):
-    """`keep` 0: what lies in `into` is not looked at, not even for NaN."""
+    """Add the decoded values to `into`. With `keep` 0, what lies in `into` is not looked at, not even for NaN."""
     block = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, HALF)
     packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
@@ -118,20 +118,29 @@ def _add(into, place, numbers, scale, count, keep):
 
 
 def encode(values: Tensor, key: NoiseKey, first_page: int, levels: int, payload: Tensor) -> None:
-    """Fill `payload`, without waiting for it. A block with NaN or infinity gets NaN for its scale."""
+    """Encode the values into `payload` without waiting for the kernel.
+
+    A block with NaN or infinity gets NaN for its scale.
+    """
     first, second, start_seed = key.seeds
     seed = (start_seed + first_page + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number of 32 bits
     _launch("encode", levels, values, payload, values.numel(), seed, first, second)
 
 
 def accumulate(payload: Tensor, into: Tensor, share: float, levels: int, fresh: bool) -> None:
-    """Add what `payload` says to `into`, or to zero if it is `fresh`. The caller has looked at its scales."""
+    """Add what `payload` encodes, times `share`, to `into`, or to zero if that is `fresh`.
+
+    The caller has checked its scales.
+    """
     exact = torch.tensor(share, dtype=torch.float32).item()
     _launch("accumulate", levels, payload, into, into.numel(), exact, int(not fresh))
 
 
 def _launch(name: str, levels: int, source: Tensor, target: Tensor, count: int, *numbers: float) -> None:
-    """Triton looks at all arguments anew at each launch, for half of the kernel's own time: its finding is kept."""
+    """Launch a kernel, as compiled before.
+
+    Triton would inspect all arguments anew at each launch, for half of the kernel's own time: its finding is kept.
+    """
     device = source.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):

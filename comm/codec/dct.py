@@ -19,7 +19,10 @@ WAVES = 32  # of each chunk
 
 
 class Dct(Grouped):
-    """The bytes are those of the kept coefficients."""
+    """Encode the 32 largest coefficients of each chunk's cosine transform.
+
+    The bytes are those of the kept coefficients.
+    """
 
     name, about = "dct", "the 32 largest waves of each 64 x 64 values (DeMo)"
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
@@ -32,9 +35,11 @@ class Dct(Grouped):
         return self.kept.unit_bytes
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by the norm of its whole chunk: any wave may be among those left out."""
         return (rows.double().norm(dim=1, keepdim=True).float() * (1 + 1e-4) + SIDE * TINY).expand_as(rows)
 
     def refuse_bad(self, payload: Tensor, count: int, what_then: str = NOT_DECODED) -> None:
+        """Refuse places that do not rise, too, as the codec of the kept coefficients does."""
         super().refuse_bad(payload, count, what_then)
         self.kept.refuse_bad(payload, count, what_then)
 
@@ -51,7 +56,10 @@ class Dct(Grouped):
 
 @cache
 def _waves(device: str) -> Tensor:
-    """Row k: the orthonormal cosine wave of frequency k. In float64 first, so that all libms round to the same fp32."""
+    """Return a matrix whose row k is the orthonormal cosine wave of frequency k.
+
+    It is computed in float64 first, so that all libms round to the same fp32.
+    """
     k, n = torch.arange(SIDE, dtype=torch.float64)[:, None], torch.arange(SIDE, dtype=torch.float64)
     waves = torch.cos(torch.pi * (2 * n + 1) * k / (2 * SIDE)) * (2 / SIDE) ** 0.5
     waves[0] = SIDE**-0.5

@@ -1,4 +1,4 @@
-"""Value by value: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding; and the sign alone.
+"""Codecs value by value: fp32, bf16, and blockwise int8, int4 and fp4, with stochastic rounding; and the sign alone.
 
 An encoded page is the scales of its blocks of 256 values (fp32; none for fp32 and bf16), then the packed values of its
 blocks. On a CPU a page goes through all its operations in scratch memory that stays in the cache.
@@ -25,23 +25,25 @@ GROUP = 8  # pages that a CPU works on at once: they stay in the cache, and pay 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory to work in, [blocks, BLOCK] each."""
+    """Hold memory to work in, [blocks, BLOCK] of fp32 and of int8."""
 
     floats: Tensor
     bytes: Tensor
 
     @classmethod
     def new(cls, blocks: int, device: torch.device) -> "Scratch":
+        """Allocate memory for so many blocks, uninitialised."""
         floats = torch.empty(blocks, BLOCK, device=device)
         return cls(floats, torch.empty(blocks, BLOCK, dtype=torch.int8, device=device))
 
     def of(self, blocks: int) -> "Scratch":
+        """Return the first `blocks` blocks, as views."""
         return Scratch(self.floats[:blocks], self.bytes[:blocks])
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of whole pages, or the short last one, with its encoded bytes."""
+    """Describe a stretch of whole pages, or the short last one, with views of its encoded bytes."""
 
     first_page: int
     values: Tensor
@@ -51,12 +53,15 @@ class Part:
 
 
 class Blockwise(Codec):
+    """Encode blocks of 256 values: first the scales of a page's blocks, if there are any, then their packed values."""
+
     unit = BLOCK
     bits: int  # of one packed value
     scale_bytes: int = 4  # of one block
 
     @property
     def unit_bytes(self) -> int:
+        """Return the bytes of one block: its packed values and its scale."""
         return BLOCK * self.bits // 8 + self.scale_bytes
 
     def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
@@ -82,7 +87,7 @@ class Blockwise(Codec):
         return raw[:, :cut].view(torch.float32), raw[:, cut:]
 
     def _parts(self, values: Tensor, payload: Tensor) -> Iterator[Part]:
-        """On a CPU a few pages at a time, in this thread's scratch memory; elsewhere all whole pages at once."""
+        """Yield a few pages at a time on a CPU, in this thread's scratch memory; elsewhere all whole pages at once."""
         on_cpu = values.device.type == "cpu"
         for pages, lo, hi in cuts(len(values), GROUP if on_cpu else len(values)):
             blocks = -(-(hi - lo) // BLOCK)
@@ -91,7 +96,7 @@ class Blockwise(Codec):
 
     @abstractmethod
     def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
-        """Numbers that are finite only if every decoded value is."""
+        """Return numbers that are finite only if every decoded value is."""
 
     @abstractmethod
     def _encode(self, rows: Tensor, noise: Noise, part: Part) -> None:
@@ -99,10 +104,12 @@ class Blockwise(Codec):
 
     @abstractmethod
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        """The values, fp32 [blocks, BLOCK], with these scales; may lie in the part's scratch memory."""
+        """Return the values, fp32 [blocks, BLOCK], with these scales; they may lie in the part's scratch memory."""
 
 
 class Fp32(Blockwise):
+    """Copy every bit of every value: nothing is rounded."""
+
     name, about = "fp32", "every bit of every value"
     bits, scale_bytes, cpu_ns = 32, 0, (6.0, 9.0)
 
@@ -120,12 +127,13 @@ class Fp32(Blockwise):
 
 
 class Bf16(Blockwise):
-    """The upper half of the bits; adding the noise to the lower half first makes the cut a stochastic rounding."""
+    """Keep the upper half of the bits; adding the noise to the lower half first makes the cut a stochastic rounding."""
 
     name, about = "bf16", "the upper half of the bits, rounded stochastically"
     bits, scale_bytes, cpu_ns = 16, 0, (33.0, 14.0)
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by one step of a mantissa of 7 bits, or of the denormals."""
         return (rows.abs() * 2.0**-7).clamp(min=2.0**-133)  # one step of 7 bits, or of the denormals
 
     def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
@@ -146,11 +154,12 @@ class Bf16(Blockwise):
 
 
 class Scaled(Blockwise):
-    """A block's largest magnitude is `levels` times its scale; values are whole numbers of scales."""
+    """Encode values as whole numbers of scales; a block's largest magnitude is `levels` times its scale."""
 
     levels: int
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by one step, the block's largest magnitude divided by `levels`."""
         peak = rows.abs().amax(1, keepdim=True)
         return (peak / self.levels * (1 + 1e-4) + TINY).expand_as(rows)
 
@@ -166,19 +175,22 @@ class Scaled(Blockwise):
         self._pack(self._numbers(rows, peak, empty, noise, part.scratch), part)
 
     def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
-        """floor(y + noise) in [-levels, levels]. A hair below `levels` at the peak, so that no rounding passes it."""
+        """Return floor(y + noise) in [-levels, levels].
+
+        At the peak y is a hair below `levels`, so that no rounding passes it.
+        """
         steps = (torch.full_like(peak, self.levels - 2.0**-12) / peak).masked_fill_(empty, 0.0)
         return noise.add_to(torch.mul(rows, steps, out=scratch.floats)).floor_()
 
     def _pack(self, numbers: Tensor, part: Part) -> None:
-        """As nibbles: the first half of a block low, the second high."""
+        """Pack the numbers as nibbles: the first half of a block low, the second high."""
         small = part.scratch.bytes.copy_(numbers)
         nibbles = (small[:, :HALF] & 15).bitwise_or_(small[:, HALF:] << 4)
         part.packed.view(torch.int8).copy_(nibbles.view(len(part.packed), -1))
 
 
 class Integer(Scaled):
-    """Has kernels of its own where Triton (CUDA) or Numba (CPU) can compile them; elsewhere torch does."""
+    """Encode with compiled kernels where Triton (CUDA) or Numba (CPU) is installed, and with torch elsewhere."""
 
     def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
         kernels = dense_kernels(values.device.type)
@@ -210,6 +222,8 @@ class Integer(Scaled):
 
 
 class Int8(Integer):
+    """Encode values as whole numbers up to 127, a byte each, with a scale for each block of 256."""
+
     name, about = "int8", "whole numbers up to 127, a scale for each block of 256 values"
     bits, levels, cpu_ns, planned = 8, 127, (0.7, 0.4), True
 
@@ -222,6 +236,8 @@ class Int8(Integer):
 
 
 class Int4(Integer):
+    """Encode values as whole numbers up to 7, half a byte each, with a scale for each block of 256."""
+
     name, about = "int4", "whole numbers up to 7, a scale for each block of 256 values"
     bits, levels, cpu_ns, planned = 4, 7, (0.7, 0.6), True
     loss_cost = 0.0009
@@ -234,7 +250,7 @@ class Int4(Integer):
 
 
 class Fp4(Scaled):
-    """Sign and three exponent bits: 0 and 2^-6 … 1 of the block's largest magnitude.
+    """Encode a value as sign and three exponent bits: 0, or 2^-6 … 1 of the block's largest magnitude.
 
     Between two powers of two the mantissa is the share of the way up, so adding noise to it rounds stochastically.
     Below 2^-6 the share is taken after adding 2^-6, which moves [0, 2^-6) to [2^-6, 2^-5).
@@ -244,11 +260,12 @@ class Fp4(Scaled):
     bits, levels, cpu_ns, loss_cost = 4, 1, (39.0, 14.0), 0.0009
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by the value's own magnitude, but at least by 2^-6 of the block's largest."""
         peak = rows.abs().amax(1, keepdim=True)
         return torch.maximum(rows.abs(), peak * 2.0**-6) * (1 + 1e-5) + TINY
 
     def _numbers(self, rows: Tensor, peak: Tensor, empty: Tensor, noise: Noise, scratch: Scratch) -> Tensor:
-        """Codes: sign in bit 3, exponent in bits 0 to 2."""
+        """Return codes with the sign in bit 3 and the exponent in bits 0 to 2."""
         share = torch.div(scratch.floats, peak, out=scratch.floats).masked_fill_(empty, 0.0)  # it holds |rows|
         small = share < 2.0**-6
         share.add_(small.float().mul_(2.0**-6))
@@ -261,7 +278,7 @@ class Fp4(Scaled):
         return scales
 
     def _decode(self, part: Part, scales: Tensor) -> Tensor:
-        """A code's low bits are an exponent: 2^(code - 7), or nothing for code 0."""
+        """Return the values: a code's low bits are an exponent, 2^(code - 7), or zero for code 0."""
         packed, small = part.packed.reshape(-1, HALF), part.scratch.bytes.view(torch.uint8)
         torch.bitwise_and(packed, 15, out=small[:, :HALF])
         torch.bitwise_right_shift(packed, 4, out=small[:, HALF:])
@@ -274,13 +291,17 @@ class Fp4(Scaled):
 
 
 class Sign(Blockwise):
-    """One bit a value. Meant for error feedback; a mean of signs is no sign: it travels in another codec."""
+    """Encode the sign of each value in one bit, with the mean magnitude of each block of 256 as its scale.
+
+    Meant for error feedback. A mean of signs is no sign: it travels in another codec.
+    """
 
     name, about = "sign", "the sign of each value times the mean magnitude of its block of 256"
     bits, closed = 1, False
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (22.0, 0.4)
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by the largest magnitude of its block."""
         return (rows.abs().amax(1, keepdim=True) * (1 + 1e-6) + TINY).expand_as(rows)
 
     def _largest_possible(self, scales: Tensor, packed: Tensor) -> Tensor:
@@ -306,12 +327,13 @@ class Sign(Blockwise):
 
 
 def dense_kernels(device: str) -> ModuleType | None:
+    """Return the compiled kernels for this device: Triton's on CUDA, Numba's on a CPU; None if there are none."""
     compiler, module = {"cuda": ("triton", "cuda"), "cpu": ("numba", "cpu")}.get(device, ("", ""))
     return compiled_module(module, compiler) if module else None
 
 
 def _scratch() -> Scratch:
-    """This thread's own, a group of pages large."""
+    """Return this thread's own scratch memory, a group of pages large."""
     if not hasattr(_per_thread, "scratch"):
         _per_thread.scratch = Scratch.new(GROUP * PAGE // BLOCK, torch.device("cpu"))
     scratch: Scratch = _per_thread.scratch

@@ -12,7 +12,10 @@ from diloco.comm.codec.noise import NoiseKey
 
 
 class ErrorFeedback:
-    """The residual changes at `commit` only: an encoding whose round fails has lost nothing."""
+    """Add what one encoding loses to the next one.
+
+    The residual changes at `commit` only: an encoding whose round fails has lost nothing.
+    """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
         self.codec, self.decay = codec, decay
@@ -20,18 +23,21 @@ class ErrorFeedback:
         self._pending: Tensor | None = None
 
     def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
+        """Encode the values plus the decayed residual. What that loses is pending until `commit`."""
         wanted = values + self.residual.to(values.device) * self.decay
         payload = self.codec.encode(wanted, key)
         self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
         return payload
 
     def commit(self) -> None:
-        """The last encoding is in the log: what it lost becomes the residual."""
+        """Make what the last encoding lost the residual. Called once that encoding is sure to reach the log."""
         if self._pending is not None:
             self.residual, self._pending = self._pending, None
 
     def state(self) -> dict[str, Tensor]:
+        """Return the residual, and what is pending if anything is. The tensors are not copied."""
         return {"residual": self.residual} | ({"pending": self._pending} if self._pending is not None else {})
 
     def set_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` has returned: the residual, and the loss that awaits its `commit`, if any."""
         self.residual, self._pending = state["residual"], state.get("pending")

@@ -24,7 +24,7 @@ LOST = 1e-4  # what is left of a column that the others contain already is round
 
 
 class LowRank(Grouped):
-    """A tile is the fp32 scales of its products, their columns (int8) and their rows (int8)."""
+    """Encode a tile as the fp32 scales of its products, their columns (int8) and their rows (int8)."""
 
     name, about = "lowrank", "the four strongest outer products of each 128 x 256 values (PowerSGD)"
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (26.0, 0.4)
@@ -36,6 +36,7 @@ class LowRank(Grouped):
         return RANK * (4 + HEIGHT + WIDTH)
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by the norm of its whole tile: any of it may be left out."""
         return (rows.double().norm(dim=1, keepdim=True).float() * (1 + 1e-4) + PAGE * TINY).expand_as(rows)
 
     def _encode(self, values: Tensor, noise: Noise, rows: Tensor) -> None:
@@ -54,12 +55,12 @@ class LowRank(Grouped):
         add_outer_sums(said[:, :, :HEIGHT] * scales[:, :, None], said[:, :, HEIGHT:], into.view(-1, HEIGHT, WIDTH))
 
     def _said(self, rows: Tensor) -> Tensor:
-        """Columns and rows, int8 [tiles, RANK, HEIGHT + WIDTH], a view of the bytes."""
+        """Return columns and rows, int8 [tiles, RANK, HEIGHT + WIDTH], as a view of the bytes."""
         return rows[:, 4 * RANK :].view(torch.int8).unflatten(1, (RANK, HEIGHT + WIDTH))
 
 
 def _strongest_columns(tiles: Tensor) -> Tensor:
-    """Orthonormal, [tiles, HEIGHT, RANK], nearly the first left singular vectors."""
+    """Return orthonormal columns, [tiles, HEIGHT, RANK], nearly the first left singular vectors."""
     columns = _orthonormal(tiles @ _start(str(tiles.device)))
     for _ in range(POWER_STEPS - 1):
         columns = _orthonormal(tiles @ _orthonormal(tiles.transpose(1, 2) @ columns))
@@ -67,7 +68,7 @@ def _strongest_columns(tiles: Tensor) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """By Gram and Schmidt; a column that adds nothing becomes zero."""
+    """Orthonormalise the columns by Gram and Schmidt; a column that adds nothing becomes zero."""
     done: list[Tensor] = []
     for k in range(RANK):
         column = columns[:, :, k]
@@ -80,13 +81,13 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers in [-LEVELS, LEVELS], as floats, and what they were divided by, [tiles, RANK, 1]."""
+    """Return whole numbers in [-LEVELS, LEVELS], as floats, and what the rows were divided by, [tiles, RANK, 1]."""
     peak = rows.abs().amax(2, keepdim=True)
     return torch.where(peak > 0, rows / peak * LEVELS, 0.0).round_(), peak / LEVELS
 
 
 @cache
 def _start(device: str) -> Tensor:
-    """Any fixed directions: an island may encode the same vector twice and must send the same bytes."""
+    """Return fixed directions; any will do. An island may encode the same vector twice and must send the same bytes."""
     hashed = (torch.arange(WIDTH * RANK, dtype=torch.int64) * 2654435761 >> 13) % 1024
     return ((hashed.float() - 511.5) / 512).view(WIDTH, RANK).to(device)

@@ -1,10 +1,11 @@
 """Noise for stochastic rounding that every device computes alike: the middle of one of 65536 equal steps of [0, 1).
 
-Never zero: a value too small to be told from zero rounds to zero, whether a device keeps denormals or not.
+It is never zero: a value too small to be distinguished from zero rounds to zero, whether a device keeps denormals or
+not.
 
-A counter hash of (round, fragment, role, absolute position). Positions are cut into pages; each page walks through a
-keyed permutation of all 16-bit numbers from a hashed starting point. So the noise has no bias of its own, a CPU reads
-it from a table computed once, and a GPU hashes each position in its registers.
+It is a counter hash of (round, fragment, role, absolute position). Positions are cut into pages; each page walks
+through a keyed permutation of all 16-bit numbers from a hashed starting point. So the noise has no bias of its own, a
+CPU reads it from a table computed once, and a GPU hashes each position in its registers.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ STEPS = 1 << 16
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """What the noise of one encoding depends on; `role` tells results from contributions, and islands apart."""
+    """Identify the noise of one encoding; `role` separates results from contributions, and islands from each other."""
 
     round: int
     fragment: int
@@ -29,13 +30,13 @@ class NoiseKey:
 
     @cached_property
     def seeds(self) -> tuple[int, int, int]:
-        """Two of 16 bits for the permutation, one of 32 bits for the starting points."""
+        """Return two seeds of 16 bits for the permutation and one of 32 bits for the starting points."""
         digest = sha256(f"{self.round}/{self.fragment}/{self.role}".encode()).digest()
         return tuple(int.from_bytes(part, "little") for part in (digest[:2], digest[2:4], digest[4:8]))  # type: ignore[return-value]
 
 
 def add_noise(values: Tensor, key: NoiseKey, first: int) -> Tensor:
-    """Add the noise of pages `first`, `first` + 1, … to fp32 values: whole pages, or the beginning of one."""
+    """Add the noise of pages `first`, `first` + 1, … to fp32 values in place: whole pages, or the beginning of one."""
     table, flat = table_of(key.seeds[0], key.seeds[1]), values.view(-1)
     starts = [start_of(first + page, key.seeds[2]) for page in range(-(-flat.numel() // PAGE))]
     if flat.device.type == "cpu":
@@ -49,7 +50,7 @@ def add_noise(values: Tensor, key: NoiseKey, first: int) -> Tensor:
 
 
 def start_of(page: Any, seed: int) -> Any:
-    """Where in the permutation a page, or each of an array of pages, starts: 16 bits of a 32-bit hash."""
+    """Return where in the permutation a page, or each of an array of pages, starts: 16 bits of a 32-bit hash."""
     x = (page + seed) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -58,7 +59,7 @@ def start_of(page: Any, seed: int) -> Any:
 
 @lru_cache(maxsize=8)
 def table_of(first: int, second: int) -> Tensor:
-    """The permutation of all steps, its beginning repeated at the end so that every page is one slice."""
+    """Return the permutation of all steps, its beginning repeated at the end so that every page is one slice."""
     x = torch.arange(STEPS + PAGE, dtype=torch.int32)
     x = (x + first) & 0xFFFF
     x = ((x ^ (x >> 7)) * 0x2C1B) & 0xFFFF

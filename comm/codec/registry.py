@@ -1,9 +1,9 @@
-"""How vectors travel: all codecs by name. A new one is a class in a file of its own and a line in CODECS.
+"""All codecs by name. A new one is a class in a file of its own and a line in CODECS.
 
-Importing this is cheap: a codec's module, and torch with it, is loaded when somebody asks for the codec.
+Importing this is cheap: a codec's module, and torch with it, is loaded when the codec is first asked for.
 
-Four are for contributions under error feedback: `sparse`, `sign`, `dct` and `lowrank`. A mean of such vectors is none
-of its kind and has nobody to feed errors back, so it travels value by value: `result_codec_for` says how.
+Four are for contributions under error feedback: `sparse`, `sign`, `dct` and `lowrank`. A mean of such vectors is not
+of their kind, and no peer feeds its errors back, so it travels value by value: `result_codec_for` names its codec.
 """
 
 import re
@@ -22,8 +22,10 @@ UNION = re.compile(r"union:([1-9][0-9]{1,3})", re.ASCII)
 
 
 class Codecs(Mapping[str, "Codec"]):
+    """Map names to codecs. A codec's module is imported, and the codec made, when it is first looked up."""
+
     def __init__(self, **classes: str) -> None:
-        """Where the class of each is, as `module:Class`."""
+        """Take the class of each codec as `module:Class`."""
         self.classes = classes
         self._made: dict[str, Codec] = {}
 
@@ -56,7 +58,10 @@ CODECS = Codecs(
 
 
 def codec_named(name: str) -> "Codec":
-    """One of CODECS, or `union:K` with K values of each chunk of 4096. Names come from peers: any other is refused."""
+    """Return one of CODECS, or `union:K` with K values of each chunk of 4096.
+
+    Names come from peers: any other raises CodecError.
+    """
     if name in CODECS:
         return CODECS[name]
     from diloco.comm.codec.chunks import CHUNK
@@ -69,7 +74,7 @@ def codec_named(name: str) -> "Codec":
 
 
 def result_codec_for(name: str, members: int) -> str:
-    """How a mean of so many contributions travels."""
+    """Name the codec in which the mean of `members` contributions, encoded with the named one, travels."""
     return codec_named(name).result_codec(members)
 
 

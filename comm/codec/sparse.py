@@ -21,7 +21,10 @@ LEVELS = 127
 
 
 class Sparse(Chunked):
-    """Sign and one of two magnitudes: the means of the kept ones below, and from their mean on."""
+    """Encode each kept value as its sign and one of two magnitudes.
+
+    They are the means of the kept magnitudes below the mean of all kept ones, and of those from that mean on.
+    """
 
     name, about = "sparse", "the 64 largest of each 4096 values, two bits each (SparseLoCo)"
     needs_feedback, loss_cost, cpu_ns = True, FEEDBACK_COST, (10.0, 1.0)
@@ -29,7 +32,7 @@ class Sparse(Chunked):
     scales, keep, headroom = 2, KEPT, 1.0
 
     def result_codec(self, members: int) -> str:
-        """The union of their supports. Where most of a chunk may be kept, int8 is the smaller one."""
+        """Name the codec for the union of the supports, or int8, which is smaller where most of a chunk may be kept."""
         together = union(min(KEPT * members, CHUNK))
         return together.name if together.size(PAGE) < Int8().size(PAGE) else "int8"
 
@@ -38,6 +41,7 @@ class Sparse(Chunked):
         return 4 * self.scales + self.place_bytes + LANE
 
     def bound(self, rows: Tensor) -> Tensor:
+        """Bound each error by the largest magnitude of its chunk: a value that is left out is all error."""
         return (rows.abs().amax(1, keepdim=True) * (1 + 1e-6) + TINY).expand_as(rows)
 
     def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
@@ -67,7 +71,7 @@ class Sparse(Chunked):
 
 
 class TopValues(Chunked):
-    """int8 with one scale for each chunk, rounded stochastically or to nearest."""
+    """Encode the kept values as int8 with one scale for each chunk, rounded stochastically or to nearest."""
 
     scales, headroom = 1, LEVELS + 1.0
 
@@ -80,7 +84,7 @@ class TopValues(Chunked):
         return 4 * self.scales + self.place_bytes + self.keep
 
     def bound(self, rows: Tensor) -> Tensor:
-        """If no more than `keep` values of a row are not zero."""
+        """Bound each error by one step of int8, if no more than `keep` values of a row are not zero."""
         return (rows.abs().amax(1, keepdim=True) / LEVELS * (1 + 1e-4) + TINY).expand_as(rows)
 
     def _fill(self, payload: Tensor, values: Tensor, noise: Noise) -> None:
@@ -110,18 +114,24 @@ class TopValues(Chunked):
         _add_at(self.places(rows), self.numbers(rows).float() * scales, into)
 
     def numbers(self, rows: Tensor) -> Tensor:
-        """int8 [chunks, keep], a view of the bytes."""
+        """Return what is written for the kept values, int8 [chunks, keep], as a view of the bytes."""
         return self.said(rows).view(torch.int8)
 
 
 @cache
 def union(keep: int) -> TopValues:
-    """For the mean of sparse vectors: as many values of each chunk as their supports can have together."""
+    """Return the codec for a mean of sparse vectors.
+
+    It keeps as many values of each chunk as their supports can have together.
+    """
     return TopValues(f"union:{keep}", keep)
 
 
 def _mean_of(magnitudes: Tensor, which: Tensor) -> Tensor:
-    """[chunks, 1], of nothing zero. Divided first: the sum of all may be beyond the largest number."""
+    """Return the mean of the chosen magnitudes, [chunks, 1], zero for none.
+
+    Each is divided first: the sum of all may overflow.
+    """
     all_of_them = torch.full_like(magnitudes[:, :1], magnitudes.shape[1])
     shares = torch.where(which, magnitudes / all_of_them, 0.0)
     count = which.sum(1, keepdim=True).float()
@@ -129,5 +139,5 @@ def _mean_of(magnitudes: Tensor, which: Tensor) -> Tensor:
 
 
 def _add_at(places: Tensor, said: Tensor, into: Tensor) -> None:
-    """No place is there twice."""
+    """Add the values at these places, of which none occurs twice."""
     into.scatter_(1, places, into.gather(1, places) + said)

@@ -1,4 +1,4 @@
-"""Who is who: identities, records, tickets, and the directory in hivemind's DHT.
+"""Peers and how they find each other: identities, records, tickets, and the directory in hivemind's DHT.
 
 May import: errors. Start with `directory.py`, then `record.py`.
 """

@@ -1,4 +1,4 @@
-"""The part of the directory that touches hivemind.
+"""The part of the directory that uses hivemind.
 
 hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
 honest peer would ever have stored: it does not look at whether a record has expired.
@@ -35,6 +35,8 @@ FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, Ru
 
 @dataclass(frozen=True)
 class NodeOptions:
+    """Configure one node of the DHT: which peers it joins, where it listens, and how others reach it."""
+
     bootstrap: Sequence[str] = ()
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
@@ -45,7 +47,7 @@ class NodeOptions:
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind leaves p2pd behind when its parent is killed; under the guard it ends with the parent."""
+    """Run p2pd under the guard, so that it ends with its parent: hivemind leaves it behind when that is killed."""
 
     @staticmethod
     def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
@@ -54,15 +56,17 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     @property
     def running(self) -> bool:
+        """Tell whether p2pd is alive, as far as this process has noticed."""
         return self._child.returncode is None
 
     async def ended(self) -> None:
+        """Wait until p2pd has exited."""
         await self._child.wait()
 
     async def open_stream(
         self, peer: str, addresses: Sequence[str], protocol: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A stream to the peer of this id: p2pd has verified that it holds the id's key."""
+        """Open a stream to the peer of this id: p2pd has verified that it holds the id's key."""
         peer_id, places = _dialable(peer, addresses)
         if places:
             await self._client.connect(peer_id, places)
@@ -77,13 +81,14 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
 
 class RunValidator(SchemaValidator):  # type: ignore[misc]
-    """Holds every record of this DHT to its form, its signature, its subkey and its expiry, and counts refusals."""
+    """Check every record of this DHT for its form, its signature, its subkey and its expiry, and count refusals."""
 
     def __init__(self, run_id: bytes, refusals: Counter[str]) -> None:
         super().__init__(_schema(), allow_extra_keys=False, prefix=run_id.hex())
         self._run_id, self._refusals = run_id, refusals
 
     def validate(self, record: DHTRecord) -> bool:
+        """Return whether the DHT may keep the record; a refusal is counted by its reason."""
         try:
             if not super().validate(record):
                 raise RecordRefused("malformed", "not what this run keeps in its DHT")
@@ -99,7 +104,10 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
 
 
 def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerRecord:
-    """The record in one entry of the run's dictionary, if it is its own peer's and of this run."""
+    """Return the record in one entry of the run's dictionary.
+
+    It must be the subkey's own and of this run, else RecordRefused is raised.
+    """
     if not isinstance(value, bytes):
         raise RecordRefused("malformed", "it is not bytes")
     record = authenticate(value)
@@ -111,7 +119,7 @@ def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerReco
 
 
 def dht_key(run_id: bytes) -> str:
-    """The name under which hivemind's SchemaValidator knows the field."""
+    """Return the name under which hivemind's SchemaValidator knows the field."""
     return f"{run_id.hex()}_{FIELD}"
 
 
@@ -124,7 +132,7 @@ def _dialable(peer: str, addresses: Sequence[str]) -> tuple[PeerID, list[Multiad
 
 
 def _for_p2pd(address: Multiaddr) -> Multiaddr:
-    """hivemind writes a relay's peer id as a CID of version 1, which its own p2pd cannot read."""
+    """Rewrite an address for p2pd: hivemind writes a relay's peer id as a CID of version 1, which p2pd cannot read."""
     parts = [bytes(part) for part in address.split()]
     for index, (protocol, value) in enumerate(address.items()):
         if protocol.name == "p2p":
@@ -139,6 +147,10 @@ def _close_unused(opening: asyncio.Future[Any]) -> None:
 
 
 async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
+    """Start p2pd and a DHT node on it, which joins the bootstrap peers and caches no records.
+
+    If it fails, p2pd is ended.
+    """
     family = "ip6" if ":" in options.listen_host else "ip4"
     p2p = await GuardedP2P.create(
         initial_peers=list(options.bootstrap),
@@ -168,7 +180,7 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
 
 
 async def reach(node: DHTNode, address: str) -> bool:
-    """Whether a peer answers there; it is in this node's routing table then."""
+    """Tell whether a peer answers at this multiaddr; if it does, it is in this node's routing table."""
     place, _, peer = address.rpartition("/p2p/")
     peer_id, places = _dialable(peer, [place])
     await node.p2p._client.connect(peer_id, places)
@@ -176,6 +188,7 @@ async def reach(node: DHTNode, address: str) -> bool:
 
 
 async def close_node(node: DHTNode) -> None:
+    """Shut down the node and its p2pd. If p2pd is dead already, no answer is waited for."""
     writer = node.p2p._client.control._write_task
     goodbye, end = asyncio.ensure_future(node.shutdown()), asyncio.ensure_future(node.p2p.ended())
     # a dead daemon gives no answers, and its death may be noticed only now
@@ -193,7 +206,7 @@ async def close_node(node: DHTNode) -> None:
 
 
 def _schema() -> type[pydantic.BaseModel]:
-    """Made anew each time: SchemaValidator changes the class it is given."""
+    """Create the schema anew each time, because SchemaValidator changes the class it is given."""
     key = conbytes(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES, strict=True)
     value = conbytes(max_length=RECORD_LIMIT, strict=True)
     return pydantic.create_model("Run", **{FIELD: (dict[key, value], ...)})  # type: ignore[call-overload,valid-type]

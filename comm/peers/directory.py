@@ -1,7 +1,7 @@
 """Where the peers of a run find each other: signed, expiring records in hivemind's DHT, behind a blocking interface.
 
-Everything of hivemind's runs on one thread with one asyncio loop; p2pd, its daemon, ends with this process. Import this
-late: hivemind takes seconds and brings torch along.
+All of hivemind runs on one thread with one asyncio loop; p2pd, its daemon, ends with this process. Import this late:
+hivemind takes seconds and brings torch along.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class Directory:
-    """Started by `Directory.start`. Safe to use from several threads."""
+    """Publish this peer's record and find those of the others.
+
+    Started by `Directory.start`. Safe to use from several threads.
+    """
 
     def __init__(self, identity: Identity, run_id: bytes) -> None:
         self.identity, self.run_id = identity, run_id
@@ -41,7 +44,10 @@ class Directory:
 
     @classmethod
     def start(cls, identity: Identity, run_id: bytes, **options: Any) -> "Directory":
-        """`options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …"""
+        """Start a directory and its node.
+
+        `options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …
+        """
         directory = cls(identity, run_id)
         try:
             directory._open(dht.NodeOptions(**options))
@@ -52,11 +58,14 @@ class Directory:
 
     @property
     def p2p(self) -> Any:
-        """hivemind's P2P on this directory's loop, for streams between peers."""
+        """Return hivemind's P2P on this directory's loop, for streams between peers."""
         return self._node.p2p
 
     def publish(self, record: PeerRecord, expires_s: float) -> PeerRecord:
-        """Tell the run about this peer; returns the record as published, with its run, key, number and expiry."""
+        """Sign this peer's record and store it in the run's DHT, valid for `expires_s` seconds.
+
+        Returns the record as published, with its run, key, number and expiry.
+        """
         if not 0 < expires_s <= LIFETIME_LIMIT_S:
             raise DirectoryError(f"a record cannot be valid for {expires_s} s: at most {LIFETIME_LIMIT_S:.0f}")
         now_ms = int(time.time() * 1000)
@@ -78,7 +87,10 @@ class Directory:
         return record
 
     def peers(self) -> dict[bytes, PeerRecord]:
-        """Every peer with a valid record, this one included. Bad records are left out and counted in `refusals`."""
+        """Return every peer with a valid record by its public key, this one included.
+
+        Bad records are left out and counted in `refusals`.
+        """
         entries = self.call(self._node.get(dht.dht_key(self.run_id), latest=True))
         found: dict[bytes, PeerRecord] = {}
         for subkey, entry in entries.value.items() if entries is not None else ():
@@ -89,14 +101,17 @@ class Directory:
         return found
 
     def reach(self, address: str) -> bool:
-        """Whether a peer answers at this multiaddr. From then on the two know each other's records."""
+        """Tell whether a peer answers at this multiaddr. From then on the two know each other's records."""
         try:
             return self.call(dht.reach(self._node, address))
         except DirectoryError:
             return False
 
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = CALL_TIMEOUT_S) -> Result:
-        """Run this on the directory's loop and wait for it; whatever the network does wrong is a DirectoryError."""
+        """Run a coroutine on the directory's loop and wait for it.
+
+        Whatever fails in the network is a DirectoryError.
+        """
         if self.thread.alive and not self.p2p.running:
             work.close()
             raise DirectoryError("the network daemon p2pd has ended: start the directory again")
@@ -130,7 +145,7 @@ class Directory:
 
 
 def _lock(identity: Identity) -> BinaryIO:
-    """Two processes with one libp2p identity confuse every peer that meets them."""
+    """Lock the key file: two processes with one libp2p identity confuse every peer that meets them."""
     file = open(identity.path, "rb")  # noqa: SIM115 -- it is held open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +168,7 @@ def _why_not_open(options: dht.NodeOptions, error: BaseException) -> str:
 
 
 class LoopThread:
-    """One asyncio loop on one thread, used from ordinary blocking code. A call never outlives the loop it waits for."""
+    """Run one asyncio loop on one thread, for ordinary blocking code. A call never outlives the loop it waits for."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -164,10 +179,14 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
+        """Tell whether the loop still takes calls; False as soon as it is being closed."""
         return self._thread.is_alive() and not self._ended.done()
 
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Run this on the loop and wait for it. Not for the loop's own thread, which would wait for itself."""
+        """Run a coroutine on the loop and wait for it; after `timeout_s` it is cancelled.
+
+        Not for the loop's own thread, which would wait for itself.
+        """
         assert threading.current_thread() is not self._thread
         try:
             if not self.alive:

@@ -1,4 +1,4 @@
-"""Runs one command for a parent process and ends it when that parent is gone, however it went: even by SIGKILL.
+"""Run one command for a parent process and end it when that parent is gone, however it ended: even by SIGKILL.
 
 Started as a script, `python guard.py PARENT_PID COMMAND…`, and needs nothing but Python. It watches for a changed
 parent, which works on every POSIX system and, unlike Linux's parent-death signal, does not depend on the thread that
@@ -20,6 +20,10 @@ SOCKET_ARGUMENT = "-listen=/unix"
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command until it exits or the parent is gone.
+
+    Returns the command's exit status, or 0 if the parent went first.
+    """
     parent, command = int(arguments[0]), list(arguments[1:])
     die_with_guard = _parent_death_signal()
     # A Ctrl-C in the terminal is for the parent, which still needs the daemon to say goodbye.
@@ -72,7 +76,7 @@ def _end(child: int) -> None:
 
 
 def _remove_sockets(command: Sequence[str]) -> None:
-    """hivemind's two sockets in /tmp, which it removes only when it ends in good order."""
+    """Remove hivemind's two sockets in /tmp, which it removes only when it ends in good order."""
     for argument in command:
         if argument.startswith(SOCKET_ARGUMENT):
             path = argument.removeprefix(SOCKET_ARGUMENT)
@@ -82,7 +86,7 @@ def _remove_sockets(command: Sequence[str]) -> None:
 
 
 def _parent_death_signal() -> Callable[[], object]:
-    """Looked up before the fork: little is safe after it."""
+    """Return a function that requests the signal. It is looked up before the fork: little is safe after it."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None).prctl

@@ -1,4 +1,4 @@
-"""Who a peer is: one Ed25519 key in one file, which p2pd reads too.
+"""A peer's identity: one Ed25519 key in one file, which p2pd reads too.
 
 The file is libp2p's own private-key message, so the same key signs tickets and records and secures libp2p streams,
 and a peer's libp2p id follows from its public key alone.
@@ -27,13 +27,18 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Identity:
+    """Hold a peer's Ed25519 key and the file that it is kept in."""
+
     path: Path
     public_key: bytes
     _key: Ed25519PrivateKey = field(repr=False, compare=False)
 
     @classmethod
     def load(cls, path: str | Path) -> "Identity":
-        """The identity in this file. Made on first use; several processes may do so at once and get the same one."""
+        """Load the identity in this file, or make one on first use.
+
+        Several processes may do so at once and get the same one.
+        """
         path = Path(path).absolute()
         try:
             if not path.exists():
@@ -46,13 +51,16 @@ class Identity:
 
     @property
     def peer_id(self) -> str:
+        """Return the libp2p id in base58, by which other peers know this one."""
         return peer_id_of(self.public_key)
 
     def sign(self, data: bytes) -> bytes:
+        """Return an Ed25519 signature of the data, 64 bytes."""
         return self._key.sign(data)
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Tell whether the holder of this key signed the data; False for bytes that are no key, too."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -61,7 +69,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """libp2p's name for the holder of this key: short keys are not hashed, only wrapped."""
+    """Return libp2p's name for the holder of this key: short keys are not hashed, only wrapped."""
     return _base58(IDENTITY_MULTIHASH + PUBLIC_HEADER + public_key)
 
 

@@ -1,7 +1,7 @@
-"""What a peer says of itself to the run: where to reach it, what it is, how far it is. Signed by its identity.
+"""A peer's record: where to reach it, what it is, how far it is. Signed by its identity.
 
 A record names its run, its peer and its own expiry inside the signature, so that a copy under another run or key, or
-one kept alive by somebody else, is refused.
+one kept alive by another peer, is refused.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +23,8 @@ CLOCK_SKEW_S = 60.0
 
 @dataclass(frozen=True)
 class PeerRecord:
+    """Describe a peer to its run: addresses, certificate, machine, link rates and the round that it has reached."""
+
     run_id: bytes
     public_key: bytes
     control: tuple[str, ...]  # multiaddrs
@@ -40,10 +42,12 @@ class PeerRecord:
 
     @property
     def expires_at(self) -> float:
+        """Return the expiry in seconds since 1970."""
         return self.expires_ms / 1000
 
 
 def encode(record: PeerRecord, identity: Identity) -> bytes:
+    """Encode the record with the identity's public key, and sign it."""
     try:
         body = _body(replace(record, public_key=identity.public_key))
     except packing.Malformed as error:
@@ -52,7 +56,7 @@ def encode(record: PeerRecord, identity: Identity) -> bytes:
 
 
 def decode(data: bytes, now: float) -> PeerRecord:
-    """The record in these bytes, if its peer signed it and it is valid now."""
+    """Return the record in these bytes, if its peer signed it and it is valid now; else raise RecordRefused."""
     record = authenticate(data)
     check_not_too_long(record, now)
     if record.expires_at <= now:
@@ -61,7 +65,7 @@ def decode(data: bytes, now: float) -> PeerRecord:
 
 
 def authenticate(data: bytes) -> PeerRecord:
-    """Like `decode` without the clock: what this accepts once, it accepts always and everywhere."""
+    """Return the record like `decode`, without the clock: what this accepts once, it accepts always and everywhere."""
     if len(data) > RECORD_LIMIT:
         raise RecordRefused("too long", f"{len(data)} bytes, at most {RECORD_LIMIT} are allowed")
     try:
@@ -74,7 +78,10 @@ def authenticate(data: bytes) -> PeerRecord:
 
 
 def check_not_too_long(record: PeerRecord, now: float) -> None:
-    """Nobody may ask the others to keep a record for ever."""
+    """Refuse an expiry too far ahead: no peer may ask the others to keep a record for ever.
+
+    The limit is an hour, and a minute for clocks that disagree.
+    """
     if record.expires_at > now + LIFETIME_LIMIT_S + CLOCK_SKEW_S:
         raise RecordRefused("expiry too far", f"{record.expires_at - now:.0f} s ahead: is that peer's clock right?")
 

@@ -24,6 +24,8 @@ LATEST = 253402300799  # the year 9999, so that every expiry can be shown as a d
 
 @dataclass(frozen=True)
 class Ticket:
+    """Let a peer into a run: name the run's owner, addresses to join at and an expiry, under the owner's signature."""
+
     owner: bytes
     addresses: tuple[str, ...]
     expires_at: int  # seconds since 1970
@@ -34,6 +36,7 @@ class Ticket:
     def issue(
         cls, owner: Identity, addresses: Sequence[str], *, now: float, lifetime_s: float, peer: bytes | None = None
     ) -> "Ticket":
+        """Sign a ticket that is valid for `lifetime_s` seconds from now, for one peer's public key or for anybody."""
         if not 0 < lifetime_s < LATEST - now:
             raise TicketError(f"a ticket cannot be valid for {lifetime_s} s: use a positive number of seconds")
         draft = cls(owner.public_key, tuple(addresses), math.ceil(now + lifetime_s), peer)
@@ -44,7 +47,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, text: str, now: float) -> "Ticket":
-        """The ticket in this text, if it is whole, signed by its owner and still valid."""
+        """Return the ticket in this text; raise TicketError unless it is whole, signed by its owner and still valid."""
         try:
             ticket = _unpack(_decode(text.strip()))
         except packing.Malformed as error:
@@ -61,9 +64,11 @@ class Ticket:
 
     @property
     def run_id(self) -> bytes:
+        """Return the id of the run that it is for, which follows from its owner's key."""
         return run_id_of(self.owner)
 
     def render(self) -> str:
+        """Return the ticket as one URL-safe string, which `parse` reads."""
         return PREFIX + _base64(self._body() + packing.fixed(self.signature, SIGNATURE_BYTES))
 
     def _body(self) -> bytes:
@@ -74,9 +79,11 @@ class Ticket:
 
 
 def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: float, *, known: bool) -> None:
-    """Whether the holder of this key may enter this run with the ticket that it greets with. Needs nobody else: any
-    member can ask it. A ticket has to be valid when an island comes, not whenever the connection of a known one breaks:
-    runs outlast tickets."""
+    """Raise TicketError unless the holder of this key may enter this run with the ticket that it greets with.
+
+    This needs no other peer: any member can check it. A ticket has to be valid when an island joins, not whenever the
+    connection of a `known` one breaks: runs outlast tickets.
+    """
     ticket = Ticket.parse(greeting.decode(errors="replace"), 0.0 if known else now)
     if ticket.run_id != run_id:
         theirs, ours = ticket.run_id.hex()[:12], run_id.hex()[:12]
@@ -86,6 +93,7 @@ def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: 
 
 
 def run_id_of(public_key: bytes) -> bytes:
+    """Return the id of the run that the holder of this key owns: the key's SHA-256."""
     return hashlib.sha256(public_key).digest()
 
 

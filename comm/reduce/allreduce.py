@@ -1,10 +1,10 @@
-"""The pipelined butterfly: every member reduces one span of the vector for everybody.
+"""The pipelined butterfly: every member reduces one span of the vector for all of them.
 
 Each member sends the chunks of its encoded contribution to the spans' owners. An owner adds up the contributions to a
 chunk in the plan's order, encodes the mean once and sends those bytes to all. So each contribution and the result are
 quantised once, the bytes are the same on all members, and each moves 2 (n-1)/n encoded vectors each way.
 
-A stream goes one way: contributions first, then results. Contributions never wait for results, so nobody waits in a
+A stream goes one way: contributions first, then results. Contributions never wait for results, so no members wait in a
 circle; a slow owner holds its senders back, so that only a few chunks of each member lie in its memory.
 """
 
@@ -31,16 +31,18 @@ ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
 @dataclass
 class Progress:
-    """What has passed between this member and another one, and when it last did."""
+    """Count the chunks that have passed between this member and another one, and note when the last one did."""
 
     sent_chunks: int = 0
     received_chunks: int = 0
     last_at: float = 0.0  # time.monotonic()
 
     def sent(self) -> None:  # each counter has one thread that writes it
+        """Count one more chunk to the other member. Only the thread that sends to it calls this."""
         self.sent_chunks, self.last_at = self.sent_chunks + 1, time.monotonic()
 
     def received(self) -> None:
+        """Count one more chunk from the other member. Only the thread that receives from it calls this."""
         self.received_chunks, self.last_at = self.received_chunks + 1, time.monotonic()
 
 
@@ -48,11 +50,11 @@ class Progress:
 
 
 class Stopped(Exception):
-    """The attempt is over; its error says why."""
+    """Signal to a waiting thread that the attempt is over; the attempt's error says why."""
 
 
 class Count:
-    """A number that only rises, and whoever waits for it."""
+    """Hold a number that only rises, and let threads wait for a value of it."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -60,41 +62,48 @@ class Count:
         self._changed = threading.Condition()
 
     def add_one(self) -> None:
+        """Increase the number and wake all threads that wait."""
         with self._changed:
             self._value += 1
             self._changed.notify_all()
 
     def reach(self, value: int) -> None:
+        """Wait until the number is at least `value`; raise Stopped once the attempt is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._value >= value or self._stopped)
             if self._stopped:
                 raise Stopped
 
     def stop(self) -> None:
+        """Make every wait raise Stopped, those that have begun and those to come."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
 
 class Window:
-    """The chunks of one member that wait to be added: a ring of buffers."""
+    """Hold the chunks of one member that wait to be added, in a ring of buffers."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = buffers
         self.filled, self.freed = Count(), Count()
 
     def place(self, number: int, size: int) -> Tensor:
-        """Room for chunk `number`, once there is some."""
+        """Return room for chunk `number`, once the chunk that was in it has been added."""
         self.freed.reach(number - len(self._buffers) + 1)
         return self._buffers[number % len(self._buffers)][:size]
 
     def stop(self) -> None:
+        """Wake the threads that fill the ring and that empty it, with Stopped."""
         self.filled.stop()
         self.freed.stop()
 
 
 class Reduction:
-    """One attempt. `run()` blocks and returns the encoded mean; any thread may `cancel()` it or ask for `progress`."""
+    """Run one attempt at an all-reduce.
+
+    `run()` blocks and returns the encoded mean; any thread may `cancel()` it or ask for `progress`.
+    """
 
     scatters = True  # contributions go to the owners of spans
     gathers = True  # owners send the means to all
@@ -109,8 +118,10 @@ class Reduction:
         result: Tensor | None = None,
         patience_s: float = 30.0,
     ) -> None:
-        """`contribution` is this member's encoded vector, `result` room for the mean's; `patience_s` is the time for
-        others to be reached and to appear."""
+        """Take this member's encoded vector as `contribution`, and `result` as room for the encoded mean, if any.
+
+        `patience_s` is the time for others to be reached and to appear.
+        """
         _check_part(plan, transport.identity, addresses)
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
         self.plan = plan
@@ -136,7 +147,7 @@ class Reduction:
         self._lock = threading.Lock()
 
     def run(self) -> Tensor:
-        """Once only: another attempt needs another channel."""
+        """Carry out the attempt and return the encoded mean, once only: another attempt needs another channel."""
         works = [*(partial(self._send_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
         threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
         try:
@@ -156,32 +167,37 @@ class Reduction:
         return self.result
 
     def _join(self, thread: threading.Thread) -> None:
-        """Of a failed attempt, a thread that still connects is left behind: it closes what it gets by itself."""
+        """Wait for a thread.
+
+        One of a failed attempt that still connects is left behind: it closes what it gets by itself.
+        """
         while thread.is_alive() and not (self._error is not None and thread in self._connecting):
             thread.join(ACCEPT_SLICE_S)
 
     @property
     def level(self) -> "Reduction":
-        """The present one: it is the only one here."""
+        """Return the reduction at work, for the interface of `TwoLevelReduction`: here there is only this one."""
         return self
 
     def cancel(self, reason: str = "cancelled") -> None:
+        """Give the attempt up: `run()` raises ReduceCancelled, unless the attempt has failed before."""
         self._fail(errors.ReduceCancelled(f"{self.plan.channel}: {reason}"))
 
     def expected(self, peer: str) -> int:
-        """How many chunks it will have sent."""
+        """Return how many chunks this peer will have sent to this member by the end."""
         return len(self._contributions(self.me)) + len(self._results(peer))
 
     def _contributions(self, owner: str) -> list[Span]:
-        """The chunks that everybody sends to this owner."""
+        """Return the chunks that all other members send to this owner."""
         return self._chunks[owner] if self.scatters else []
 
     def _results(self, owner: str) -> list[Span]:
-        """The chunks that this owner sends to everybody."""
+        """Return the chunks that this owner sends to all other members."""
         return self._chunks[owner] if self.gathers else []
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes that went out on all streams of this attempt so far."""
         return sum(stream.bytes_sent for stream in self._streams)
 
     def _size(self, chunk: Span) -> int:
@@ -263,7 +279,7 @@ class Reduction:
             self._connecting.discard(me)
 
     def _accept(self) -> Stream:
-        """A stream of a member that has none yet."""
+        """Wait for a stream of a member that has none yet."""
         give_up_at = time.monotonic() + self._patience_s
         while self._error is None:
             try:
@@ -303,7 +319,7 @@ class Reduction:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The first error counts: the others are its consequences."""
+        """Record the error and stop all threads. The first error counts: the others are its consequences."""
         with self._lock:
             if self._error is not None:
                 return
@@ -326,7 +342,7 @@ def _check_part(plan: ReducePlan, identity: str, addresses: Addresses) -> None:
 
 
 def _expect(kind: int, number: int, room: Tensor) -> BufferFor:
-    """Nothing but this chunk is let in, straight into its room."""
+    """Return a function that lets in nothing but this chunk, straight into its room."""
 
     def place(got: int, head: bytes, length: int) -> memoryview:
         if (got, head, length) != (kind, CHUNK_NUMBER.pack(number), len(room)):
@@ -345,5 +361,5 @@ def _expect_end(stream: Stream) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Its memory, not a copy."""
+    """Return the tensor's memory, not a copy."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Who reduces what where one butterfly of all would have too many streams. Pure; two_level.py carries it out.
+"""The plan of an all-reduce on two levels, for members so many that one butterfly would have too many streams.
 
-Members stand in a grid. Groups are its rows: each adds up its contributions, a part of the vector at each member.
-Columns hold the same part of all groups' sums: they reduce those among themselves, and the mean goes back through the
-groups.
+Pure; two_level.py carries it out. Members stand in a grid. Groups are its rows: each adds up its contributions, a part
+of the vector at each member. Columns hold the same part of all groups' sums: they reduce those among themselves, and
+the mean goes back through the groups.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Grid:
-    """Members by their index in the plan. Who is left over has no column: it owns nothing, in one of the groups."""
+    """Place members, by their index in the plan, in groups and columns.
+
+    One that is left over has no column: it owns nothing, in one of the groups.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     columns: tuple[tuple[int, ...], ...]
 
 
 def grid_of(bytes_per_s: Sequence[float]) -> Grid:
-    """As many groups as columns, nearly. Members of a column have links that are alike, so that no group is a slow one
-    and a column's part can be sized by them."""
+    """Place members in nearly as many groups as columns, by the rates of their links.
+
+    Members of a column have links that are alike, so that no group is a slow one and a column's part can be sized by
+    them.
+    """
     n = len(bytes_per_s)
     rows = isqrt(n)
     order = sorted(range(n), key=lambda member: (-bytes_per_s[member], member))
@@ -43,7 +49,7 @@ def grid_of(bytes_per_s: Sequence[float]) -> Grid:
 
 @dataclass(frozen=True)
 class Levels:
-    """The three plans that one member takes part in."""
+    """Hold the three plans that one member takes part in."""
 
     scatter: ReducePlan  # contributions, within its group
     column: ReducePlan | None  # exact sums; None where it owns nothing
@@ -52,7 +58,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class TwoLevelPlan(Coded):
-    """One attempt at a mean. The order of additions, and so the bytes, follow from it alone."""
+    """Describe one attempt at a mean on two levels. The order of additions, and so the bytes, follow from it alone."""
 
     channel: str
     members: tuple[str, ...]
@@ -76,14 +82,16 @@ class TwoLevelPlan(Coded):
 
     @cached_property
     def grid(self) -> Grid:
+        """Return the groups and columns that follow from the rates of the links."""
         return grid_of(self.bytes_per_s)
 
     @cached_property
     def parts(self) -> tuple[Span, ...]:
-        """Of the columns."""
+        """Return the columns' parts of the vector, sized by the slowest link of each column."""
         return spans_by_bandwidth(self.count, [min(_of(column, self.bytes_per_s)) for column in self.grid.columns])
 
     def levels(self, member: str) -> Levels:
+        """Return the plans of one member; where it owns nothing, it has none for a column."""
         index = self.members.index(member)
         row = next(row for row, group in enumerate(self.grid.groups) if index in group)
         column = next((k for k, column in enumerate(self.grid.columns) if index in column), None)

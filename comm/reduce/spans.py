@@ -1,4 +1,4 @@
-"""Who reduces which part of a vector. Pure: the plan is made by one member and the same for all."""
+"""The plan of an all-reduce: who reduces which part of a vector. Pure: one member makes it, the same for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,30 +20,32 @@ MAX_TOTAL_WEIGHT = 2**53  # shares are exact quotients of whole numbers up to he
 
 @dataclass(frozen=True)
 class Span:
-    """Values [lo, hi). lo begins a page; so does hi, unless the vector ends there."""
+    """Describe the values [lo, hi) of a vector. lo begins a page; so does hi, unless the vector ends there."""
 
     lo: int
     hi: int
 
 
 class Coded:
-    """A plan says by name how contributions travel, and how their mean does; no name: as contributions do."""
+    """Name the codec of a plan's contributions, and that of their mean; without a name, it travels as they do."""
 
     codec_name: str
     result_codec_name: str
 
     @property
     def codec(self) -> Codec:
+        """Return the codec of contributions; raise CodecError if there is none of that name."""
         return codec_named(self.codec_name)
 
     @property
     def result_codec(self) -> Codec:
+        """Return the codec of the mean: that of contributions where no other is named."""
         return codec_named(self.result_codec_name or self.codec_name)
 
 
 @dataclass(frozen=True)
 class ReducePlan(Coded):
-    """One attempt at a mean. Every member holds the same plan; who is not in it takes no part."""
+    """Describe one attempt at a mean. Every member holds the same plan; a peer that is not in it takes no part."""
 
     channel: str  # names the attempt: frames of another one never get in
     members: tuple[str, ...]  # identities, in the order in which contributions are added up
@@ -61,24 +63,26 @@ class ReducePlan(Coded):
 
     @property
     def count(self) -> int:
+        """Return the number of values of the vector, all spans together."""
         return self.spans[-1].hi - self.start
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
+        """Return each member's weight divided by the sum of all weights."""
         total = sum(self.weights)
         return tuple(weight / total for weight in self.weights)
 
     def chunks(self, member: int) -> list[Span]:
-        """The pieces of a member's span, in the order in which they travel."""
+        """Return the pieces of a member's span, in the order in which they travel."""
         span, step = self.spans[member], self.chunk_pages * PAGE
         return [Span(lo, min(lo + step, span.hi)) for lo in range(span.lo, span.hi, step)]
 
     def bytes_of(self, chunk: Span) -> slice:
-        """Where the chunk lies in an encoded contribution."""
+        """Return where the chunk lies in an encoded contribution."""
         return _bytes_of(chunk, self.codec, self.start)
 
     def result_bytes_of(self, chunk: Span) -> slice:
-        """Where the chunk lies in the encoded mean."""
+        """Return where the chunk lies in the encoded mean."""
         return _bytes_of(chunk, self.result_codec, self.start)
 
 
@@ -88,7 +92,7 @@ def _bytes_of(chunk: Span, codec: Codec, start: int) -> slice:
 
 
 def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, ...]:
-    """Spans such that all members finish together, or as nearly as their links allow."""
+    """Divide a vector into spans such that all members finish together, or as nearly as their links allow."""
     pages, shares = -(-count // PAGE), _shares(bytes_per_s)
     edges, total = [0], 0.0
     for share in shares:
@@ -99,12 +103,16 @@ def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, 
 
 
 def chunk_pages_for(spans: Sequence[Span]) -> int:
+    """Return how many pages a chunk has: half of the largest span, but no more than 96."""
     largest = max(-(-(span.hi - span.lo) // PAGE) for span in spans)
     return min(max(-(-largest // CHUNKS), 1), USUAL_CHUNK_PAGES)
 
 
 def _shares(bytes_per_s: Sequence[float]) -> list[float]:
-    """A member with share s moves 1 + (n - 2) s vectors each way. Those too slow even with s = 0 own nothing."""
+    """Return each member's share of the vector.
+
+    A member with share s moves 1 + (n - 2) s vectors each way. Those too slow even with s = 0 own nothing.
+    """
     n = len(bytes_per_s)
     if n <= 2:
         return [rate / sum(bytes_per_s) for rate in bytes_per_s]
@@ -119,7 +127,7 @@ def _shares(bytes_per_s: Sequence[float]) -> list[float]:
 
 
 def _what_is_wrong(plan: ReducePlan) -> str:
-    """Plans come from peers: nothing in them is believed."""
+    """Return why a plan is refused, or nothing. Plans come from peers: nothing in them is believed."""
     n = len(plan.members)
     if not 0 < n <= MAX_MEMBERS or len(set(plan.members)) != n:
         return f"a plan has 1 to {MAX_MEMBERS} members, each once"

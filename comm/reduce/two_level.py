@@ -1,7 +1,7 @@
 """The all-reduce of many members: within groups, then among the owners of the same part, then within groups again.
 
 Each contribution and the result are quantised once, as in the butterfly; sums travel in full precision in between. A
-member has streams to its group and its column only, about 2 sqrt(n) instead of n, and everybody gets the same bytes.
+member has streams to its group and its column only, about 2 sqrt(n) instead of n, and all members get the same bytes.
 """
 
 import threading
@@ -19,19 +19,19 @@ LONG_S = 3600.0  # others may be at an earlier level yet: whoever watches the at
 
 
 class Scatter(Reduction):
-    """Contributions go to the owners, who keep the means."""
+    """Send contributions to the owners, who keep the means."""
 
     gathers = False
 
 
 class Gather(Reduction):
-    """Owners hold their part of the mean, and send it to all."""
+    """Send the owners' parts of the mean to all; each owner holds its own part when it begins."""
 
     scatters = False
 
 
 class TwoLevelReduction:
-    """One attempt, as `Reduction` is."""
+    """Run one attempt at an all-reduce on two levels, with the interface of `Reduction`."""
 
     def __init__(
         self, plan: TwoLevelPlan, contribution: Tensor, transport: Transport, addresses: Addresses, *, patience_s: float
@@ -44,6 +44,7 @@ class TwoLevelReduction:
         self._begun: list[Reduction] = [scatter]
 
     def run(self) -> Tensor:
+        """Run the levels one after the other and return the encoded mean. Once only, as with `Reduction`."""
         scatter, column, gather = self.levels.scatter, self.levels.column, self.levels.gather
         try:
             sums = self._begun[0].run()
@@ -66,6 +67,7 @@ class TwoLevelReduction:
         return level.run()
 
     def cancel(self, reason: str = "cancelled") -> None:
+        """Give up the present level, and start no later one."""
         with self._lock:
             self._cancelled = f"{self.plan.channel}: {reason}"
             level = self.level
@@ -73,9 +75,10 @@ class TwoLevelReduction:
 
     @property
     def level(self) -> Reduction:
-        """The present one."""
+        """Return the reduction that was begun last: the one at work."""
         return self._begun[-1]
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes sent so far on all levels that have begun."""
         return sum(level.bytes_sent for level in self._begun)

@@ -26,13 +26,18 @@ Way = DirectTransport | Libp2pTransport
 
 @dataclass(frozen=True)
 class Route:
+    """Record how a peer was reached, directly or through libp2p, and since when."""
+
     peer: PeerAddress
     way: Way
     since: float
 
 
 class AutoTransport(Accepting):
-    """Both transports share one inbox. What they hold besides is theirs; closing this closes both."""
+    """Connect directly where possible, and through libp2p where not.
+
+    Both transports share one inbox. What they hold besides is theirs; closing this closes both.
+    """
 
     def __init__(
         self, direct: DirectTransport, libp2p: Libp2pTransport, *, clock: Callable[[], float] = time.monotonic
@@ -45,15 +50,23 @@ class AutoTransport(Accepting):
         self._lock = threading.Lock()
 
     def address(self, host: str) -> PeerAddress:
-        """What this peer publishes; `host` is how others see this machine."""
+        """Return what this peer publishes; `host` is how others see this machine."""
         return replace(self.direct.address(host), control=self.libp2p.address().control)
 
     def allow(self, peers: Iterable[PeerAddress]) -> None:
+        """Let exactly these peers connect from now on.
+
+        Those without host and certificate can do so through libp2p only.
+        """
         peers = list(peers)
         self.direct.allow([peer for peer in peers if _has_direct(peer)])
         self.libp2p.allow(peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a stream directly or through libp2p: the second way only if the peer cannot be reached on the first.
+
+        A refusal is raised at once.
+        """
         *others, last = self._ways(peer)
         deadline = deadline_in(timeout_s)
         reasons = []
@@ -80,7 +93,10 @@ class AutoTransport(Accepting):
         return self._clock() - choice.since >= RETRY_DIRECT_S
 
     def _connect(self, way: Way, peer: PeerAddress, channel: str, timeout_s: float) -> Stream:
-        """The time of a choice is that of its first success: direct is tried again even where libp2p is in use."""
+        """Open a stream on this way and remember the choice.
+
+        Its time is that of its first success: direct is tried again even where libp2p is in use.
+        """
         stream = way.connect(peer, channel, timeout_s=timeout_s)
         with self._lock:
             known = self._choices.get(peer.identity)
@@ -92,6 +108,7 @@ class AutoTransport(Accepting):
         return stream
 
     def close(self) -> None:
+        """Close both transports, and with them all their streams."""
         self.direct.close()
         self.libp2p.close()
 

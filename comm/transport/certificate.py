@@ -19,6 +19,8 @@ _VALID_FROM, _VALID_UNTIL = datetime(2000, 1, 1), datetime(9999, 12, 31)
 
 @dataclass(frozen=True)
 class Certificate:
+    """Hold this process's self-signed certificate and its private key."""
+
     der: bytes
     pem: bytes  # with the private key: never leaves the process but for the instant in which OpenSSL reads it
 
@@ -27,6 +29,7 @@ class Certificate:
 
 
 def create_certificate(identity: str) -> Certificate:
+    """Create a key and a self-signed certificate that names the identity as its owner. It practically never expires."""
     key = ec.generate_private_key(ec.SECP256R1())
     # OpenSSL looks trusted certificates up by name: a random part keeps even those of one peer apart
     random, owner = (NameOID.COMMON_NAME, secrets.token_hex(16)), (NameOID.ORGANIZATIONAL_UNIT_NAME, identity)
@@ -42,7 +45,7 @@ def create_certificate(identity: str) -> Certificate:
 
 
 def certificate_problem(der: bytes) -> str | None:
-    """Why OpenSSL would not take it as a peer's certificate; None where it would."""
+    """Return why OpenSSL would not take it as a peer's certificate; None where it would."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=der)
     except (ssl.SSLError, ValueError) as error:  # ValueError: there is none
@@ -51,7 +54,10 @@ def certificate_problem(der: bytes) -> str | None:
 
 
 def owner_named_in(der: bytes) -> str | None:
-    """Whose it says that it is. Whoever copies another's certificate cannot change that."""
+    """Return the owner that a certificate names, or None if it names none.
+
+    A peer that copies another's certificate cannot change that.
+    """
     try:
         subject = x509.load_der_x509_certificate(der).subject
     except ValueError:
@@ -61,12 +67,14 @@ def owner_named_in(der: bytes) -> str | None:
 
 
 def server_context(own: Certificate, trusted_der: Iterable[bytes]) -> ssl.SSLContext:
+    """Create a TLS 1.3 context for accepting, which trusts these certificates only and lets no session be resumed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # tickets would be resumptions past the certificate check
     return _pinned(context, own, trusted_der)
 
 
 def client_context(own: Certificate, server_der: bytes) -> ssl.SSLContext:
+    """Create a TLS 1.3 context for connecting to the peer with this certificate; no host name is checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the certificate is pinned, its name means nothing
     return _pinned(context, own, [server_der])
@@ -82,7 +90,11 @@ def _pinned(context: ssl.SSLContext, own: Certificate, trusted_der: Iterable[byt
 
 
 def _load_key(context: ssl.SSLContext, own: Certificate) -> None:
-    """OpenSSL takes a key from a file only (Python's ssl offers no other way): in memory, or 0600 and gone at once."""
+    """Load the certificate and its key into the context.
+
+    OpenSSL takes a key from a file only (Python's ssl offers no other way): one in memory, or one of mode 0600 that is
+    gone at once.
+    """
     if hasattr(os, "memfd_create"):  # Linux: no disk, which may be full
         with os.fdopen(os.memfd_create("diloco"), "wb", buffering=0) as file:
             file.write(own.pem)

@@ -25,13 +25,17 @@ log = logging.getLogger(__name__)
 
 
 class Handshakes:
-    """The unfinished ones, oldest first. One too many ends the oldest: silent strangers keep no member out."""
+    """Hold the unfinished handshakes, oldest first.
+
+    One too many ends the oldest: silent strangers keep no member out.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: dict[ssl.SSLSocket, None] = {}
 
     def add(self, connection: ssl.SSLSocket) -> None:
+        """Add a connection whose handshake begins; if there are 64 already, end the oldest."""
         with self._lock:
             if len(self._pending) >= MAX_HANDSHAKES:
                 oldest = next(iter(self._pending))
@@ -40,12 +44,14 @@ class Handshakes:
             self._pending[connection] = None
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
-        """False where it had to make way."""
+        """Remove a connection; return False where it had to make way."""
         with self._lock:
             return self._pending.pop(connection, self) is None
 
 
 class DirectTransport(Accepting):
+    """Open and accept streams over TCP with mutual TLS, on a port that the system chooses."""
+
     def __init__(self, identity: str, host: str, *, inbox: Inbox | None = None) -> None:
         super().__init__(identity, inbox)
         self._certificate = certificate.create_certificate(identity)
@@ -57,11 +63,11 @@ class DirectTransport(Accepting):
         threading.Thread(target=self._listen, name=f"accept-{identity}", daemon=True).start()
 
     def address(self, host: str) -> PeerAddress:
-        """What this peer publishes; `host` is how others see this machine."""
+        """Return what this peer publishes; `host` is how others see this machine."""
         return PeerAddress(self.identity, host, self._listener.getsockname()[1], self._certificate.der)
 
     def allow(self, peers: Iterable[PeerAddress]) -> None:
-        """Exactly these may connect from now on. Streams that exist stay."""
+        """Let exactly these peers connect from now on. Streams that exist stay."""
         identities = self._owners(peers)
         if identities == self._identities:
             return
@@ -69,8 +75,11 @@ class DirectTransport(Accepting):
         self._identities, self._context = identities, context
 
     def _owners(self, peers: Iterable[PeerAddress]) -> dict[bytes, str]:
-        """Who each certificate belongs to. Of several who claim one, whoever it names; else it proves nothing: one
-        could pass for another."""
+        """Return who each certificate belongs to.
+
+        Of several who claim one, it is the one that it names; if it names none, it proves nothing: one could pass for
+        another.
+        """
         claims: dict[bytes, set[str]] = defaultdict(set)
         for peer in peers:
             if problem := certificate.certificate_problem(peer.certificate_der):
@@ -87,6 +96,10 @@ class DirectTransport(Accepting):
         return named if named in claimants else None
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a stream to this peer.
+
+        Raises WrongPeer if another one answers there, PeerRefused if it does not admit us.
+        """
         deadline = deadline_in(timeout_s)
         wire = TlsWire(self._dial(peer, deadline), peer.identity)
         stream = self.inbox.keep(Stream(WireCarrier(wire)))
@@ -130,7 +143,7 @@ class DirectTransport(Accepting):
         self._listener.close()
 
     def _greet(self, plain: socket.socket, host: str) -> None:
-        """Everything that may block happens in a thread of its own."""
+        """Start the handshake of a connection; everything that may block happens in a thread of its own."""
         identities, context = self._identities, self._context
         try:
             tune(plain)
@@ -169,6 +182,7 @@ class DirectTransport(Accepting):
         return Stream(WireCarrier(TlsWire(connection, identity)))
 
     def close(self) -> None:
+        """Stop listening, and close all streams."""
         self._closed = True
         with suppress(OSError):  # not every system can shut a listening socket down
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -192,7 +206,7 @@ def _reach(peer: PeerAddress, deadline: Deadline) -> socket.socket:
 
 
 def _time_left(deadline: Deadline) -> float:
-    """For sockets, to which a timeout of 0 means something else."""
+    """Return the seconds left, or raise TimeoutError. For sockets, to which a timeout of 0 means something else."""
     left = seconds_to(deadline)
     if not left:
         raise TimeoutError("timed out")
@@ -200,6 +214,9 @@ def _time_left(deadline: Deadline) -> float:
 
 
 def _wake(connection: socket.socket) -> None:
-    """Whoever waits for it gets an error and closes it: closed under that thread, its number could be another's."""
+    """Shut the connection down: the thread that waits for it gets an error and closes it.
+
+    Closed under that thread, its descriptor could belong to another connection.
+    """
     with suppress(OSError):  # it may be broken already
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

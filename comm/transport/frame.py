@@ -2,7 +2,7 @@
 
 A frame travels as one piece or as several: a paced link cuts large payloads so that many streams share it evenly.
 A piece is a fixed header, a small `head` (first piece only) and payload bytes; `rest` says how many payload bytes of
-the frame follow in later pieces. Every length is checked against a limit before anybody allocates it.
+the frame follow in later pieces. Every length is checked against a limit before anything of that length is allocated.
 """
 
 import struct
@@ -34,6 +34,8 @@ HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class FrameHeader:
+    """Describe one piece of a frame, as its header does."""
+
     kind: int
     flags: int
     head_length: int
@@ -44,16 +46,22 @@ class FrameHeader:
 
     @property
     def continues(self) -> bool:
+        """Tell whether this piece belongs to the same frame as the piece before it."""
         return bool(self.flags & CONTINUES)
 
 
 def pack_header(kind: int, head: Buffer, payload: Buffer, *, rest: int = 0, flags: int = 0, stamp_ns: int = 0) -> bytes:
+    """Return the header of a piece, with a checksum over header, head and payload unless TLS protects them."""
     length = memoryview(payload).nbytes
     fields = _FIELDS.pack(MAGIC, VERSION, kind, flags, len(head), length, rest, stamp_ns)
     return fields + _CHECKSUM.pack(0 if flags & SECURED else _digest(fields, head, payload))
 
 
 def parse_header(data: Buffer) -> FrameHeader:
+    """Return the header in these bytes.
+
+    Raises FrameError for whatever is not allowed, such as a length beyond its limit.
+    """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, version, kind, flags, head_length, length, rest, stamp_ns = _FIELDS.unpack_from(data)
@@ -89,7 +97,10 @@ def _check_flags(header: FrameHeader) -> None:
 
 
 def check_piece(header: FrameHeader, raw_header: Buffer, head: Buffer, payload: Buffer, *, secured: bool) -> None:
-    """Whether what arrived is what was sent; `secured` is what this side knows of its own connection."""
+    """Raise FrameError unless what arrived is what was sent.
+
+    `secured` is what this side knows of its own connection.
+    """
     if bool(header.flags & SECURED) != secured:
         raise FrameError("a frame without checksum outside TLS" if not secured else "a frame not marked as inside TLS")
     if not secured and header.checksum != _digest(memoryview(raw_header)[: _FIELDS.size], head, payload):

@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 async def detach(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> SocketWire:
-    """A socket of its own for what was the loop's, and what the loop had read of it.
+    """Take a stream from the loop, with what the loop had read of it, and return a wire with a socket of its own.
 
-    Not `secure`, though libp2p authenticates what goes from daemon to daemon, relays included: the checksum also covers
-    the way through the daemons themselves, and costs a hundredth of what they do. What p2pd adds to the bytes cannot be
-    seen from here: about one in a thousand.
+    It is not `secure`, though libp2p authenticates what goes from daemon to daemon, relays included: the checksum also
+    covers the way through the daemons themselves, and costs a hundredth of what they do. What p2pd adds to the bytes
+    cannot be seen from here: about one in a thousand.
     """
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     reader.feed_eof()
@@ -50,7 +50,10 @@ async def detach(peer: str, reader: asyncio.StreamReader, writer: asyncio.Stream
 
 
 class Libp2pTransport(Accepting):
-    """Streams of the directory's peer. One for each directory: it serves all streams that come in."""
+    """Open and accept libp2p streams as the directory's peer.
+
+    One for each directory: it serves all streams that come in.
+    """
 
     def __init__(self, directory: "Directory", *, inbox: Inbox | None = None) -> None:
         super().__init__(directory.identity.peer_id, inbox)
@@ -64,13 +67,15 @@ class Libp2pTransport(Accepting):
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(), directory.thread.loop)
 
     def address(self) -> PeerAddress:
+        """Return what this peer publishes for libp2p: its id and its multiaddrs."""
         return PeerAddress(self.identity, control=self._directory.addresses)
 
     def allow(self, peers: Iterable[PeerAddress]) -> None:
-        """Exactly these may connect from now on. Streams that exist stay."""
+        """Let exactly these peers connect from now on. Streams that exist stay."""
         self._allowed = frozenset(peer.identity for peer in peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a libp2p stream to this peer, relayed if need be, within `timeout_s` altogether."""
         deadline = deadline_in(timeout_s)
         try:
             wire = self._directory.call(self._open(peer), timeout_s)
@@ -118,7 +123,10 @@ class Libp2pTransport(Accepting):
             self._handshakes.release()
 
     async def _watch(self) -> None:
-        """Streams end by themselves when p2pd does; whoever waits for new ones would wait for ever."""
+        """Close the inbox when p2pd ends, unless it is shared.
+
+        Streams end by themselves then; a thread that waits for new ones would wait for ever.
+        """
         try:
             await self._p2p.ended()
         finally:
@@ -128,6 +136,7 @@ class Libp2pTransport(Accepting):
                     self.inbox.close()
 
     def close(self) -> None:
+        """Stop serving streams that come in, and close all streams of the inbox. The directory stays open."""
         if not self._closed:
             self._closed = True
             self._watching.cancel()

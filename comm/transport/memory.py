@@ -14,7 +14,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Pipe:
-    """One direction. Bytes written before a break can still be read, as with TCP."""
+    """Carry bytes in one direction. Bytes written before a break can still be read, as with TCP."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -23,6 +23,10 @@ class Pipe:
         self._changed = threading.Condition()
 
     def put(self, chunk: memoryview, deadline: Deadline) -> None:
+        """Write a chunk, once the pipe holds no more than 4 MiB with it.
+
+        Raises PeerLost if the pipe broke or the deadline came first.
+        """
         with self._changed:
             self._wait_until(lambda: self.broken or self.held + len(chunk) <= PIPE_BYTES, deadline)
             if self.broken:
@@ -32,11 +36,12 @@ class Pipe:
             self._changed.notify_all()
 
     def wait(self, deadline: Deadline) -> bool:
+        """Wait for bytes or a break; return False when the deadline came first."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._chunks) or self.broken, seconds_to(deadline))
 
     def take(self, view: memoryview, deadline: Deadline) -> int:
-        """How many bytes of the view were filled."""
+        """Fill the view from the next chunk, as far as that goes, and return the number of bytes."""
         with self._changed:
             self._wait_until(lambda: bool(self._chunks) or self.broken, deadline)
             if not self._chunks:
@@ -55,12 +60,15 @@ class Pipe:
             raise PeerLost("stalled within a frame")
 
     def cut(self) -> None:
+        """Break the pipe and wake those who wait at either end."""
         with self._changed:
             self.broken = True
             self._changed.notify_all()
 
 
 class MemoryWire:
+    """Carry bytes between two peers of one process, through a pipe each way."""
+
     secure = False
 
     def __init__(self, peer: str, outgoing: Pipe, incoming: Pipe) -> None:
@@ -103,31 +111,36 @@ class MemoryWire:
 
 
 class MemoryNetwork:
-    """Everybody who can reach everybody else. `transport(identity)` adds a peer."""
+    """Connect all peers that are in it with each other. `transport(identity)` adds a peer."""
 
     def __init__(self) -> None:
         self.peers: dict[str, MemoryTransport] = {}
 
     def transport(self, identity: str) -> "MemoryTransport":
+        """Add a peer and return its transport; it replaces an earlier one of this identity."""
         self.peers[identity] = MemoryTransport(self, identity)
         return self.peers[identity]
 
 
 def connected(one: str, other: str) -> tuple[MemoryWire, MemoryWire]:
-    """Both ends of a new connection: the one that `one` holds, then the one that `other` holds."""
+    """Return both ends of a new connection: the one that `one` holds, then the one that `other` holds."""
     there, back = Pipe(), Pipe()
     return MemoryWire(other, there, back), MemoryWire(one, back, there)
 
 
 class MemoryTransport(Accepting):
+    """Open and accept streams within one process, among the peers of one MemoryNetwork."""
+
     def __init__(self, network: MemoryNetwork, identity: str) -> None:
         super().__init__(identity)
         self.network = network
 
     def address(self) -> PeerAddress:
+        """Return the identity alone: within a process, nothing else is needed."""
         return PeerAddress(self.identity)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a stream to this peer at once, without any handshake; raise PeerLost if it is not in the network."""
         other = self.network.peers.get(peer.identity)
         if other is None:
             raise PeerLost(f"{peer.identity} is not there")
@@ -141,5 +154,6 @@ class MemoryTransport(Accepting):
         return stream
 
     def close(self) -> None:
+        """Leave the network, and close all streams."""
         self.network.peers.pop(self.identity, None)
         super().close()

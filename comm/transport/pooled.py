@@ -2,7 +2,7 @@
 
 For streams that go one way: the connecting side sends and ends, the accepting side only receives. When that has read
 the end mark it says so, and the next stream to that peer begins on the same connection. Until then, and when a stream
-is closed before its end, the next one gets a connection of its own: whoever never reads a stream holds no other up.
+is closed before its end, the next one gets a connection of its own: a stream that is never read holds no other up.
 Connections are renewed now and then, so that a better way to a peer is found, and a peer can open a few only.
 """
 
@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A carrier for one stream. With its end mark the connection goes back; before that, close() closes it."""
+    """Carry one stream over a pooled connection.
+
+    With its end mark the connection goes back; before that, close() closes it.
+    """
 
     def __init__(self, connection: Stream, on_end: Callable[[], None] = lambda: None) -> None:
         self.carrier = connection.carrier
@@ -40,15 +43,18 @@ class Lease:
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes of this stream alone, not of others on the same connection."""
         return self.carrier.bytes_sent - self._sent_before if self._total is None else self._total
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
+        """Send a piece; with the end mark, give the connection back."""
         self._check()
         self.carrier.send(piece, deadline)
         if piece.kind == END and self._finish(ended=True):
             self._on_end()
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """Return the next piece; with the end mark, the stream is over and the connection is not."""
         self._check()
         piece = self.carrier.receive(place, deadline)
         if piece.kind == END:
@@ -60,7 +66,10 @@ class Lease:
             raise StreamClosed(f"the stream to {self.peer} has ended")
 
     def _finish(self, *, ended: bool) -> bool:
-        """Whether it was this call that did it: after an end, the connection may carry another stream already."""
+        """Mark the stream as over, and return whether it was this call that did it.
+
+        After an end, the connection may carry another stream already.
+        """
         with self._lock:
             if self.over.is_set():
                 return False
@@ -70,13 +79,14 @@ class Lease:
             return True
 
     def close(self) -> None:
+        """Close the connection, unless the stream is over: then it is no longer this stream's."""
         if self._finish(ended=False):
             self.carrier.close()
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A connection that this side opened."""
+    """Describe a connection that this side opened, and when."""
 
     peer: PeerAddress
     connection: Stream
@@ -84,13 +94,14 @@ class Opened:
 
 
 class Accepted:
-    """The connections that others opened, each with the stream on it, if any; longest in that state first."""
+    """Hold the connections that others opened, each with the stream on it, if any; longest in that state first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: dict[Stream, Lease | None] = {}
 
     def add(self, connection: Stream) -> None:
+        """Add a connection without a stream; if its peer has four already, close one of them."""
         with self._lock:
             surplus = self._surplus(connection.peer)
             self._leases[connection] = None
@@ -99,7 +110,10 @@ class Accepted:
             surplus.close()
 
     def _surplus(self, peer: str) -> Stream | Lease | None:
-        """An idle one if there is any. Else the oldest stream goes: perhaps nobody will ever read it."""
+        """Remove and return an idle connection if the peer has too many.
+
+        If none is idle, the oldest stream goes: perhaps it will never be read.
+        """
         of_peer = [connection for connection in self._leases if connection.peer == peer]
         if len(of_peer) < MAX_OF_ONE:
             return None
@@ -107,6 +121,10 @@ class Accepted:
         return self._leases.pop(chosen) or chosen
 
     def mark(self, connection: Stream, lease: Lease | None) -> None:
+        """Note the stream that a connection carries, None if it is idle.
+
+        Raises StreamClosed if the connection had to make way.
+        """
         with self._lock:
             if connection not in self._leases:
                 raise StreamClosed(f"the connection of {connection.peer} made way for another")
@@ -114,11 +132,14 @@ class Accepted:
             self._leases[connection] = lease
 
     def remove(self, connection: Stream) -> None:
+        """Forget a connection that is over, if it is still known."""
         with self._lock:
             self._leases.pop(connection, None)
 
 
 class PooledTransport(Accepting):
+    """Open and accept streams over connections of another transport, and use these again for later streams."""
+
     def __init__(self, transport: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(transport.identity)
         self.transport = transport
@@ -129,6 +150,10 @@ class PooledTransport(Accepting):
         threading.Thread(target=self._accept_connections, name=f"pool-{self.identity}", daemon=True).start()
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Begin a stream on an idle connection to this peer, if its last stream was read to its end.
+
+        Otherwise a new one is opened.
+        """
         self._drop_old()
         idle = self._take_idle(peer)
         if idle is not None:
@@ -183,7 +208,7 @@ class PooledTransport(Accepting):
                 connection.close()
 
     def _serve(self, connection: Stream) -> None:
-        """One stream after the other, until one is cut or the peer hangs up."""
+        """Take one stream after the other from a connection, until one is cut or the peer hangs up."""
         try:
             while True:
                 channel, lease = hear_channel(connection, timeout_s=None), Lease(connection)
@@ -201,12 +226,13 @@ class PooledTransport(Accepting):
             self._accepted.remove(connection)
 
     def close(self) -> None:
+        """Close all streams and the transport below."""
         super().close()
         self.transport.close()
 
 
 def _was_read_to_its_end(connection: Stream) -> bool:
-    """Its peer sends one thing only: that it has read the last stream's end."""
+    """Tell whether the peer has said that it has read the last stream's end: it sends nothing else."""
     try:
         return connection.receive(timeout_s=0).kind == HELLO
     except TransportError:  # nothing yet, or the connection is gone

@@ -1,4 +1,4 @@
-"""Any transport behind a link of given rate, delay and jitter. No root, any transport.
+"""Any transport behind a link of given rate, delay and jitter. It needs no root.
 
 The sender cuts frames into pieces, lets each pass its uplink and stamps it with the time it left. The receiver
 keeps a piece invisible until stamp + delay, then lets it pass its downlink. Where there is a delay, a thread per stream
@@ -35,6 +35,8 @@ TRUSTED_STAMP_S = 5.0  # older stamps come from another machine's clock
 
 @dataclass
 class Arrival:
+    """Hold a piece that was taken in and is invisible until its time; times are of time.monotonic()."""
+
     at: float
     header: FrameHeader
     piece: Piece
@@ -43,6 +45,7 @@ class Arrival:
 
 
 def cut_piece(piece: Piece, size: int) -> Iterator[Piece]:
+    """Yield the piece in parts of up to `size` payload bytes; the first one has the head."""
     total = len(piece.payload)
     if total <= size:
         yield piece
@@ -54,19 +57,25 @@ def cut_piece(piece: Piece, size: int) -> Iterator[Piece]:
 
 
 def window_bytes(link: Link, path: Path) -> int:
-    """What can be on its way: a receiver that takes in less would turn delay into lost throughput."""
+    """Return how much can be on its way: a receiver that takes in less would turn delay into lost throughput."""
     rate = min(link.down.bytes_per_s, 1.25e9)
     worst_s = path.delay_s + path.jitter_s + (path.stall_s if path.loss else 0.0)
     return int(min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, 2 * rate * worst_s)))
 
 
 def sent_at(piece: Piece, now: float) -> float:
-    """By its stamp, but never later than our own senders stamp: everybody on the downlink waits for such a piece."""
+    """Return when the piece was sent, by its stamp, but never later than our own senders stamp.
+
+    A piece with a later stamp would make all streams on the downlink wait. A stamp older than 5 s is of another
+    machine's clock and counts as now.
+    """
     stamp = piece.stamp_ns / 1e9
     return min(stamp, now + AHEAD_S) if now - stamp < TRUSTED_STAMP_S else now
 
 
 class ShapedCarrier:
+    """Carry the pieces of one stream as its link and its path would."""
+
     def __init__(self, inner: Carrier, link: Link, path: Path, random: Random, *, by_stamp: bool = True) -> None:
         self.inner = inner
         self._by_stamp = by_stamp
@@ -89,9 +98,11 @@ class ShapedCarrier:
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes that the carrier below has sent, with a header for each piece."""
         return self.inner.bytes_sent
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
+        """Send the piece in parts; each waits for the uplink and is stamped with the time it left."""
         for part in cut_piece(piece, self.link.piece_bytes):
             finish = self._pass_uplink(self.bytes_for(part), deadline)
             try:
@@ -108,6 +119,7 @@ class ShapedCarrier:
         return finish
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """Return the next piece, once it has come over the path and through the downlink."""
         if self.path.takes_time:
             return self._receive_delayed(place, deadline)
         return self._receive_at_once(place, deadline)
@@ -156,7 +168,10 @@ class ShapedCarrier:
         return arrival
 
     def _sleep_until(self, moment: float, deadline: Deadline, early_s: float) -> bool:
-        """Not at all if it is no more than `early_s` away. False when the deadline comes first."""
+        """Sleep until this moment, but not if it is no more than `early_s` away.
+
+        Returns False when the deadline comes first.
+        """
         late = deadline is not None and deadline < moment
         pause = (deadline if late and deadline is not None else moment) - time.monotonic()
         if pause > early_s:
@@ -205,6 +220,7 @@ class ShapedCarrier:
         return error
 
     def lose(self, reason: str) -> None:
+        """Break the stream: from now on its users here get PeerLost with this reason."""
         self._cut = reason
         self.close()
 
@@ -216,8 +232,13 @@ class ShapedCarrier:
 
 
 class ShapedTransport:
+    """Open and accept the streams of another transport through a link and the paths to its peers."""
+
     def __init__(self, transport: Transport, link: Link, paths: Paths | None = None, *, by_stamp: bool = True) -> None:
-        """Without `by_stamp` delays count from the arrival: the kernel holds the rates, and has taken its time."""
+        """Shape all streams of this transport.
+
+        Without `by_stamp` delays count from the arrival: the kernel holds the rates, and has taken its time.
+        """
         self.transport = transport
         self._by_stamp = by_stamp
         self.identity = transport.identity
@@ -229,11 +250,13 @@ class ShapedTransport:
         self.paths.watch(self._on_cut)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a stream to this peer through the link; raise PeerLost while the path is cut."""
         if self.paths.is_cut(self.identity, peer.identity):
             raise PeerLost(f"{peer.identity}: the link is cut")
         return self._shape(self.transport.connect(peer, channel, timeout_s=timeout_s))
 
     def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        """Wait for a stream on this channel; those of peers that are cut off are closed."""
         deadline = deadline_in(timeout_s)
         while True:
             stream = self.transport.accept(channel, timeout_s=seconds_to(deadline))

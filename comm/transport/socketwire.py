@@ -29,10 +29,12 @@ TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux only
 
 
 class SocketWire:
+    """Carry bytes over a plain socket. Calls block up to a deadline, and closing ends them."""
+
     secure = False
 
     def __init__(self, connection: socket.socket, peer: str, early: bytes = b"") -> None:
-        """`early` is what had been read of the connection before it came here."""
+        """Take over a connection; `early` is what had been read of it before."""
         connection.setblocking(False)
         self.peer = peer
         self._socket = connection
@@ -54,11 +56,14 @@ class SocketWire:
             return self._has_pending() or self._poll(select.POLLIN, deadline)
 
     def _send_some(self, data: memoryview) -> int:
-        """How many bytes went out. Like the others, it raises what the socket does when it would have to wait."""
+        """Send some bytes and return how many.
+
+        Like the others, it raises what the socket does when it would have to wait.
+        """
         return self._socket.send(data)
 
     def _read_some(self, view: memoryview) -> int:
-        """How many bytes came in; 0 when the connection was cut."""
+        """Read some bytes and return how many; 0 when the connection was cut."""
         if not self._early:
             return self._socket.recv_into(view)
         count = min(len(view), len(self._early))
@@ -66,7 +71,7 @@ class SocketWire:
         return count
 
     def _has_pending(self) -> bool:
-        """Whether bytes are here that the socket does not know of any more."""
+        """Tell whether bytes are here that the socket does not know of any more."""
         return bool(self._early)
 
     def bytes_for(self, length: int) -> int:
@@ -75,7 +80,10 @@ class SocketWire:
     def _all_of(
         self, view: memoryview, some: Callable[[memoryview], int], event: int, deadline: Callable[[], Deadline]
     ) -> None:
-        """`deadline` is asked before each wait, that is after whatever progress was made."""
+        """Repeat `some` until the whole view is done.
+
+        `deadline` is asked before each wait, that is after whatever progress was made.
+        """
         while len(view):
             try:
                 count = some(view[:TURN_BYTES])
@@ -123,8 +131,10 @@ class SocketWire:
                 self._close_unused()
 
     def close(self) -> None:
-        """Wakes whoever waits in poll(), and who leaves last closes the descriptor: closed under a thread that still
-        polls it, its number could belong to another connection."""
+        """Wake all threads that wait in poll(); the one that leaves last closes the descriptor.
+
+        Closed under a thread that still polls it, its number could belong to another connection.
+        """
         self._closed = True
         with suppress(OSError):  # it may be broken already
             # SSLSocket.shutdown would also drop the TLS layer: a thread still reading would get ciphertext as data
@@ -138,13 +148,17 @@ class SocketWire:
 
 
 class TlsWire(SocketWire):
-    """OpenSSL forbids two threads in one connection at the same time and Python 3.11 does not guard it: a lock is held
-    for a few records, and waiting happens outside of it."""
+    """Carry bytes over a TLS connection.
+
+    OpenSSL forbids two threads in one connection at the same time and Python 3.11 does not guard it: a lock is held for
+    a few records, and waiting happens outside of it.
+    """
 
     secure = True
     _socket: ssl.SSLSocket
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
+        """Write all bytes; what is longer than one record goes out in full segments, not record by record."""
         if len(data) <= RECORD_BYTES:
             super().write(data, deadline)
             return
@@ -155,7 +169,10 @@ class TlsWire(SocketWire):
             self._cork(False)
 
     def _cork(self, corked: bool) -> None:
-        """OpenSSL writes record by record. The kernel should send full segments, not wake the peer for each record."""
+        """Cork the socket, or uncork it.
+
+        OpenSSL writes record by record; the kernel should send full segments, not wake the peer for each record.
+        """
         if TCP_CORK is not None:
             with suppress(OSError):  # on a broken or closed connection, of which the write tells
                 self._socket.setsockopt(socket.IPPROTO_TCP, TCP_CORK, corked)
@@ -165,8 +182,10 @@ class TlsWire(SocketWire):
             return self._socket.send(data)
 
     def _read_some(self, view: memoryview) -> int:
-        """Several records where they are at hand: OpenSSL hands them out one by one, thousands in a round. So not by
-        SSLSocket.read, which looks each time whether there still is a TLS layer: here there always is."""
+        """Read several records where they are at hand: OpenSSL hands them out one by one, thousands in a round.
+
+        So not by SSLSocket.read, which looks each time whether there still is a TLS layer: here there always is.
+        """
         filled, size = 0, len(view)
         read = self._socket._sslobj.read  # type: ignore[attr-defined]
         with self._lock:
@@ -189,10 +208,12 @@ class TlsWire(SocketWire):
             return bool(self._socket.pending())
 
     def bytes_for(self, length: int) -> int:
+        """Return the length plus 22 bytes for each record of 16 KiB."""
         return length + RECORD_OVERHEAD * -(-length // RECORD_BYTES)
 
 
 def tune(connection: socket.socket) -> None:
+    """Set up a TCP socket: no delay, a large send buffer, and keepalive that notices a silent peer in half a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

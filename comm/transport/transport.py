@@ -27,7 +27,7 @@ BufferFor = Callable[[int, bytes, int], memoryview]  # (kind, head, payload leng
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Where a peer can be reached and how it proves who it is: from its signed record."""
+    """Describe where a peer can be reached and how it proves who it is, from its signed record."""
 
     identity: str
     host: str = ""
@@ -41,13 +41,18 @@ Addresses = Mapping[str, PeerAddress]  # by identity
 
 @dataclass(frozen=True)
 class Frame:
+    """Hold a frame that has arrived: its kind, a small head and the payload."""
+
     kind: int
     head: bytes
     payload: memoryview
 
 
 class Stream:
-    """Frames in both directions, in order. Whoever is done sending says `end()`; `close()` cuts both directions."""
+    """Exchange frames with a peer in both directions, in order.
+
+    A side that is done sending calls `end()`; `close()` cuts both directions.
+    """
 
     stall_s = STALL_S  # from piece to piece of a frame; within a piece it is the carrier's
 
@@ -60,23 +65,27 @@ class Stream:
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes that went out so far, with all headers, as far as the wire can see."""
         return self.carrier.bytes_sent
 
     def send(self, kind: int, head: bytes = b"", payload: Buffer = b"", *, timeout_s: float | None = None) -> None:
-        """Blocks while the peer or the link is behind. A timeout leaves half a frame, so it closes the stream; only
-        TransportTimeout does not: another thread was sending all the time, and nothing of this frame went out."""
+        """Send a frame, and block while the peer or the link is behind.
+
+        A timeout leaves half a frame, so it closes the stream; only TransportTimeout does not: another thread was
+        sending all the time, and nothing of this frame went out.
+        """
         if not 0 <= kind <= LAST_FREE_KIND:
             raise ValueError(f"kind {kind} is not between 0 and {LAST_FREE_KIND}")
         self.send_reserved(kind, head, payload, timeout_s=timeout_s)
 
     def end(self, *, timeout_s: float | None = None) -> None:
-        """The last thing sent: the peer then knows that it has everything."""
+        """Send the end mark, the last thing sent: the peer then knows that it has everything."""
         self.send_reserved(END, timeout_s=timeout_s)
 
     def send_reserved(
         self, kind: int, head: bytes = b"", payload: Buffer = b"", *, timeout_s: float | None = None
     ) -> None:
-        """For transports: any kind, their own included."""
+        """Send a frame of any kind, those of the transports included. Only transports call this."""
         if not 0 <= kind <= END:
             raise ValueError(f"kind {kind} is not between 0 and {END}")
         deadline, piece = deadline_in(timeout_s), Piece(kind, bytes(as_bytes(head)), as_bytes(payload))
@@ -88,10 +97,11 @@ class Stream:
                 raise
 
     def receive(self, place: BufferFor | None = None, *, timeout_s: float | None = None) -> Frame:
-        """The next frame; `place` says where its payload goes, without it there is a fresh buffer.
+        """Return the next frame; `place` says where its payload goes, without it there is a fresh buffer.
 
         `timeout_s` is for its beginning: on TransportTimeout nothing was consumed. A frame that has begun may take
-        longer than that; a peer that stops within it for `stall_s` is PeerLost.
+        longer than that; a peer that stops within it for `stall_s` is PeerLost. After the end mark it raises
+        StreamEnded.
         """
         deadline = deadline_in(timeout_s)
         with self._turn(self._receiving, deadline):
@@ -118,11 +128,12 @@ class Stream:
             lock.release()
 
     def close(self) -> None:
+        """Cut both directions, at any time and from any thread."""
         self.carrier.close()
 
 
 class Inbox:
-    """Streams that others opened, sorted by channel until somebody accepts them. Bounded: a peer cannot pile them up.
+    """Hold the streams that others opened, by channel, until they are accepted. Bounded: a peer cannot pile them up.
 
     Several transports of one peer may share an inbox: whoever accepts need not know which way a stream came. It also
     knows every stream of its transport, so that closing the transport closes them.
@@ -136,6 +147,10 @@ class Inbox:
         self._closed = False
 
     def put(self, channel: str, stream: Stream) -> None:
+        """Add a stream to those that wait on its channel; raise PeerRefused if the channel is forgotten.
+
+        If too many wait, the oldest of one peer is closed.
+        """
         with self._changed:
             if channel in self._forgotten:
                 raise PeerRefused(f"nobody listens to {channel!r} any more")
@@ -147,7 +162,7 @@ class Inbox:
             oldest.close()
 
     def forget(self, channel: str) -> None:
-        """Nobody will accept from it again: close what waits there, and what still comes."""
+        """Close the streams that wait on this channel and refuse later ones: it is never accepted from again."""
         with self._changed:
             self._forgotten.append(channel)
             waiting = self._waiting.pop(channel, ())
@@ -155,8 +170,11 @@ class Inbox:
             stream.close()
 
     def _make_room(self, peer: str) -> Stream | None:
-        """A peer's oldest stream goes when it has too many: what nobody took for so long, nobody will. When all
-        together have, it is the turn of whoever has most: a few strangers keep no member out."""
+        """Remove and return the stream that has to go before this peer's next one is added, if any.
+
+        A peer's oldest stream goes when it has too many: what was not accepted for so long never will be. When all
+        together have too many, it is the turn of the peer that has most: a few strangers keep no member out.
+        """
         waiting = [(channel, stream) for channel, queue in self._waiting.items() for stream in queue]
         counts = Counter(stream.peer for _, stream in waiting)
         if counts[peer] < MAX_WAITING_OF_ONE and len(waiting) < MAX_WAITING:
@@ -172,6 +190,10 @@ class Inbox:
             del self._waiting[channel]
 
     def keep(self, stream: Stream) -> Stream:
+        """Register a stream to be closed with the transport.
+
+        If that is closed already, the stream is closed at once and StreamClosed raised.
+        """
         with self._changed:
             if self._closed:
                 stream.close()
@@ -180,6 +202,10 @@ class Inbox:
         return stream
 
     def take(self, channel: str, timeout_s: float | None) -> Stream:
+        """Wait for a stream on this channel and remove it.
+
+        Raises TransportTimeout after `timeout_s`; None waits for ever.
+        """
         deadline = deadline_in(timeout_s)
         with self._changed:
             while not self._waiting.get(channel):
@@ -192,6 +218,7 @@ class Inbox:
             return stream
 
     def close(self) -> None:
+        """Close every stream of the transport, accepted or not, and wake all who wait for one."""
         with self._changed:
             self._closed = True
             streams = list(self._open)
@@ -202,18 +229,28 @@ class Inbox:
 
 
 class Transport(Protocol):
+    """Open streams to other peers and accept theirs, sorted by the name of a channel."""
+
     identity: str
 
-    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream: ...
-    def accept(self, channel: str, *, timeout_s: float | None) -> Stream: ...
-    def forget(self, channel: str) -> None:
-        """Nobody will accept from this channel again: streams that wait there are closed, later ones refused."""
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        """Open a stream to this peer on a channel, within `timeout_s`."""
 
-    def close(self) -> None: ...
+    def accept(self, channel: str, *, timeout_s: float | None) -> Stream:
+        """Wait for a stream that a peer opens on this channel.
+
+        Raises TransportTimeout after `timeout_s`; None waits for ever.
+        """
+
+    def forget(self, channel: str) -> None:
+        """Close streams that wait on this channel and refuse later ones: it is never accepted from again."""
+
+    def close(self) -> None:
+        """Close every stream, and wake all threads that wait for one."""
 
 
 class Accepting:
-    """The accepting half of a transport, which most have in common."""
+    """Provide the accepting half of a transport, which most have in common."""
 
     def __init__(self, identity: str, inbox: Inbox | None = None) -> None:
         self.identity = identity
@@ -230,7 +267,10 @@ class Accepting:
 
 
 def open_channel(stream: Stream, channel: str, timeout_s: float) -> Stream:
-    """The connecting side. It hears first and speaks then: a refusal must not be lost behind a failed write."""
+    """Ask for a channel as the connecting side.
+
+    It hears first and speaks then: a refusal must not be lost behind a failed write.
+    """
     try:
         greeting = stream.receive(_no_payload, timeout_s=timeout_s)
         if greeting.kind != HELLO:
@@ -245,18 +285,19 @@ def open_channel(stream: Stream, channel: str, timeout_s: float) -> Stream:
 
 
 def refusal(reason: str) -> bytes:
-    """What the accepting side says instead of a plain greeting, where the wire itself does not refuse strangers."""
+    """Return what the accepting side sends in place of a greeting, where the wire itself does not refuse strangers."""
     head = reason.encode()
     return pack_header(HELLO, head, b"") + head
 
 
 def read_channel(stream: Stream, timeout_s: float) -> str:
-    """The accepting side, once it knows who the other is."""
+    """Greet as the accepting side, once it knows who the other is, and return the channel that the other names."""
     stream.send_reserved(HELLO, timeout_s=timeout_s)
     return hear_channel(stream, timeout_s)
 
 
 def hear_channel(stream: Stream, timeout_s: float | None) -> str:
+    """Return the channel that the peer names; raise FrameError if it sends anything else."""
     hello = stream.receive(_no_payload, timeout_s=timeout_s)
     if hello.kind != HELLO or len(hello.head) > MAX_CHANNEL_BYTES:
         raise FrameError(f"{stream.peer} did not start with the name of a channel")

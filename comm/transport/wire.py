@@ -20,6 +20,8 @@ Deadline = float | None  # a value of time.monotonic()
 
 @dataclass(frozen=True)
 class Piece:
+    """Hold one piece of a frame; the fields are those of its header."""
+
     kind: int
     head: bytes
     payload: memoryview
@@ -29,39 +31,49 @@ class Piece:
 
 
 class Wire(Protocol):
-    """An ordered pipe of bytes to one peer. Breaks are PeerLost; after this side's close(), StreamClosed."""
+    """Carry bytes to and from one peer, in order. Breaks are PeerLost; after this side's close(), StreamClosed."""
 
     peer: str
     secure: bool  # bytes are authenticated already: no checksum needed
 
-    def write(self, data: memoryview, deadline: Deadline) -> None: ...
+    def write(self, data: memoryview, deadline: Deadline) -> None:
+        """Write all of the data; raise PeerLost when the deadline comes first. Half of it may have left by then."""
+
     def wait(self, deadline: Deadline) -> bool:
-        """Until a byte (or the news of a break) is there; False when the deadline came first."""
+        """Wait until a byte (or the news of a break) has arrived; return False when the deadline came first."""
 
     def read_into(self, view: memoryview, stall_s: float) -> None:
-        """Fills the view, however long that takes; PeerLost when no byte comes for `stall_s`."""
+        """Fill the view, however long that takes; raise PeerLost when no byte comes for `stall_s`."""
 
     def bytes_for(self, length: int) -> int:
-        """What a write of so many bytes costs on the network, as far as this layer can see."""
+        """Return what a write of so many bytes costs on the network, as far as this layer can see."""
 
     def close(self) -> None: ...
 
 
 class Carrier(Protocol):
+    """Move single pieces of frames to and from one peer."""
+
     peer: str
 
     @property
-    def bytes_sent(self) -> int: ...
-    def send(self, piece: Piece, deadline: Deadline) -> None: ...
-    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
-        """The next piece. The deadline is for its beginning only: TransportTimeout, and nothing was consumed."""
+    def bytes_sent(self) -> int:
+        """Return what all pieces so far have cost on the network, as `bytes_for` says."""
 
-    def bytes_for(self, piece: Piece) -> int: ...
+    def send(self, piece: Piece, deadline: Deadline) -> None:
+        """Send one piece before the deadline. A failure may leave half of it on the wire."""
+
+    def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """Return the next piece. The deadline is for its beginning only: on TransportTimeout nothing was consumed."""
+
+    def bytes_for(self, piece: Piece) -> int:
+        """Return what the piece costs on the network, with its header."""
+
     def close(self) -> None: ...
 
 
 class WireCarrier:
-    """Pieces over a wire. A piece that has begun may take its time, but not stop for `stall_s`."""
+    """Move pieces over a wire. A piece that has begun may take its time, but not stop for `stall_s`."""
 
     stall_s = STALL_S
 
@@ -86,6 +98,7 @@ class WireCarrier:
         self.bytes_sent += self.bytes_for(piece)
 
     def receive(self, place: PlacePiece, deadline: Deadline) -> Piece:
+        """Return the next piece; a failure within it closes the wire, for what follows could not be understood."""
         if not self.wire.wait(deadline):
             raise TransportTimeout(f"{self.peer}: nothing arrived in time")
         try:
@@ -111,6 +124,7 @@ class WireCarrier:
         return Piece(header.kind, bytes(head), payload, header.rest, header.continues, header.stamp_ns)
 
     def bytes_for(self, piece: Piece) -> int:
+        """Return what the piece costs in the one or two writes that it takes."""
         joined = _joined_bytes(piece)
         first = self.wire.bytes_for(frame.HEADER_BYTES + len(piece.head) + joined)
         apart = len(piece.payload) - joined
@@ -121,11 +135,12 @@ class WireCarrier:
 
 
 def _joined_bytes(piece: Piece) -> int:
-    """How much of the payload is written together with the header."""
+    """Return how much of the payload is written together with the header."""
     return min(len(piece.payload), max(0, JOIN_BYTES - frame.HEADER_BYTES - len(piece.head)))
 
 
 def as_bytes(data: frame.Buffer) -> memoryview:
+    """View a buffer as plain bytes, without a copy; raise TypeError for one that does not lie in one stretch."""
     view = memoryview(data)
     if not view.nbytes:
         return memoryview(bytearray())  # cast() refuses empty views
@@ -134,8 +149,10 @@ def as_bytes(data: frame.Buffer) -> memoryview:
 
 
 def deadline_in(timeout_s: float | None) -> Deadline:
+    """Return the value that time.monotonic() has `timeout_s` from now; None, for no deadline, stays None."""
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def seconds_to(deadline: Deadline) -> float | None:
+    """Return the time left, never less than 0; None where there is no deadline."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())

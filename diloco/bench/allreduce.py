@@ -1,9 +1,10 @@
-"""The all-reduce between processes of this machine: against hivemind and gloo, and against what a link allows.
+"""Measure the all-reduce between processes of this machine: against hivemind and gloo, and against what a link allows.
 
 What is timed is what a round does to vectors: encode, the exchange that *begin* asks for, decode. A time is that of the
 slowest peer from a common start until it holds the mean as fp32. A result that is not the mean, or not the same bytes
-on all peers, is an error, never a time. Whoever is done looks at its result when all are: the others' time goes on, on
-the same cores. Beside it stands a whole round through drivers: agreement, digests and the outer update are in it, too.
+on all peers, is an error, never a time. A peer that is done checks its result only when all are done: until then the
+others' time runs, on the same cores. A whole round through drivers is measured as well: agreement, digests and the
+outer update are part of it, too.
 """
 
 import resource
@@ -41,6 +42,8 @@ FAST_LINK = 1e9  # bits per second, where four times fewer bytes must show again
 
 @dataclass(frozen=True)
 class AllReduceConfig:
+    """Describe one measurement: peers, values in the vector, codec, link and repeats."""
+
     peers: int
     count: int
     codec: str
@@ -49,14 +52,14 @@ class AllReduceConfig:
 
     @property
     def minimum_bytes(self) -> float:
-        """What each peer must send, and receive."""
+        """Return the bytes that each peer must send, and receive: 2 (n-1)/n of the encoded vector."""
         return 2 * (self.peers - 1) / self.peers * CODECS[self.codec].size(self.count)
 
 
 def measure(
     *, peers: int, values: int, codec: str, link: str, line: tuple[float, float], against: Sequence[str]
 ) -> Report:
-    """`link` is how the line, its rate and its delay, was written."""
+    """Run all comparisons that were asked for. `link` is how `line`, its rate and its delay, was written."""
     if codec not in (names := [name for name, one in CODECS.items() if one.closed]):
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
     if unknown := [name for name in against if name not in AGAINST]:
@@ -79,7 +82,10 @@ def measure(
 
 
 def _against_gloo(setting: AllReduceConfig, seconds: float) -> tuple[list[Check], dict[str, Any]]:
-    """Unshaped, and over a link, which gloo cannot be put behind: there it gets all of the rate and no delay."""
+    """Compare with gloo unshaped, and over a link.
+
+    gloo cannot be put behind a shaped link: there it is credited with all of the rate and no delay.
+    """
     row = gloo_seconds(setting.peers, setting.count)
     fast = run(replace(setting, line=LinkRate(FAST_LINK)))
     gloo_limit_s = 2 * (setting.peers - 1) / setting.peers * 4 * setting.count / (FAST_LINK / 8)
@@ -91,6 +97,7 @@ def _against_gloo(setting: AllReduceConfig, seconds: float) -> tuple[list[Check]
 
 
 def _against_link(setting: AllReduceConfig) -> tuple[Check, dict[str, Any]]:
+    """Compare the time, less two delays, with the least bytes at the goodput that the link really has."""
     (alone,) = run_transfers([Transfer(setting.line.bits_per_s, setting.line.delay_s, setting.peers - 1)])
     row, goodput = run(setting), alone["goodput_bytes_per_s"]
     limit_s = setting.minimum_bytes / goodput
@@ -100,7 +107,7 @@ def _against_link(setting: AllReduceConfig) -> tuple[Check, dict[str, Any]]:
 
 
 def run(setting: AllReduceConfig, work: WorkerFunction | None = None) -> dict[str, Any]:
-    """Return medians over repeats, after one to warm up; of an all-reduce by itself, unless other work is given."""
+    """Return medians over repeats, after one to warm up: of an all-reduce by itself, unless other work is given."""
     by_peer = run_peers(setting.peers, work or _reduce_repeatedly, setting)
     repeats = [_one_repeat(repeat) for repeat in zip(*by_peer, strict=True)][1:]
     seconds = [repeat["seconds"] for repeat in repeats]
@@ -114,6 +121,7 @@ def run(setting: AllReduceConfig, work: WorkerFunction | None = None) -> dict[st
 
 
 def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Combine what the peers measured in one repeat, and require that all hold the same bytes."""
     if len({row["digest"] for row in rows}) != 1:
         raise ArithmeticError("the peers do not hold the same bytes")
     return {
@@ -124,6 +132,7 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[str, Any]]:
+    """Run the all-reduce alone, again and again, in one worker; check each result against the true mean."""
     codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
     mean = torch.zeros(setting.count)  # the same memory in every repeat, as theirs who reduce in place
@@ -145,7 +154,7 @@ def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[s
 
 
 def _begin(members: tuple[str, ...], setting: AllReduceConfig, number: int) -> Begin:
-    """What a coordinator sends when each of them has an offer, and none has measured its link."""
+    """Make what a coordinator sends when each member has an offer, and none has measured its link."""
     key = Key(number, DIGEST)
     contributions = tuple(Contribution(member, Offer(0, number, number + 1, 1, ()), 1) for member in members)
     proposal = Proposal(key, 0, contributions, members, (), (), Settings(codec=setting.codec), number)
@@ -153,7 +162,7 @@ def _begin(members: tuple[str, ...], setting: AllReduceConfig, number: int) -> B
 
 
 def _take_part_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[str, Any]]:
-    """Take part in whole rounds as an island without a model: each from its launch until its update is applied."""
+    """Take part in whole rounds as an island without a model, each from its launch until it is applied."""
     plain, addresses = peer.connect(setting.line)
     own, base = contribution(peer.index, setting.count), torch.empty(setting.count)
     bare = BareConfig(setting.count, codec=setting.codec, samples=0)
@@ -177,13 +186,16 @@ def _take_part_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dic
 
 
 def _error_limit(setting: AllReduceConfig) -> float:
-    """A contribution is off by its codec's bound at most, so their mean is; and the result by its own."""
+    """Return how far a correct result may be off.
+
+    A contribution is off by its codec's bound at most, so their mean is; and the result is off by its own.
+    """
     codec, sample = CODECS[setting.codec], contribution(0, min(max(setting.count, BLOCK), 1 << 20))
     rows = sample[: len(sample) // BLOCK * BLOCK].view(-1, BLOCK)
     return 3 * codec.bound(rows).max().item() + 1e-5
 
 
 def _peak_memory() -> int:
-    """Of this process so far, in bytes."""
+    """Return the peak memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

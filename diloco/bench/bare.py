@@ -1,4 +1,4 @@
-"""An island without a model: a driver, a vector, and a trainer that offers the same displacement again and again."""
+"""Run an island without a model: a driver, a vector, and a trainer that always offers the same displacement."""
 
 import hashlib
 import threading
@@ -28,6 +28,8 @@ TOKENS = 1000  # of a phase
 
 @dataclass(frozen=True)
 class BareConfig:
+    """Describe islands without a model: values in the vector, pace, samples, codec, link and log."""
+
     count: int = 25_000_000
     silence_s: float = 5.0
     pace_s: float = 0.3  # of a phase
@@ -40,23 +42,29 @@ class BareConfig:
 
     @property
     def run(self) -> RunContext:
+        """Return the run's fixed parts, the same for all islands: genesis, one fragment, the outer update."""
         return RunContext(GENESIS, DIGEST, Fragments.whole(self.count), apply_record, self.snapshot_every)
 
     @property
     def options(self) -> Options:
+        """Return the protocol's options: fixed outer settings, and leases that last for two phases."""
+
         def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
             return Settings(0.7, 0.9, self.codec), state.step + bool(contributions)
 
         return Options(decide, silence_s=self.silence_s, want=2 * self.samples)
 
     def beginning(self, roster: tuple[str, ...]) -> Origin:
+        """Make the origin of a founder: round 0 with this roster, and zeros for vectors."""
         state = RunState(Head(0, 0, DIGEST), roster, Ledger(self.limit or 1 << 40, self.limit))
         return Origin(state, {name: torch.zeros(self.count) for name in VECTORS})
 
 
 class BareIsland:
+    """Train an island without a model: wait, offer, take part in the round, and apply its result."""
+
     def __init__(self, setting: BareConfig, driver: Driver) -> None:
-        """`driver`: opened with the setting's run and options."""
+        """Take a driver that was opened with the setting's run and options."""
         self.setting, self.driver = setting, driver
         self.session = Session(self.driver, setting.run.fragments, setting.codec)
         self.name = self.driver.node.me
@@ -65,10 +73,11 @@ class BareIsland:
 
     @property
     def state(self) -> RunState:
+        """Return the state that the island's vectors contain."""
         return self.driver.applied
 
     def train(self) -> None:
-        """Train until `stopping` is set."""
+        """Train until `stopping` is set; where samples are used up, offer what is owed, or wait for more."""
         base, displacement, session = torch.empty(self.setting.count), self._displacement(), self.session
         session.apply_result(0, base)
         while not self.stopping.is_set():
@@ -84,10 +93,12 @@ class BareIsland:
                 self.contained += session.apply_result(0, base).owed is None
 
     def _displacement(self) -> Tensor:
+        """Draw the vector that is offered each time, seeded by the island's name."""
         seed = int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16)
         return torch.randn(self.setting.count, generator=torch.Generator().manual_seed(seed))
 
     def report(self) -> dict[str, Any]:
+        """Return what a bench or a test compares: head, digest, state, phases and the log's records."""
         return {
             "head": self.state.head, "digest": self.driver.replica.digest(), "phases": self.phases,
             "state": self.state, "incarnation": self.driver.node.incarnation,

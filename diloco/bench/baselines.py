@@ -1,4 +1,4 @@
-"""What we are compared with, on the same vectors and this same machine: hivemind's averager and gloo's all-reduce.
+"""Measure what we are compared with, on the same vectors and machine: hivemind's averager and gloo's all-reduce.
 
 Each peer is a process with one thread for tensors. A result that is not the average is an error, never a time.
 """
@@ -27,7 +27,7 @@ FP32_ERROR_LIMIT = 1e-5
 
 
 def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, Any]:
-    """Seconds until the slowest peer has the average, matchmaking included, and of these the all-reduce alone."""
+    """Time hivemind until the slowest peer has the average: with matchmaking, and the all-reduce alone."""
     with TemporaryDirectory() as folder:
         rounds = run_peers(peers, _average_by_hivemind, count, repeats, folder)
     return {
@@ -42,22 +42,24 @@ def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, A
 
 
 def gloo_seconds(peers: int, count: int, *, repeats: int = 11) -> dict[str, Any]:
-    """Seconds of an fp32 all-reduce over loopback, on the slowest peer; after one to warm up."""
+    """Time an fp32 all-reduce over loopback on the slowest peer, after one to warm up."""
     rounds = run_peers(peers, _reduce_by_gloo, count, repeats + 1)
     seconds = _slowest(rounds, "seconds")[1:]
     return {"seconds": median(seconds), "seconds_of_each": seconds, "max_error": max(_slowest(rounds, "error"))}
 
 
 def _slowest(rounds: list[list[dict[str, float]]], name: str) -> list[float]:
-    """`rounds` by peer and repeat; the largest of each repeat."""
+    """Return the largest figure of each repeat; `rounds` is by peer and repeat."""
     return [max(one[name] for one in repeat) for repeat in zip(*rounds, strict=True)]
 
 
 def contribution(index: int, count: int) -> Tensor:
+    """Draw a peer's vector of standard normal values, the same in every process: its index is the seed."""
     return torch.randn(count, generator=torch.Generator().manual_seed(index))
 
 
 def average(peers: int, count: int) -> Tensor:
+    """Compute the true mean of all peers' vectors in fp32, to check results against."""
     total = contribution(0, count)
     for index in range(1, peers):
         total += contribution(index, count)
@@ -65,6 +67,7 @@ def average(peers: int, count: int) -> Tensor:
 
 
 def check_average(result: Tensor, expected: Tensor, limit: float) -> float:
+    """Return the largest error of a result; raise ArithmeticError if it is more than rounding, or NaN."""
     error = (result - expected).abs().max().item()
     if not error <= limit:  # NaN included
         raise ArithmeticError(f"this is not the average: off by up to {error:g}, at most {limit:g} is rounding")
@@ -72,6 +75,7 @@ def check_average(result: Tensor, expected: Tensor, limit: float) -> float:
 
 
 def _reduce_by_gloo(peer: BenchPeer, count: int, repeats: int) -> list[dict[str, float]]:
+    """Run and check gloo's all-reduce over the loopback device, in one worker."""
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -89,6 +93,7 @@ def _reduce_by_gloo(peer: BenchPeer, count: int, repeats: int) -> list[dict[str,
 
 
 def _gloo_store(peer: BenchPeer) -> Any:
+    """Open the store at which gloo's processes meet; the first peer serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if peer.index == 0:
@@ -99,6 +104,7 @@ def _gloo_store(peer: BenchPeer) -> Any:
 
 
 def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str) -> list[dict[str, float]]:
+    """Run and check hivemind's averager, in one worker."""
     from hivemind.p2p import P2P
 
     multiprocessing.set_start_method("fork", force=True)  # hivemind's averager cannot be pickled
@@ -116,6 +122,7 @@ def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str)
 
 
 def _join_dht(peer: BenchPeer) -> Any:
+    """Open a node of hivemind's DHT on loopback; the others join that of the first peer."""
     from hivemind import DHT
 
     local = ["/ip4/127.0.0.1/tcp/0"]
@@ -128,6 +135,7 @@ def _join_dht(peer: BenchPeer) -> Any:
 
 
 def _start_averager(peer: BenchPeer, dht: Any, vector: Tensor) -> Any:
+    """Start an averager that sends fp16 and wants all peers in its group."""
     from hivemind import DecentralizedAverager
     from hivemind.compression import Float16Compression
 
@@ -138,6 +146,7 @@ def _start_averager(peer: BenchPeer, dht: Any, vector: Tensor) -> Any:
 
 
 def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) -> dict[str, float]:
+    """Average once, from the same vector as before; raise RuntimeError if a peer was left out."""
     with averager.get_tensors() as (vector,):
         vector.copy_(own)
     with peer.timed() as row:
@@ -152,7 +161,7 @@ def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) ->
 
 
 def _watch_for_allreduce(step: Any) -> float:
-    """When its last attempt began to exchange tensors; hivemind tries again by itself."""
+    """Return when its last attempt began to exchange tensors; hivemind tries again by itself."""
     from hivemind.averaging.control import AveragingStage
 
     began = time.monotonic()

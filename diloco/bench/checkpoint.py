@@ -1,6 +1,6 @@
-"""What it costs to keep everything: steps while a save and a snapshot are written, and the bytes of the log.
+"""Measure what it costs to keep everything: steps while a save and a snapshot are written, and bytes of the log.
 
-An island trains by itself; now and then a save of all of it and a snapshot of its outer state are begun, as in a run,
+An island trains by itself. Now and then a save of all of it and a snapshot of its outer state are begun, as in a run,
 and the steps that fall into the writing are compared with those in between. The log is that of two real islands.
 """
 
@@ -34,7 +34,7 @@ NAMES = ("A", "B")
 
 
 def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
-    """`blocks`: of steps with something being written, and as many without."""
+    """Compare step times and bytes; `blocks` of steps run while files are written, and as many without."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # a core is left, as beside an accelerator
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
         stepping = _steps(Path(folder) / "outer", device, blocks)
@@ -49,6 +49,7 @@ def measure(*, device: str, blocks: int, values: int, rounds: int) -> Report:
 
 
 def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
+    """Return the median seconds of a step with and without files being written, and of the copy before it."""
     during: list[float] = []
     between: list[float] = []
     copies: list[float] = []
@@ -73,7 +74,7 @@ def _steps(folder: Path, device: str, blocks: int) -> dict[str, Any]:
 
 
 def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
-    """Return the seconds that training waits for."""
+    """Begin a save and a snapshot; return the seconds that training waits for them."""
     started = time.perf_counter()
     trainer.begin_save()
     assert trainer.rounds is not None
@@ -93,7 +94,7 @@ def _config(device: str) -> Config:
 
 
 def _log_bytes(folder: Path, values: int, rounds: int) -> dict[str, Any]:
-    """What an island has written in some rounds, and what as many snapshots would have been."""
+    """Return the bytes that an island's log has after some rounds, and what as many snapshots would have."""
     with crew(BareConfig(values, pace_s=0.1, codec=CODEC, folder=str(folder)), NAMES) as team:
         team.await_commits(rounds, NAMES)
         team.stand_still()

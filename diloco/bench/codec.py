@@ -1,6 +1,6 @@
-"""Codecs: speed against a plain copy of the same tensor, error and bias on three distributions.
+"""Measure codecs: speed against a plain copy of the same tensor, error and bias on three distributions.
 
-Those that need error feedback are biased by design: only their error is told.
+Codecs that need error feedback are biased by design: only their error is reported.
 """
 
 from statistics import median
@@ -24,6 +24,7 @@ SPEED_LIMIT = {"cpu": 0.10, "cuda": 0.8}
 
 
 def measure(*, device: str, values: int, repeats: int | None) -> Report:
+    """Measure all codecs on vectors of so many values; `repeats` None: as many as suit the device."""
     place = pick_device(device)
     repeats = repeats or REPEATS[place.type]
     data = _distributions(values, place)
@@ -46,10 +47,10 @@ def measure(*, device: str, values: int, repeats: int | None) -> Report:
 
 
 def _speed(codec: Codec, values: Tensor, repeats: int, device: torch.device) -> dict[str, Any]:
-    """The copy is timed in turn with the codec: what slows this machine for a while slows both.
+    """Time a codec and a copy in turn, so that what slows this machine for a while slows both.
 
-    Encoding is timed as a trainer uses it on a GPU: without waiting for it. `checked_s` has the wait, `alone_s` all of
-    the host's work for a single call.
+    Encoding is timed as a trainer uses it on a GPU: without waiting for it. `checked_s` includes the wait, `alone_s`
+    all of the host's work for a single call.
     """
     payload, target = codec.encode(values, KEY), torch.empty_like(values)
     works = {
@@ -67,7 +68,7 @@ def _speed(codec: Codec, values: Tensor, repeats: int, device: torch.device) -> 
 
 
 def _error(codec: Codec, data: dict[str, Tensor]) -> dict[str, float]:
-    """Relative L2 error, and bias in standard deviations: of the error itself and of the error towards zero."""
+    """Return the relative L2 error, and the bias in standard deviations: of the error, and of it towards zero."""
     row = {}
     for name, values in data.items():
         error = (codec.decode(codec.encode(values, KEY), len(values)) - values).double()
@@ -79,7 +80,10 @@ def _error(codec: Codec, data: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _distributions(count: int, device: torch.device) -> dict[str, Tensor]:
-    """The third is Student's t: normal over the root of a chi-squared with 3 degrees of freedom, divided by 3."""
+    """Draw values of three distributions, from fixed seeds.
+
+    The third is Student's t: normal over the root of a chi-squared with 3 degrees of freedom, divided by 3.
+    """
     seeded = [torch.Generator(device).manual_seed(0) for _ in range(3)]
     uniform = torch.rand(count, generator=seeded[1], device=device).sub_(0.5)
     normals = torch.randn(4, count, generator=seeded[2], device=device)

@@ -1,7 +1,7 @@
-"""Islands without a model, as real processes over real sockets: what breaks them is real, and quick to repeat.
+"""Run islands without a model as real processes over real sockets: what breaks them is real, and quick to repeat.
 
-The parent's side is a `Crew`: it hears what happens (begins, commits, notes) over a pipe, and may kill, stop, tell to
-die at a given moment, or replace any of them. Each process is a `Worker`, and does what it is told.
+The parent's side is a `Crew`: it hears what happens (begins, commits, notes) over a pipe, and may kill or stop any
+island, order it to die at a given moment, or replace it. Each process is a `Worker` and obeys the parent's commands.
 """
 
 import os
@@ -40,6 +40,8 @@ PHASES = ("collect", "reduce", "commit")
 
 @dataclass(frozen=True)
 class Event:
+    """Describe what an island reports to the parent: when, which island, which kind, and its data."""
+
     at: float  # CLOCK_MONOTONIC, the same for all processes of a machine
     island: str
     kind: str
@@ -47,7 +49,7 @@ class Event:
 
 
 class Crew:
-    """The parent's side."""
+    """Start, command and watch islands, on the parent's side."""
 
     def __init__(self, setting: BareConfig, processes: Processes) -> None:
         self.setting = setting
@@ -61,7 +63,7 @@ class Crew:
         self.admit(*names, founders=founders)
 
     def prepare(self, *names: str) -> None:
-        """Start their processes only."""
+        """Start only the processes of these islands, and wait until each has reported its address."""
         since = time.monotonic()
         for name in names:
             self._processes.start(name, serve, name, self.setting)
@@ -69,28 +71,37 @@ class Crew:
             self._addresses[name] = self.told(name, "hello", since).data["address"]
 
     def admit(self, *names: str, founders: tuple[str, ...] = ()) -> None:
+        """Introduce all islands that live to each other, and let these begin to train.
+
+        `founders` is the roster of a new run; an island that is not in it fetches the state, unless its disk has one.
+        """
         for name in self.alive():
             self.send(name, "know", self._addresses)
         for name in names:
             self.send(name, "start", founders)
 
     def alive(self) -> list[str]:
+        """List the islands whose processes run, stopped ones included."""
         return [name for name, worker in self._processes.workers.items() if worker.is_alive()]
 
     def send(self, name: str, command: str, argument: Any = None) -> None:
+        """Send a command with its argument to an island's process."""
         self._processes.pipes[name].send((command, argument))
 
     def signal(self, name: str, number: int) -> None:
+        """Send a Unix signal to an island's process, and return at once."""
         pid = self._processes.workers[name].pid
         assert pid is not None
         os.kill(pid, number)
 
     def end(self, name: str) -> None:
+        """Kill an island with SIGKILL, wait until it is dead, and forget its address."""
         self.signal(name, signal.SIGKILL)
         self.join(name)
         del self._addresses[name]
 
     def join(self, name: str, timeout_s: float = 30.0) -> None:
+        """Wait until an island's process is dead; one that still lives after the timeout fails an assertion."""
         worker = self._processes.workers[name]
         worker.join(timeout_s)
         assert not worker.is_alive(), f"{name} should be dead"
@@ -99,7 +110,10 @@ class Crew:
     def expect(
         self, wanted: Callable[[Event], bool], timeout_s: float = HELLO_S, *, since: float | None = None
     ) -> Event:
-        """Return the first event of this kind after this moment, which may have come already; by default, from now."""
+        """Return the first event that is wanted, at or after `since`; by default, from now on.
+
+        It may have come already. Raises TimeoutError, with the last events, if it does not come.
+        """
         since = time.monotonic() if since is None else since
         seen, deadline = 0, time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -112,11 +126,11 @@ class Crew:
         raise TimeoutError(f"it did not happen; the last events: {last}")
 
     def hear(self, timeout_s: float) -> None:
-        """Take in what they say; who has died says nothing more."""
+        """Take in what the islands report, waiting for at most so long; dead ones report nothing more."""
         self.events += [said for _, said in self._processes.hear(timeout_s) if isinstance(said, Event)]
 
     def await_commits(self, number: int, names: Iterable[str], timeout_s: float = HELLO_S) -> None:
-        """Wait until each of them has committed that round, or a later one."""
+        """Wait until each of these islands has committed this round, or a later one."""
         missing = set(names)
 
         def committed(event: Event) -> bool:
@@ -127,18 +141,19 @@ class Crew:
         self.expect(committed, timeout_s, since=0.0)
 
     def newest(self) -> int:
-        """Return the last round that anybody has committed."""
+        """Return the last round that any island has committed; 0: none."""
         self.hear(0)
         return max((event.data["round"] for event in self.events if event.kind == "commit"), default=0)
 
     def reports(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+        """Ask islands, all that live by default, for their state and digest, and return the answers by name."""
         names, since = names or tuple(self.alive()), time.monotonic()
         for name in names:
             self.send(name, "report")
         return {name: self.told(name, "report", since).data for name in names}
 
     def stand_still(self, names: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-        """Return their reports, once they have stopped training and are all at the same head."""
+        """Stop training on these islands, and return their reports once all are at the same head."""
         names = names or tuple(self.alive())
         for name in names:
             self.send(name, "stop")
@@ -153,12 +168,13 @@ class Crew:
             time.sleep(0.1)
 
     def told(self, name: str, kind: str, since: float) -> Event:
-        """Return what this island said first, of this kind and after this moment."""
+        """Return the first event of this kind that this island reported, at or after `since`."""
         return self.expect(lambda event: (event.island, event.kind) == (name, kind), since=since)
 
 
 @contextmanager
 def crew(setting: BareConfig, names: tuple[str, ...]) -> Iterator[Crew]:
+    """Start islands that found a run together; leaving the `with` statement ends them all."""
     with Processes() as processes:
         team = Crew(setting, processes)
         team.start(*names, founders=names)
@@ -166,6 +182,8 @@ def crew(setting: BareConfig, names: tuple[str, ...]) -> Iterator[Crew]:
 
 
 class Worker:
+    """Run one island in a process of its own, and report to the parent."""
+
     def __init__(self, name: str, setting: BareConfig, pipe: Connection) -> None:
         self.name, self.setting, self.pipe = name, setting, pipe
         self.direct = DirectTransport(name, "127.0.0.1")
@@ -176,10 +194,12 @@ class Worker:
         self._lock = threading.Lock()
 
     def report(self, kind: str, **data: Any) -> None:
+        """Send an event to the parent, stamped with the monotonic clock. May be called on any thread."""
         with self._lock:
             self.pipe.send(Event(time.monotonic(), self.name, kind, data))
 
     def obey(self, command: str, argument: Any) -> None:
+        """Carry out one command of the parent: know, start, die, report or stop."""
         match command:
             case "know":
                 self.addresses = {peer: address for peer, address in argument.items() if peer != self.name}
@@ -198,6 +218,7 @@ class Worker:
                 self.island.stopping.set()
 
     def _live_guarded(self, roster: tuple[str, ...]) -> None:
+        """Run the island's life on its thread; the parent raises any error."""
         try:
             self._live(roster)
         except BaseException:  # noqa: BLE001 -- a thread's outermost frame; the parent raises it
@@ -205,8 +226,10 @@ class Worker:
                 self.pipe.send(WorkerMessage("failed", traceback.format_exc()))
 
     def _live(self, roster: tuple[str, ...]) -> None:
-        """Begin with what this island's own disk has, or, if it has none, as a founder with zeros, else with what the
-        others have."""
+        """Begin with the island's own disk, or as a founder with zeros, or with a state from the others; then train.
+
+        The disk counts first where it holds something.
+        """
         store, kept = None, None
         if self.setting.folder:
             store = DiskStore(Path(self.setting.folder) / self.name, lambda what, text: self.report(what, text=text))
@@ -224,6 +247,7 @@ class Worker:
         self.island.train()
 
     def _fetch(self) -> Origin:
+        """Fetch the state from any peer that has it, for as long as it takes."""
         sizes = dict.fromkeys(VECTORS, self.setting.count)
         while True:
             for address in list(self.addresses.values()):
@@ -243,7 +267,7 @@ class Worker:
 
 
 class Watched(Driver):
-    """A driver that tells the parent what it does, and dies where it is told to."""
+    """Drive an island as always, but report to the parent what is done, and die where that was ordered."""
 
     def __init__(self, worker: Worker, *parts: Any) -> None:
         self.worker = worker
@@ -274,6 +298,7 @@ class Watched(Driver):
 
 
 def phase_of(effect: Effect) -> str:
+    """Name the moment at which an island can be ordered to die: collect, reduce or commit; empty for the rest."""
     match effect:
         case Send(_, Collect()):
             return "collect"
@@ -285,7 +310,7 @@ def phase_of(effect: Effect) -> str:
 
 
 def serve(pipe: Connection, name: str, setting: BareConfig) -> None:
-    """Do what the parent says, one command after the other, for as long as it lives."""
+    """Carry out the parent's commands one after the other, for as long as the process lives."""
     warm_up()
     worker = Worker(name, setting, pipe)
     worker.report("hello", address=worker.direct.address("127.0.0.1"))

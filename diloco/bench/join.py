@@ -1,4 +1,4 @@
-"""What a newcomer costs those who train, and what it downloads.
+"""Measure what a newcomer costs those who train, and what it downloads.
 
 First their round times while it fetches the state, and when it contributes. Then, over shaped links, an island comes
 with an empty disk and downloads the whole state at the rate of its link; and once more with the state of two rounds ago
@@ -31,12 +31,13 @@ WRITTEN_S = 60.0
 
 
 def measure(*, values: int, joins: int, bits_per_s: float) -> Report:
+    """Run both parts with vectors of so many values and so many newcomers, one after the other."""
     company, alone = _company(values, joins), downloads(values, joins, bits_per_s)
     return Report([*company.checks, *alone.checks], {**company.figures, **alone.figures})
 
 
 def _company(values: int, joins: int) -> Report:
-    """What those feel who train."""
+    """Measure what the islands that train notice of newcomers."""
     with crew(BareConfig(values, pace_s=PACE_S), NAMES) as team:
         team.await_commits(3, NAMES)
         team.prepare(NEWCOMER)  # starting a process takes seconds of this machine's own time: not what is measured
@@ -56,7 +57,7 @@ def _company(values: int, joins: int) -> Report:
 
 
 def _join(team: Crew) -> dict[str, Any]:
-    """Fetch, contribute, and be gone again, so that the next one finds the same four."""
+    """Let one island fetch, contribute and die again, so that the next one finds the same four."""
     since = time.monotonic()
     first = team.newest()
     team.admit(NEWCOMER)
@@ -79,7 +80,7 @@ def _join(team: Crew) -> dict[str, Any]:
 
 
 def _round_times(team: Crew, first: int, last: int) -> list[float]:
-    """From the last island's commit to that of the next round with contributions."""
+    """Return the seconds from the last island's commit to that of the next round with contributions."""
     ends: dict[int, float] = {}
     for event in team.events:
         if event.kind == "commit" and event.data["islands"] and event.island in NAMES:
@@ -90,6 +91,7 @@ def _round_times(team: Crew, first: int, last: int) -> list[float]:
 
 
 def downloads(values: int, joins: int, bits_per_s: float, *, pace_s: float = DOWNLOAD_PACE_S) -> Report:
+    """Measure downloads over links of this rate: of the whole state, and of the rounds that were missed."""
     state_bytes = 2 * 4 * values
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
         setting = BareConfig(values, pace_s=pace_s, codec=CODEC, bits_per_s=bits_per_s, folder=folder)
@@ -107,7 +109,7 @@ def downloads(values: int, joins: int, bits_per_s: float, *, pace_s: float = DOW
 
 
 def _download(team: Crew, folder: Path) -> dict[str, Any]:
-    """Onto an empty disk. It dies as soon as it has a snapshot."""
+    """Let an island with an empty disk fetch the state; it is killed as soon as it has written a snapshot."""
     shutil.rmtree(folder / NEWCOMER, ignore_errors=True)
     team.prepare(NEWCOMER)
     _await_updates(team, 1, since=time.monotonic())
@@ -124,7 +126,7 @@ def _download(team: Crew, folder: Path) -> dict[str, Any]:
 
 
 def _come_back(team: Crew) -> dict[str, Any]:
-    """From its own disk to where the others are by now."""
+    """Start the island from its own disk, and return what it downloads to catch up with the others."""
     since = time.monotonic()
     team.prepare(NEWCOMER)
     _await_updates(team, AWAY, since=since)
@@ -134,6 +136,7 @@ def _come_back(team: Crew) -> dict[str, Any]:
 
 
 def _await_updates(team: Crew, count: int, *, since: float) -> None:
+    """Wait until so many rounds with contributions were committed."""
     seen: set[int] = set()
 
     def enough(event: Event) -> bool:

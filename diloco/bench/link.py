@@ -1,4 +1,4 @@
-"""Whether an emulated link is what it says: goodput against the rate, round trips against the delay.
+"""Measure whether an emulated link is what it claims: goodput against the rate, round trips against the delay.
 
 Two processes, TCP with mutual TLS, both ends shaped. Goodput counts payload bytes. The rate counts what the network
 would carry, headers and TLS records included, so goodput stays below it by the overhead: less than 1 %.
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """What is to be measured; without a rate, nothing is shaped."""
+    """Describe one measurement; without a rate, nothing is shaped."""
 
     bits_per_s: float | None
     delay_s: float = 0.0
@@ -35,19 +35,22 @@ class Transfer:
 
     @property
     def frame_bytes(self) -> int:
-        """One piece of the link: then no stream has half a frame through when the first one is complete."""
+        """Return one piece of the link as the size of a frame.
+
+        So no stream has half a frame through when the first frame of all is complete.
+        """
         return Link(self.bits_per_s, self.bits_per_s).piece_bytes
 
     @property
     def frames(self) -> int:
-        """For each stream. One more than the time needs: the first one starts the clock."""
+        """Return the frames of each stream: one more than the time needs, since the first one starts the clock."""
         total = UNSHAPED_BYTES if self.bits_per_s is None else self.bits_per_s / 8 * self.seconds
         return 1 + max(1, round(total / self.frame_bytes / self.streams))
 
 
 @dataclass(frozen=True)
 class Received:
-    """At one stream's end: when its first and its last frame were complete, and the payload bytes in all."""
+    """Record at one stream's end when its first and last frame were complete, and the payload bytes in all."""
 
     first_at: float
     last_at: float
@@ -55,7 +58,7 @@ class Received:
 
 
 def measure(*, rates: Mapping[str, float], delay_s: float, streams: int) -> Report:
-    """`rates`: bits per second, by what was written."""
+    """Measure at each rate, and unshaped; `rates` are bits per second, by what was written."""
     transfers = [Transfer(bits_per_s, delay_s, streams) for bits_per_s in rates.values()]
     *shaped, single, many = run_transfers([*transfers, Transfer(None), Transfer(None, streams=streams)])
     rows = {
@@ -68,7 +71,7 @@ def measure(*, rates: Mapping[str, float], delay_s: float, streams: int) -> Repo
 
 
 def run_transfers(transfers: Sequence[Transfer]) -> list[dict[str, float]]:
-    """One after the other, between the same two processes."""
+    """Run transfers one after the other, between the same two processes, and return the figures of each."""
     sent, received = run_peers(2, _transfer_all, transfers)
     return [{**one, **other} for one, other in zip(received, sent, strict=True)]
 
@@ -78,6 +81,7 @@ def _transfer_all(peer: BenchPeer, transfers: Sequence[Transfer]) -> list[dict[s
 
 
 def _transfer(peer: BenchPeer, transfer: Transfer) -> dict[str, float]:
+    """Run one transfer at either end: pings, then frames on all streams at once."""
     transport, addresses = peer.connect(LinkRate(transfer.bits_per_s, transfer.delay_s))
     channels = [f"bench-{number}" for number in range(transfer.streams)]
     with closing(transport):
@@ -100,7 +104,7 @@ def _transfer(peer: BenchPeer, transfer: Transfer) -> dict[str, float]:
 def _on_each(
     peer: BenchPeer, streams: list[Stream], work: Callable[[Stream, Transfer], Any], transfer: Transfer
 ) -> tuple[list[Any], float]:
-    """Return what came of each stream, and seconds of CPU per gigabyte."""
+    """Return what came of each stream, and the seconds of CPU per gigabyte."""
     peer.barrier()
     started_cpu_s = time.process_time()
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -110,12 +114,16 @@ def _on_each(
 
 
 def goodput(received: Sequence[Received], frame_bytes: int) -> float:
-    """The clock starts when the first frame of all is complete, so that frame does not count."""
+    """Return the payload bytes per second of all streams together.
+
+    The clock starts when the first frame of all is complete, so that frame does not count.
+    """
     elapsed_s = max(one.last_at for one in received) - min(one.first_at for one in received)
     return (sum(one.payload_bytes for one in received) - frame_bytes) / elapsed_s
 
 
 def _ping(stream: Stream) -> float:
+    """Return the seconds of one round trip."""
     started = time.monotonic()
     stream.send(1)
     stream.receive(timeout_s=TIMEOUT_S)

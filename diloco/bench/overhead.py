@@ -1,4 +1,4 @@
-"""What our loop costs over the shortest PyTorch loop one could write, on the same model and data.
+"""Measure what our loop costs over the shortest PyTorch loop one could write, on the same model and data.
 
 The two take turns of a few steps within one process, so that whatever else the machine does hits both. A block is a
 turn of each; with rounds, as many turns as there are between two rounds, and our loop's round: the bare one has none.
@@ -28,6 +28,7 @@ ROUNDS_LIMIT = 1.03
 
 
 def measure(*, device: str, blocks: int, rounds: bool = False) -> Report:
+    """Compare the step times over so many blocks; `rounds`: with an outer update in each block of our loop."""
     turns = EVERY // STEPS_A_TURN if rounds else 1
     steps = (blocks + 2) * turns * STEPS_A_TURN
     config = _config(device, steps, every=EVERY if rounds else steps + 1)
@@ -64,7 +65,7 @@ def _take_turns(trainer: Trainer, bare: "BareLoop", blocks: int, turns: int) -> 
 
 
 class BareLoop:
-    """What one would write without us: read, forward, backward, clip, step; print now and then."""
+    """Train as one would without us: read, forward, backward, clip, step; print the loss now and then."""
 
     def __init__(self, config: Config, samples: Samples, device: torch.device) -> None:
         self.config, self.samples, self.device = config, samples, device
@@ -81,6 +82,7 @@ class BareLoop:
         self.step = 0
 
     def advance(self) -> None:
+        """Run one step on the next batch; every `log.every` steps it waits for the loss, as printing it would."""
         batch = self.config.island.batch
         tokens = torch.from_numpy(self.samples.train(self.step * batch, batch)).to(self.device)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):

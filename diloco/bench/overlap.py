@@ -1,4 +1,4 @@
-"""What a slow link costs an inner loop that waits for its rounds, and one that goes on.
+"""Measure what a slow link costs an inner loop that waits for its rounds, and one that continues meanwhile.
 
 The link is set such that a blocking round, all of it, takes as long as a phase of training: half of the time is lost.
 Utilisation is H times the median step without a round in flight over the wall time of H steps. Runs with and without
@@ -22,6 +22,7 @@ FIRST_PHASES = 1  # not measured: everything is slower the first time
 
 
 def measure(*, islands: int, every: int, rounds: int) -> Report:
+    """Compare blocking and eager rounds of so many islands with phases of `every` steps."""
     rows = run_peers(islands, _work, every, rounds)[0]
     blocking, overlapped = rows["blocking"], rows["overlapped"]
     checks = [
@@ -34,6 +35,7 @@ def measure(*, islands: int, every: int, rounds: int) -> Report:
 
 
 def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
+    """Train all runs of the bench as one of its islands, in one worker."""
     warm_up()
     phases = FIRST_PHASES + -(-rounds // TURNS)
     free = train_together(peer, _config(every, phases), LinkRate())
@@ -52,7 +54,10 @@ def _work(peer: BenchPeer, every: int, rounds: int) -> dict[str, Any]:
 
 
 def _line_of_half(peer: BenchPeer, every: int, phases: int, step_s: float, parameters: int) -> LinkRate:
-    """On which a blocking round takes as long as a phase: guessed by its bytes, then set by what a round took."""
+    """Find the link on which a blocking round takes as long as a phase.
+
+    It is guessed by a round's bytes, then set by what a round took.
+    """
     size, phase_s = CODECS[CODEC].size(parameters), every * step_s
     guess = 8 * 2 * (peer.count - 1) / peer.count * size / phase_s
     tried = _row(train_together(peer, _config(every, phases), LinkRate(guess)), every, step_s, peer)
@@ -61,21 +66,22 @@ def _line_of_half(peer: BenchPeer, every: int, phases: int, step_s: float, param
 
 
 def _step_s(seen: dict[str, Any], every: int, peer: BenchPeer) -> float:
-    """Of the slower island, the median."""
+    """Return the median seconds of a step on the slowest island."""
     return max(peer.exchange(statistics.median(_inside(seen["moments"], every))))
 
 
 def _inside(moments: list[float], every: int) -> list[float]:
-    """What each step took that no round ended; not of the first phase."""
+    """Return what each step took, but for those that end a phase and those of the first phase."""
     return [span for number, span in enumerate(_spans(moments), start=1) if number % every and number > every]
 
 
 def _spans(moments: list[float]) -> list[float]:
+    """Return the seconds between successive moments."""
     return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
 
 def _row(seen: dict[str, Any], every: int, step_s: float, peer: BenchPeer) -> dict[str, Any]:
-    """Of the island that fares worst."""
+    """Return the figures of the island that fares worst."""
     # of phases from the second on, but for the last, whose round nothing overlaps
     walls = _spans(seen["moments"][every - 1 :: every])[FIRST_PHASES:]
     return {

@@ -1,6 +1,8 @@
-"""The planner against the published table of bandwidth and utilisation (Streaming DiLoCo, 2501.18512), and against real
-islands: for each setting, predicted and measured time of a round and utilisation. There the planner is given the step
-time that was measured, as by a profile."""
+"""Compare the planner with the published table of bandwidth and utilisation (Streaming DiLoCo, 2501.18512).
+
+And with real islands: for each setting, predicted and measured time of a round and utilisation. There the planner is
+given the step time that was measured, as by a profile.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Published:
-    """Gbit/s for each target, as printed: one row of five for each column."""
+    """Hold the printed Gbit/s for each target: one row of five for each column of the table."""
 
     layers: int
     step_s: float
@@ -48,6 +50,7 @@ TABLE = {
 
 
 def measure(*, real: bool) -> Report:
+    """Compare with the table, and with islands that train here if `real`, which takes minutes."""
     checks, figures = against_table()
     if real:
         worst, figures["planned and simulated"] = compare(SETTINGS, ISLANDS, "planned", planned)
@@ -56,7 +59,7 @@ def measure(*, real: bool) -> Report:
 
 
 def planned(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
-    """Seconds of a round, and utilisation."""
+    """Predict the seconds of a round, and utilisation, with the step time that was measured."""
     config = parse_config(setting.settings(ISLANDS))
     situation = Situation(workload_of(config), ISLANDS, setting.line, seen.step_s, Host(trains_too=True))
     prediction = predict(situation, config.sync)
@@ -64,6 +67,7 @@ def planned(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
 
 
 def against_table() -> tuple[list[Check], dict[str, Any]]:
+    """Compare every cell of the table: by how many points of the grid ours is off."""
     rows: dict[str, dict[str, int]] = {}
     for name, published in TABLE.items():
         for (method, bits), printed in zip(COLUMNS, published.gbit_per_s, strict=True):
@@ -81,5 +85,5 @@ def against_table() -> tuple[list[Check], dict[str, Any]]:
 
 
 def _place(gbit_per_s: float | None) -> int:
-    """On the grid, of which the table prints two or three digits; None is beyond it."""
+    """Return the nearest point of the grid, of which the table prints two or three digits; None is beyond it."""
     return len(GRID_GBIT) if gbit_per_s is None else int(np.argmin(np.abs(GRID_GBIT - gbit_per_s)))

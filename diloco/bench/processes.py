@@ -1,5 +1,6 @@
-"""Processes of this machine that work on one bench, each with a pipe to the parent (`Processes`); or N that do the
-same work together, meet at barriers and tell each other values (`run_peers`).
+"""Run processes of this machine that work on one bench, each with a pipe to the parent (`Processes`).
+
+Or N of them that do the same work together, meet at barriers and exchange values (`run_peers`).
 
 Each leads a process group of its own: whatever it starts ends with it, Ctrl-C reaches the parent only, and all of it
 ends with the parent.
@@ -31,20 +32,23 @@ WorkerFunction = Callable[..., Any]
 
 
 class WorkerFailed(Exception):
-    """A worker of the bench failed or died. All of them were ended; there is no result."""
+    """Signal that a worker of the bench failed or died. All workers were ended; there is no result."""
 
 
 @dataclass(frozen=True)
 class WorkerMessage:
-    """What a worker sends: its value, when it asks for everybody's; its result, when it is done; or a traceback, when
-    it has failed. Of one that has closed its pipe the parent hears that it died, with its exit code."""
+    """Carry what a worker sends to the parent.
+
+    That is its value, when it asks for everybody's; its result, when it is done; or a traceback, when it has failed.
+    For a worker that has closed its pipe the parent makes one itself: it died, with its exit code.
+    """
 
     kind: Literal["asks", "done", "failed", "died"]
     value: Any
 
 
 class Processes:
-    """The parent's side. Leaving the `with` statement ends them all."""
+    """Start workers and hear what they send, on the parent's side; leaving the `with` statement ends them all."""
 
     def __init__(self) -> None:
         self.workers: dict[str, SpawnProcess] = {}
@@ -58,6 +62,7 @@ class Processes:
             _end(worker)
 
     def start(self, name: str, work: WorkerFunction, *arguments: Any) -> None:
+        """Spawn a worker that runs `work(pipe, *arguments)`; its result is sent as a message."""
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         worker = context.Process(target=_run, args=(theirs, work, arguments))
@@ -67,11 +72,12 @@ class Processes:
         self.workers[name], self.pipes[name] = worker, ours
 
     def hear(self, timeout_s: float | None = None) -> list[tuple[str, Any]]:
-        """Wait until some have said something, and return what each of them said first; WorkerFailed if one failed."""
+        """Wait until some have sent something, and return the first message of each; WorkerFailed if one failed."""
         ready = wait(list(self.pipes.values()), timeout_s)
         return [(name, self._receive(name)) for name, pipe in list(self.pipes.items()) if pipe in ready]
 
     def _receive(self, name: str) -> Any:
+        """Return the next message of a worker; that it died, once it has closed its pipe."""
         try:
             message = self.pipes[name].recv()
         except (EOFError, ConnectionResetError):
@@ -85,8 +91,11 @@ class Processes:
 
 @contextmanager
 def _inherited() -> Iterator[None]:
-    """Workers inherit this: Ctrl-C is the parent's to deal with, and libraries below torch, which have threads of their
-    own, heed only the variable."""
+    """Set what workers inherit while they are started.
+
+    They ignore Ctrl-C, which is the parent's to deal with, and use one thread: libraries below torch, which have
+    threads of their own, heed only the variable OMP_NUM_THREADS.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     heeds = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
     before = os.environ.pop("OMP_NUM_THREADS", None)
@@ -102,6 +111,7 @@ def _inherited() -> Iterator[None]:
 
 
 def _run(parent: Connection, work: WorkerFunction, arguments: tuple[Any, ...]) -> None:
+    """Run a worker's function in its process, and send its result or its traceback."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -114,6 +124,7 @@ def _run(parent: Connection, work: WorkerFunction, arguments: tuple[Any, ...]) -
 
 
 def _end_with_parent() -> NoReturn:
+    """Wait for the parent's end, then kill this worker's whole process group."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -122,7 +133,7 @@ def _end_with_parent() -> NoReturn:
 
 
 def _end(worker: SpawnProcess) -> None:
-    """And whatever it started: its group outlives it as long as one of those does."""
+    """Kill a worker and whatever it started: its group outlives it as long as one of those does."""
     assert worker.pid is not None
     with suppress(ProcessLookupError):  # not begun, or all gone
         os.killpg(worker.pid, signal.SIGKILL)
@@ -132,12 +143,13 @@ def _end(worker: SpawnProcess) -> None:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """What each peer is connected by; None: as fast as the machine goes."""
+    """Describe each peer's link, the same up and down; a rate of None is as fast as the machine can."""
 
     bits_per_s: float | None = None  # up and down
     delay_s: float = 0.0
 
     def shape(self, plain: Transport) -> Transport:
+        """Return the transport behind such a link; unchanged if there is neither a rate nor a delay."""
         if self.bits_per_s is None and not self.delay_s:
             return plain
         return ShapedTransport(plain, Link(self.bits_per_s, self.bits_per_s), Paths(Path(delay_s=self.delay_s)))
@@ -148,18 +160,18 @@ UNSHAPED = LinkRate()
 
 @dataclass(frozen=True)
 class BenchPeer:
-    """What a worker knows of the others."""
+    """Give a worker its index, the number of workers, and ways to meet the others."""
 
     index: int
     count: int
     parent: Connection
 
     def barrier(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until all are here."""
+        """Wait until all workers have come to this point; TimeoutError if some do not come in time."""
         self.exchange(None, timeout_s)
 
     def exchange(self, value: Any, timeout_s: float = WAIT_S) -> list[Any]:
-        """Return everybody's value, in the order of their indices."""
+        """Return everybody's value, in the order of their indices, once all have called this."""
         self.parent.send(WorkerMessage("asks", value))
         if not self.parent.poll(timeout_s):
             raise TimeoutError(f"peer {self.index} waited {timeout_s:g} s for the others")
@@ -167,7 +179,10 @@ class BenchPeer:
 
     @contextmanager
     def timed(self) -> Iterator[dict[str, Any]]:
-        """Time what this peer does from a common start, and go on when all are done: their time goes on until then."""
+        """Time what this peer does, from a common start; the yielded dict gets wall and CPU seconds.
+
+        It returns when all are done, so that nobody disturbs those whose time still runs.
+        """
         row: dict[str, Any] = {}
         self.barrier()
         started, started_cpu = time.monotonic(), time.process_time()
@@ -176,7 +191,7 @@ class BenchPeer:
         self.barrier()
 
     def connect(self, line: LinkRate) -> tuple[Transport, dict[str, PeerAddress]]:
-        """Return a transport over which all of them reach each other, and their addresses by name, in order."""
+        """Return a transport over which all workers reach each other, and their addresses by name, in order."""
         plain = DirectTransport(f"peer-{self.index}", "127.0.0.1")
         addresses = {address.identity: address for address in self.exchange(plain.address("127.0.0.1"))}
         plain.allow(addresses.values())
@@ -200,7 +215,7 @@ def _work_as_peer(parent: Connection, index: int, count: int, work: WorkerFuncti
 
 
 def _pass_values(processes: Processes) -> list[Any]:
-    """Hand values around until all have ended; return their results."""
+    """Hand values around until all workers have ended; return their results."""
     names = list(processes.pipes)
     asked: dict[str, Any] = {}
     done: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""What low communication costs in quality: DiLoCo's variants against data parallel, on the same tokens.
+"""Measure what low communication costs in quality: DiLoCo's variants against data parallel, on the same tokens.
 
 Data parallel is one island with the global batch: what a perfect all-reduce at every step would give. The variants are
-real islands in processes of their own over real transports, each with its part of the batch. Same seeds, same start,
-same samples over all; the figure is the validation loss of the outer parameters at the end.
+real islands in processes of their own over real transports, each with its part of the batch. Seeds, start and samples
+are the same for all; the figure is the validation loss of the outer parameters at the end.
 """
 
 import itertools
@@ -44,6 +44,8 @@ BYTES_LIMITS = (("quality.byte_reduction_4bit", "int4", 370.0), ("quality.byte_r
 
 @dataclass(frozen=True)
 class QualityConfig:
+    """Describe the runs to compare: sections of their configuration, sizes, seeds and variants."""
+
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     island: Mapping[str, Any]
@@ -60,6 +62,7 @@ class QualityConfig:
     validation: int = 1024  # samples
 
     def config(self, seed: int, *, batch: int, sync: Mapping[str, Any], outer: Mapping[str, Any]) -> Config:
+        """Make one run's configuration; rounds wait for all islands, and validation comes at half and at the end."""
         evaluate_every = max(1, self.steps // self.every // 2)  # the figure is that of the end, one before it is drawn
         return parse_config({
             "run": "quality", "seed": seed, "model": dict(self.model), "data": dict(self.data),
@@ -72,6 +75,7 @@ class QualityConfig:
 
 
 def measure(setting: QualityConfig, *, plot: Path | None = None, bytes_too: bool = True) -> Report:
+    """Train all variants and baselines; `bytes_too` also counts what is sent, on a small model of its own."""
     if unknown := [name for name in setting.variants if name not in variants()]:
         raise ConfigError(f"--variant {unknown[0]}: there are {', '.join(variants())}")
     if setting.batch % setting.islands:
@@ -94,11 +98,12 @@ def measure(setting: QualityConfig, *, plot: Path | None = None, bytes_too: bool
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """DiLoCo with nobody else, with each codec, and what streaming or eager updates make of some."""
+    """Return the `sync` settings of each variant: one island alone, each codec, some with streaming or eager."""
     return {SINGLE: {}} | {name: {"codec": name} for name in CODECS} | COMBINED
 
 
 def _work(peer: BenchPeer, setting: QualityConfig, bytes_too: bool) -> list[tuple[str, Any]]:
+    """Train all runs as one of the islands, in one worker."""
     found = _runs_alone(peer, setting)
     among_others = [variant for variant in setting.variants if variant != SINGLE]
     for seed, variant in itertools.product(range(setting.seeds), among_others):
@@ -116,7 +121,7 @@ def _work(peer: BenchPeer, setting: QualityConfig, bytes_too: bool) -> list[tupl
 
 
 def _runs_alone(peer: BenchPeer, setting: QualityConfig) -> list[tuple[str, Any]]:
-    """What needs nobody else is dealt out to the workers, long runs first."""
+    """Deal out the runs that need no other island to the workers, long runs first."""
     plain: dict[str, Any] = {"outer": {"optimizer": "sgd", "lr": 1.0}}  # changes nothing
     kinds = [(PARALLEL, setting.batch, plain), (ALONE, setting.batch // setting.islands, plain)]
     kinds = kinds if setting.baselines else []
@@ -134,11 +139,12 @@ def _runs_alone(peer: BenchPeer, setting: QualityConfig) -> list[tuple[str, Any]
 
 
 def _report(seed: int, name: str, row: dict[str, Any]) -> None:
-    """A long bench says how far it is."""
+    """Print how far a long bench is, to standard error."""
     print(f"seed {seed}: {name}: validation loss {row['loss']:.4f}", file=sys.stderr, flush=True)
 
 
 def _row(peer: BenchPeer, setting: QualityConfig, row: dict[str, Any]) -> dict[str, Any]:
+    """Combine what the islands of one run saw, and require that all hold the same bits."""
     rows = peer.exchange(row, WAIT_S)
     if len({other["digest"] for other in rows}) != 1:
         raise DilocoError("the islands do not hold the same bits")
@@ -154,7 +160,7 @@ def _row(peer: BenchPeer, setting: QualityConfig, row: dict[str, Any]) -> dict[s
 
 
 def _byte_reductions(peer: BenchPeer, setting: QualityConfig) -> dict[str, float]:
-    """All bytes that an island sends in training, control messages included."""
+    """Return how many times fewer bytes an island sends than data parallel, control messages included."""
     found = {}
     small = replace(
         setting, model=BYTES_MODEL, data={"sequence": 16}, inner={"warmup": 30}, batch=setting.islands,
@@ -168,11 +174,12 @@ def _byte_reductions(peer: BenchPeer, setting: QualityConfig) -> dict[str, float
 
 
 def _ratios(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
-    """Of losses of the same seed."""
+    """Return the ratios of losses of the same seed."""
     return [one["loss"] / other["loss"] for one, other in zip(runs, others, strict=True)]
 
 
 def _table(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the means over seeds for each variant, and the deviation of its loss."""
     rows: dict[str, dict[str, Any]] = {}
     for name, seeds in runs.items():
         losses = [seed["loss"] for seed in seeds]
@@ -189,6 +196,7 @@ def _table(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 
 def draw(runs: Mapping[str, list[dict[str, Any]]], setting: QualityConfig, path: Path) -> None:
+    """Draw the mean validation loss of each variant over inner steps, as a PNG."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a lost island costs the others: from the first *begin* of a round until the last survivor has committed it.
+"""Measure what a lost island costs the others: from a round's first *begin* until the last survivor committed it.
 
 Real processes, real signals, in the middle of the all-reduce. The extra time is that of the struck round over the
 median of undisturbed rounds of the same islands.
@@ -19,6 +19,7 @@ INTO = 0.3  # of the usual time of a round, when the blow falls
 
 
 def measure(*, values: int, silence_s: float) -> Report:
+    """Kill and stop members and the coordinator, each case with islands of its own."""
     setting = BareConfig(values, silence_s)
     cases = {
         "kill a member": (("C",), signal.SIGKILL),
@@ -41,6 +42,7 @@ def measure(*, values: int, silence_s: float) -> Report:
 
 
 def strike(setting: BareConfig, victims: tuple[str, ...], number: int) -> dict[str, Any]:
+    """Send the signal to these islands during an all-reduce, and measure the round that it hits."""
     with crew(setting, NAMES) as team:
         team.await_commits(ROUNDS + 2, NAMES)
         usual = [_duration(team, round_number, NAMES) for round_number in range(3, ROUNDS + 3)]
@@ -64,6 +66,7 @@ def strike(setting: BareConfig, victims: tuple[str, ...], number: int) -> dict[s
 
 
 def _duration(team: Crew, round_number: int, names: tuple[str, ...]) -> float:
+    """Return the seconds from a round's first *begin* until the last of these islands has committed it."""
     of_round = [event for event in team.events if event.data.get("round") == round_number]
     begun_at = min(event.at for event in of_round if event.kind == "begin")
     return max(event.at for event in of_round if event.kind == "commit" and event.island in names) - begun_at

@@ -1,4 +1,4 @@
-"""What every benchmark has: a clock, and one form of results."""
+"""Provide what every benchmark has: a clock, and one form of results."""
 
 import json
 import time
@@ -13,6 +13,8 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Check:
+    """Compare one measured value with its limit."""
+
     name: str
     value: float
     limit: float
@@ -20,21 +22,25 @@ class Check:
 
     @property
     def bound(self) -> str:
+        """Format the limit for people, such as `≤ 1.03`."""
         return f"{'≤' if self.better == 'lower' else '≥'} {self.limit:g}"
 
     @property
     def holds(self) -> bool:
+        """Return whether the value is within the limit, or equal to it."""
         return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
 
 
 @dataclass(frozen=True)
 class Report:
+    """Hold the outcome of a benchmark: checks against limits, and other figures by name."""
+
     checks: list[Check]
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 def time_s(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Return the seconds of one of so many calls in a row, until a GPU has done its part, too."""
+    """Return the seconds per call over so many calls in a row, until a GPU has done its part, too."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -46,6 +52,7 @@ def time_s(work: Callable[[], object], device: torch.device, calls: int = 1) -> 
 
 
 def show(report: Report, *, as_json: bool) -> None:
+    """Print a report as tables, or as one JSON object with `checks` beside the figures."""
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in report.checks], **report.figures}))
         return

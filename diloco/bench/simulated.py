@@ -1,4 +1,4 @@
-"""Real islands as `diloco simulate` runs them, to compare what planner and virtual time say with.
+"""Run real islands as `diloco simulate` does, to compare with what planner and virtual time predict.
 
 Steps are small and slowed down by a pause after each: what is compared is what links and rounds cost, so other work on
 the machine should not decide.
@@ -31,19 +31,24 @@ NEAR, FAR = LinkModel(20e6, 20e6, 0.02), LinkModel(6e6, 6e6, 0.08)
 
 @dataclass(frozen=True)
 class SimulatedConfig:
+    """Describe one setting to compare: a link, a codec, and whether rounds are overlapped."""
+
     line: LinkModel
     codec: str
     overlapped: bool
 
     @property
     def link(self) -> str:
+        """Format the link as the option `--link` takes it."""
         return f"{self.line.up_bits_per_s / 1e6:g}mbit,{1000 * self.line.delay_s:g}ms"
 
     @property
     def name(self) -> str:
+        """Return the setting in words, as the title of a row."""
         return f"{self.link}, {self.codec}, {'overlapped' if self.overlapped else 'blocking'}"
 
     def settings(self, islands: int) -> dict[str, Any]:
+        """Return the run's configuration for so many islands, of which each round waits for all."""
         return {
             "run": "measured", "model": MODEL, "data": {"sequence": 32},
             "island": {"batch": 1, "device": "cpu"}, "inner": {"steps": EVERY * (WARM_UP + PHASES), "warmup": 2},
@@ -55,6 +60,8 @@ class SimulatedConfig:
 
 @dataclass(frozen=True)
 class Seen:
+    """Hold what was measured of a run: seconds of a step and of a round, utilisation, parameters."""
+
     step_s: float
     round_s: float
     utilisation: float
@@ -66,6 +73,7 @@ Foretell = Callable[[SimulatedConfig, Seen], tuple[float, float]]  # seconds of 
 
 
 def simulated(setting: SimulatedConfig, islands: int) -> Seen:
+    """Run `diloco simulate` with this setting in a temporary folder, and measure its events."""
     with TemporaryDirectory(prefix="diloco-bench-") as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(setting.settings(islands)))
@@ -79,7 +87,10 @@ def simulated(setting: SimulatedConfig, islands: int) -> Seen:
 
 
 def compare(settings: Sequence[SimulatedConfig], islands: int, word: str, foretell: Foretell) -> Compared:
-    """Return the worst error of the time of a round and of utilisation as `foretell` says them, and all of them."""
+    """Run each setting, and compare it with what `foretell` predicts.
+
+    Return the worst relative error of the time of a round and of utilisation, and a row for each setting.
+    """
     rows: dict[str, Any] = {}
     for setting in settings:
         seen = simulated(setting, islands)
@@ -93,6 +104,7 @@ def compare(settings: Sequence[SimulatedConfig], islands: int, word: str, forete
 
 
 def seen_in(told: Told) -> Seen:
+    """Measure a run by its islands' events; steps are those of the slowest island."""
     step_s = max(_usual_step_s(events) for events in told.values())
     phase_s = mean(mean(_spans(events, "round")[WARM_UP:]) for events in told.values())  # from launch to launch
     start = next(event for events in told.values() for event in events if event["event"] == "start")
@@ -102,12 +114,12 @@ def seen_in(told: Told) -> Seen:
 
 
 def _spans(events: Sequence[Event], kind: str) -> list[float]:
-    """From the beginning of one to that of the next, of rounds only those that hold something."""
+    """Return the seconds from the start of one event to that of the next; of rounds, those with contributions only."""
     chosen = [event for event in events if event["event"] == kind and event.get("contributors", True)]
     return [later - earlier for earlier, later in pairwise(e["time"] - e.get("round_s", 0.0) for e in chosen)]
 
 
 def _usual_step_s(events: Sequence[Event]) -> float:
-    """Of steps after which nothing is launched or taken in."""
+    """Return the mean seconds of steps after which nothing is launched or applied."""
     steps = enumerate(_spans(events, "step"), start=1)
     return mean(span for number, span in steps if number % EVERY not in (0, DELAY) and number > EVERY)

@@ -1,4 +1,4 @@
-"""How fast one process trains, through the whole loop: tokens a second and MFU."""
+"""Measure how fast one process trains, through the whole loop: tokens per second and MFU."""
 
 from statistics import median
 
@@ -14,6 +14,7 @@ WARM_UP = 10
 
 
 def measure(*, preset: str, batch: int, sequence: int, vocab: int, steps: int, compile: bool, device: str) -> Report:
+    """Train a preset for so many steps after a warm-up, without rounds; return medians over the progress reports."""
     config = parse_config({
         "model": {"preset": preset, "vocab": vocab}, "data": {"sequence": sequence},
         "island": {"batch": batch, "device": device, "compile": compile},

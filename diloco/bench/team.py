@@ -1,5 +1,7 @@
-"""Real trainers in a bench: alone, or together with others without a directory: real drivers and transports, addresses
-handed out, all from the same seed, so that nobody has to fetch a state.
+"""Run real trainers in a bench: alone, or together with others without a directory.
+
+Drivers and transports are real, addresses are handed out, and all start from the same seed, so that nobody has to fetch
+a state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +30,13 @@ from diloco.train.trainer import Trainer
 
 
 class Heard:
-    """A sink that keeps what it is told."""
+    """Keep all events in memory, as a sink."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def emit(self, event: Event) -> None:
+        """Append the event to the list."""
         self.events.append(event)
 
     def close(self) -> None:
@@ -42,7 +45,7 @@ class Heard:
 
 @contextmanager
 def trainer_of(config: Config) -> Iterator[tuple[Trainer, Heard]]:
-    """Yield one with a folder that goes away with it: a run saves at its end."""
+    """Yield a trainer and its events. Its folder is a temporary one, since a run saves at its end."""
     with (
         TemporaryDirectory(prefix="diloco-bench-", ignore_cleanup_errors=True) as folder,
         open_mesh(config.island) as place,
@@ -62,7 +65,7 @@ def driver_for(
     apply: Callable[[Mapping[str, Tensor], Record, Tensor, Fragments], None] = apply_record,
     owner: str = "",
 ) -> Driver:
-    """The network side of an island that founds a run together with the rest of the roster."""
+    """Open the network side of an island that founds a run together with the rest of the roster."""
     epochs, count = trainer.config.data.epochs, trainer.samples.train_count
     state = RunState(Head(0, 0, DIGEST), roster, Ledger(count, epochs and epochs * count), owner=owner)
     origin = Origin(state, trainer.initial_vectors())
@@ -71,13 +74,14 @@ def driver_for(
 
 
 def train_alone(config: Config) -> dict[str, Any]:
+    """Train one island without others until the run's end, and return what it saw."""
     with trainer_of(config) as (trainer, heard), alone(trainer):
         trainer.run()
         return _seen(trainer, heard)
 
 
 def train_together(peer: BenchPeer, config: Config, line: LinkRate) -> dict[str, Any]:
-    """Called by all workers of a bench at once: each is one island. What this one saw."""
+    """Train as one island of several, and return what it saw. All workers of a bench call this at once."""
     transport, addresses = peer.connect(line)
     with (
         closing(transport),
@@ -99,7 +103,10 @@ def train_together(peer: BenchPeer, config: Config, line: LinkRate) -> dict[str,
 
 
 def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:
-    """Losses by the run's clock, when each inner step ended (log.every=1 tells of all), what was waited for rounds."""
+    """Return losses by the run's clock, when each inner step ended, and how long rounds were waited for.
+
+    Only log.every=1 reports all steps.
+    """
     moments = [event["time"] for event in heard.events if event["event"] == "step"]
     start, end = (next(e["time"] for e in heard.events if e["event"] == kind) for kind in ("start", "end"))
     return {

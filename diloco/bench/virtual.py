@@ -1,4 +1,4 @@
-"""Virtual time against `diloco simulate`: the same links, codecs and step times, time of a round and utilisation."""
+"""Compare virtual time with `diloco simulate`: same links, codecs and step times; time of a round and utilisation."""
 
 from diloco.bench.report import Check, Report
 from diloco.bench.simulated import EVERY, FAR, NEAR, Seen, SimulatedConfig, compare
@@ -12,13 +12,14 @@ SETTINGS = (SimulatedConfig(NEAR, "int8", overlapped=False), SimulatedConfig(FAR
 
 
 def measure() -> Report:
+    """Compare two settings of four islands, blocking, each simulated in both ways."""
     worst, rows = compare(SETTINGS, ISLANDS, "virtual", in_virtual_time)
     checks = [Check("virtual.worst_error_against_real", worst, 0.15, "lower")]
     return Report(checks, {"islands": ISLANDS, "virtual and simulated": rows})
 
 
 def in_virtual_time(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
-    """Seconds of a round, and utilisation."""
+    """Simulate the seconds of a round, and utilisation, with the step time that was measured."""
     steps_s = EVERY * seen.step_s
     outcome = simulate(VirtualConfig(
         ISLANDS, setting.line, values=seen.parameters, codec=setting.codec, phase_s=steps_s,

@@ -13,7 +13,10 @@ SAME_EVERYWHERE = (ConfigError, LeaderFailed)  # the leader's message is enough
 
 
 def main() -> None:
-    """Errors that a person can meet are one clear line and exit code 2; anything else is our bug: a traceback."""
+    """Run the command line; an error that a person can cause is one clear line and exit code 2.
+
+    Anything else is a bug of ours and gives a traceback. Ctrl-C outside of training exits with 130.
+    """
     # Before torch loads: threads that wait should sleep. Spinning is 5 % faster on an idle CPU and several times slower
     # on one that has anything else to do, such as another island.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

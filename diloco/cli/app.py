@@ -1,4 +1,4 @@
-"""All commands. Each is a function with its options and its body in another file, and a line here."""
+"""List all commands. Each is a function with its options and its body in another file, and a line here."""
 
 from typing import Annotated
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 
 
 def print_version(asked: bool) -> None:
+    """Print the version and exit, if the option was given."""
     if asked:
         print(f"diloco {__version__}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""`diloco bench …`: the options of each benchmark, which is a module of the same name in `diloco.bench`."""
+"""Declare the options of `diloco bench …`. Each benchmark is a module of the same name in `diloco.bench`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ LADDER = ("1mbit", "10mbit", "100mbit", "1gbit", "2gbit")
 def benchmark(example: str) -> Callable[[Callable[..., Mapping[str, Any] | None]], None]:
     """Make a command of a function that declares options; the benchmark of its name measures with them.
 
-    What the function returns counts instead of the options as they were given. Each command takes --json, too.
+    What the function returns replaces the options as they were given. Each command also takes --json.
     """
 
     def add(declared: Callable[..., Mapping[str, Any] | None]) -> None:
@@ -63,7 +63,7 @@ def speed(
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Measure tokens a second and MFU of one process."""
+    """Measure tokens per second and MFU of one process."""
 
 
 @benchmark("codec --json")
@@ -116,7 +116,7 @@ def join(
 ) -> Mapping[str, Any]:
     """Measure what a newcomer costs and downloads (eight minutes).
 
-    Four islands train meanwhile.
+    Four islands train while it joins.
     """
     return {"values": values, "joins": joins, "bits_per_s": parse_positive("--rate", rate, parse_rate)}
 
@@ -130,7 +130,7 @@ def checkpoint(
 ) -> None:
     """Measure what saves and snapshots cost (three minutes).
 
-    Counts the bytes of the log, too.
+    Also counts the bytes of the log.
     """
 
 
@@ -149,7 +149,7 @@ def overlap(
 ) -> None:
     """Measure what overlap saves on a slow link (seven minutes).
 
-    One loop waits for its rounds, the other one goes on meanwhile.
+    One loop waits for its rounds, the other one trains while they are under way.
     """
 
 
@@ -159,7 +159,7 @@ def plan(
 ) -> None:
     """Compare the planner with real islands (three minutes).
 
-    And with the published table.
+    Also compares it with the published table of bandwidth and utilisation.
     """
 
 
@@ -187,7 +187,7 @@ def quality(
 ) -> Mapping[str, Any]:
     """Compare DiLoCo's variants with data parallel (25 minutes).
 
-    All train on the same tokens; the time is that of two cores.
+    All of them train on the same tokens. The duration is that on two CPU cores.
     """
     from diloco.bench.quality import DEFAULT, QualityConfig
 
@@ -216,6 +216,6 @@ def link(
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
-    """`["1mbit,10mbit", "1gbit"]`: bits per second of each, by what was written."""
+    """Parse texts such as `1mbit,10mbit` and `1gbit` into bits per second, by what was written."""
     names = [part.strip() for text in texts for part in text.split(",")]
     return {name: parse_positive("--rate", name, parse_rate) for name in names}

@@ -1,4 +1,4 @@
-"""`diloco doctor`: what this machine can do, what is missing, and how to mend it.
+"""Declare `diloco doctor`: what this machine can do, what is missing, and how to mend it.
 
 Every check really does the thing (opens the port, starts the daemon) and returns findings.
 """
@@ -42,7 +42,10 @@ State = Literal["ok", "warn", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `mend` is what to type or do; an optional extra has one while all is "ok"."""
+    """Hold one line of the report.
+
+    `mend` is what to type or do; a missing optional extra has one although its state is "ok".
+    """
 
     name: str
     state: State
@@ -63,6 +66,7 @@ def doctor(
 
 
 def show(findings: list[Finding], *, as_json: bool) -> None:
+    """Print the findings as a table with marks and advice, or as a JSON list."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -78,7 +82,7 @@ def show(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def examine(folder: Path, *, p2pd: Path | None = None) -> list[Finding]:
-    """All checks. `folder` is where runs are kept; `p2pd` the libp2p daemon, hivemind's own unless given."""
+    """Run all checks. `folder` is where runs are kept; `p2pd` the libp2p daemon, hivemind's own unless given."""
     checks: dict[str, Check] = {
         "python": check_python,
         "torch": check_torch,
@@ -98,7 +102,7 @@ def examine(folder: Path, *, p2pd: Path | None = None) -> list[Finding]:
 
 
 def guarded(name: str, check: Check) -> list[Finding]:
-    """A check that cannot be made is itself a finding."""
+    """Run a check; one that cannot be made is itself a finding."""
     try:
         return list(check())
     except ImportError as error:
@@ -108,6 +112,7 @@ def guarded(name: str, check: Check) -> list[Finding]:
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+    """Check that the interpreter is 3.11 to 3.13."""
     text = "{}.{}".format(*version)
     if (3, 11) <= version <= (3, 13):
         yield Finding("python", "ok", text)
@@ -116,6 +121,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Fi
 
 
 def check_torch(version: str | None = None) -> Iterator[Finding]:
+    """Check that the torch version was tested: an older one is bad, a newer one a warning."""
     import torch
 
     version = version or str(torch.__version__)
@@ -130,6 +136,7 @@ def check_torch(version: str | None = None) -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
+    """Find accelerators, or say that training will run on the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -144,6 +151,7 @@ def check_devices() -> Iterator[Finding]:
 
 
 def _cuda_devices() -> Iterator[Finding]:
+    """Yield a finding for each GPU, and one for NCCL."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -161,7 +169,10 @@ def _cuda_devices() -> Iterator[Finding]:
 
 
 def _unused_nvidia(built_for_cuda: str | None) -> Iterator[Finding]:
-    """A GPU that sits idle because of the wrong torch build is easily missed: training works, only slowly."""
+    """Warn of a GPU that sits idle because of the wrong torch build.
+
+    That is easily missed: training works, only slowly.
+    """
     if not (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
         return
     if built_for_cuda is None:
@@ -173,6 +184,7 @@ def _unused_nvidia(built_for_cuda: str | None) -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
+    """Check that at least 2 GiB of memory are available; where that is unknown, report the total only."""
     total, available = _total_memory(), _available_memory()
     if available is None:
         yield Finding("memory", "ok", f"{format_size(total)} in all")
@@ -185,11 +197,13 @@ def check_memory() -> Iterator[Finding]:
 
 
 def _total_memory() -> int:
+    """Return the machine's memory in bytes, or its container's limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, _container_bytes("memory.max") or physical)
 
 
 def _available_memory() -> int | None:
+    """Return the available bytes, within the container's limit; None where /proc is missing (macOS)."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
@@ -200,13 +214,14 @@ def _available_memory() -> int | None:
 
 
 def _container_bytes(name: str) -> int | None:
-    """A container's own limit or use; /proc/meminfo tells of the whole machine."""
+    """Return a container's own limit or use; /proc/meminfo shows the whole machine. None: no limit."""
     file = Path("/sys/fs/cgroup") / name
     text = file.read_text().strip() if file.exists() else "max"
     return None if text == "max" else int(text)
 
 
 def check_hivemind() -> Iterator[Finding]:
+    """Import hivemind, and check that its version is the one that diloco needs."""
     version = importlib.metadata.version("hivemind")
     importlib.import_module("hivemind")  # a clash with protobuf or torch shows only here
     if version == HIVEMIND:
@@ -216,7 +231,7 @@ def check_hivemind() -> Iterator[Finding]:
 
 
 def check_p2pd(p2pd: Path | None = None, *, timeout_s: float = 15.0) -> Iterator[Finding]:
-    """hivemind's libp2p daemon: there, executable, and it answers with its peer id."""
+    """Check that hivemind's libp2p daemon exists, is executable, and answers with its peer id."""
     p2pd = p2pd or Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
     reinstall = f"pip install --force-reinstall --no-deps hivemind=={HIVEMIND}"
     if not p2pd.is_file():
@@ -228,6 +243,7 @@ def check_p2pd(p2pd: Path | None = None, *, timeout_s: float = 15.0) -> Iterator
 
 
 def _start_p2pd(p2pd: Path, timeout_s: float, mend: str) -> Finding:
+    """Start the daemon, and report how long it took to answer or what it printed last."""
     try:
         started_s, output = _p2pd_output(p2pd, timeout_s)
     except OSError as error:  # a binary for another processor, a file system mounted noexec
@@ -239,7 +255,10 @@ def _start_p2pd(p2pd: Path, timeout_s: float, mend: str) -> Finding:
 
 
 def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
-    """Seconds until, and lines up to, its peer id or its end. The daemon is gone afterwards in every case."""
+    """Return the seconds until, and the lines up to, the daemon's peer id or its end.
+
+    The daemon is gone afterwards in every case.
+    """
     start, output = time.monotonic(), list[str]()
     # hivemind keeps its sockets in /tmp, whatever TMPDIR says. The idle timeout ends the daemon should we be killed.
     with tempfile.TemporaryDirectory(prefix="diloco-", dir="/tmp") as folder:
@@ -260,6 +279,7 @@ def _p2pd_output(p2pd: Path, timeout_s: float) -> tuple[float, list[str]]:
 
 
 def check_ports() -> Iterator[Finding]:
+    """Open a port on loopback and one on every interface, and connect to the first."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
         server.accept()[0].close()
     yield Finding("loopback", "ok", "islands on this machine can reach each other")
@@ -268,6 +288,7 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_address() -> Iterator[Finding]:
+    """Report this machine's address towards other networks, and whether it is private."""
     address = outward_address()
     if address is None:
         mend = "connect this machine to a network to train with others"
@@ -279,7 +300,10 @@ def check_address() -> Iterator[Finding]:
 
 
 def outward_address() -> str | None:
-    """The address of the default route. Connecting a UDP socket only looks up the route: nothing is sent."""
+    """Return the address of the default route; None: there is no route.
+
+    Connecting a UDP socket only looks up the route: nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("203.0.113.1", 9))  # an address reserved for documentation
@@ -289,7 +313,7 @@ def outward_address() -> str | None:
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
-    """A run's folder may not exist yet: then its nearest existing parent counts."""
+    """Check the run folder's disk. If the folder does not exist yet, its nearest existing parent counts."""
     folder = folder.absolute()
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
@@ -300,12 +324,14 @@ def check_disk(folder: Path) -> Iterator[Finding]:
 
 
 def judge_disk(folder: Path, free: int) -> Finding:
+    """Judge the free bytes: below 1 GB is bad, below 10 GB a warning."""
     state: State = "bad" if free < 1e9 else "warn" if free < 10e9 else "ok"
     mend = None if state == "ok" else "make room or give another run folder; a snapshot takes 8 bytes a parameter"
     return Finding("disk", state, f"{format_size(free)} free in {folder}", mend)
 
 
 def check_open_files() -> Iterator[Finding]:
+    """Check that the limit of open files is high enough for many islands."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         yield Finding("open files", "ok", "no limit")
@@ -318,7 +344,10 @@ def check_open_files() -> Iterator[Finding]:
 
 
 def check_clock(now: float | None = None) -> Iterator[Finding]:
-    """Peers ignore each other when their clocks differ by over 3 s. Offline, only gross errors can be seen."""
+    """Check the clock: peers ignore each other when their clocks differ by over 3 s.
+
+    Without a network, only gross errors can be seen.
+    """
     now = time.time() if now is None else now
     mend = "turn on time synchronisation (NTP)"
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
@@ -331,7 +360,7 @@ def check_clock(now: float | None = None) -> Iterator[Finding]:
 
 
 def _kernel_keeps_time() -> bool | None:
-    """Whether the kernel's clock is being synchronised; None where it does not tell (macOS, some containers)."""
+    """Return whether the kernel's clock is synchronised; None where it does not say (macOS, some containers)."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -341,6 +370,7 @@ def _kernel_keeps_time() -> bool | None:
 
 
 def check_extras(extras: Mapping[str, str] = EXTRAS) -> Iterator[Finding]:
+    """List the optional packages with their versions; a missing one is no fault."""
     for package, extra in extras.items():
         version = _installed(package)
         if version:
@@ -350,7 +380,7 @@ def check_extras(extras: Mapping[str, str] = EXTRAS) -> Iterator[Finding]:
 
 
 def _installed(package: str) -> str | None:
-    """Its version, found without importing it."""
+    """Return a package's version, found without importing it; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -358,7 +388,10 @@ def _installed(package: str) -> str | None:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """torch.compile builds C++ for the CPU, and on CUDA triton builds a little C for its launcher."""
+    """Check that torch.compile can work.
+
+    It builds C++ for the CPU, and on CUDA triton builds a little C for its launcher.
+    """
     found = shutil.which("g++") or shutil.which("clang++")
     if found:
         yield Finding("compiler", "ok", found)
@@ -369,6 +402,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
+    """Check that triton and a C compiler exist, where there is CUDA."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Commands about what a run has left: `log`, `restore`, `rewind`, `set`, `export` and `sample`."""
+"""Declare the commands about what a run has left: `log`, `restore`, `rewind`, `set`, `export` and `sample`."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def log(
 ) -> None:
     """List the rounds of a run: contributors, bytes, digests.
 
-    With --verify, anything that is damaged is named and the exit code is 1. The run may go on meanwhile.
+    With --verify, anything that is damaged is named and the exit code is 1. The run may continue meanwhile.
     """
     from diloco.history import log as history
     from diloco.run.genesis import read_genesis
@@ -62,6 +62,7 @@ def log(
 
 
 def describe(log: str, found: "Findings") -> str:
+    """Format what --verify found in a log: what was counted, and a line for each problem."""
     counted = (
         f"{found.snapshots} snapshots, rounds {found.first} to {found.last} replayed, {found.digests} digests equal"
     )
@@ -71,6 +72,7 @@ def describe(log: str, found: "Findings") -> str:
 
 
 def show(found: "list[Row]", names: dict[str, str]) -> None:
+    """Print the rounds as a table, with islands' names where they are known, else the end of their peer id."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,7 +93,7 @@ def restore(
     """Restore a run's folder from its copy at checkpoint.remote.
 
     Brings back the newest snapshot and the log since; every byte is checked. Keys are never copied: take part again
-    with a ticket, or make a new run of it by diloco rewind.
+    with a ticket, or make a new run of it with diloco rewind.
     """
     from diloco.history.restore import restore_run
 
@@ -117,8 +119,8 @@ def rewind(
 ) -> None:
     """Start a new run from an earlier round of another one.
 
-    It has that round's parameters, momentum, clock and consumed samples, and other settings where --set gives them.
-    The old run stays as it is.
+    It has that round's parameters, momentum, clock and consumed samples, and other settings where --set gives them. The
+    old run stays as it is.
     """
     from diloco.history.rewind import rewind
 
@@ -143,8 +145,8 @@ def set_settings(
 ) -> None:
     """Change settings of a run, while it trains or not.
 
-    The change is signed with the key of the run's owner, in the folder in which the run was founded. A round makes it
-    hold for every island at once; diloco log shows which.
+    The change is signed with the key of the run's owner, which is in the folder in which the run was founded. It takes
+    effect on every island with the same round; diloco log shows which.
     """
     from diloco.history.log import find_logs
     from diloco.train.amend import FOLDER, in_words
@@ -166,7 +168,10 @@ def set_settings(
 
 
 def amend(folder: Path, overrides: list[str]) -> "Amendment | None":
-    """After those that are in force, and those that wait. None where another one has taken its number."""
+    """Sign and write the amendment that follows those in force and those that still wait.
+
+    None: another one has taken its number, so try again.
+    """
     from diloco.comm.peers.identity import Identity
     from diloco.data.samples import OWN_LOOP
     from diloco.history.log import genesis_of, newest_state
@@ -195,7 +200,7 @@ def export(
 ) -> None:
     """Write a run's outer parameters as a Hugging Face model.
 
-    Writes those of the newest save, with config and tokenizer. The run may go on meanwhile.
+    Writes those of the newest save, with config and tokenizer. The run may continue meanwhile.
     """
     from diloco.history.export import export as write_export
     from diloco.history.export import refuse_target
@@ -233,7 +238,8 @@ def sample(
 ) -> None:
     """Continue a text with a run's outer parameters.
 
-    Takes those of the newest save; the run may go on meanwhile. The text ends early where the model ends the document.
+    Takes those of the newest save; the run may continue meanwhile. The text ends early where the model ends the
+    document.
     """
     from diloco.history.load import find_run, load_trained, tokenizer_of
     from diloco.history.sample import Sampling, continued, encode_prompt, spoken
@@ -261,10 +267,15 @@ def sample(
 
 
 def note(text: str) -> None:
+    """Print a remark to standard error, so that the output stays clean."""
     print(f"note: {text}", file=sys.stderr)
 
 
 def write(text: str) -> None:
+    """Print text as it comes; on a terminal, control characters are replaced, since it would obey them.
+
+    Exits with 0 when the reader of a pipe has closed it.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:

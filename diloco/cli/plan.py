@@ -1,4 +1,4 @@
-"""`diloco plan`: of a CONFIG, what it will do on these links; without one, Gbit/s by the published model."""
+"""Declare `diloco plan`: what a CONFIG will do on these links; without one, Gbit/s by the published model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,9 +45,9 @@ def plan(
 ) -> None:
     """Predict what a slow network will cost.
 
-    With a CONFIG: seconds, bytes, utilisation and memory, and the setting that suits these links; with --target and
-    no --link, the rate that is needed. Without CONFIG: Gbit/s by the model of the Streaming DiLoCo paper, from
-    --layers, --step-time and --params.
+    With a CONFIG: seconds, bytes, utilisation and memory, and the setting that suits these links. With --target and no
+    --link: the rate that is needed. Without a CONFIG: Gbit/s by the model of the Streaming DiLoCo paper, from --layers,
+    --step-time and --params.
     """
     published = {
         "--layers": layers, "--step-time": step_time, "--params": params, "--every": every, "--method": method,
@@ -80,10 +80,12 @@ def plan(
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for the first of these options that was given; `why` completes the message."""
     for option, value in options.items():
         if value not in (None, []):
             raise ConfigError(f"{option} {why}")
 
 
 def parse_targets(text: str) -> tuple[float, ...]:
+    """Parse shares of the time, separated by commas, such as `90%,95%`."""
     return tuple(parse_option("--target", part.strip(), parse_share) for part in text.split(","))

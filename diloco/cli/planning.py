@@ -1,4 +1,4 @@
-"""What `diloco plan` answers, for people and for programs."""
+"""Print what `diloco plan` answers, for people and for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ MAX_BITS = 64
 
 
 def line_of(link: str | None, max_up: str | None, max_down: str | None) -> LinkModel:
+    """Combine a link with caps on its rates; without a link return NO_LINE."""
     if link is None:
         if max_up or max_down:
             raise ConfigError("--max-up and --max-down are caps on a link: give --link, too")
@@ -40,7 +41,10 @@ def line_of(link: str | None, max_up: str | None, max_down: str | None) -> LinkM
 
 
 def machine_of(config: Config, accelerator: str | None, profiles: Sequence[Path]) -> Machine:
-    """What was measured counts; else a name; else what the configuration says, and for a GPU the most usual one."""
+    """Decide what an island computes on.
+
+    What was measured counts; else a name; else what the configuration says, and for a GPU the most usual one.
+    """
     profile, dtype = read_profiles(profiles), config.island.dtype
     if profile.flops is not None and accelerator:
         raise ConfigError("--accelerator and a --profile of bench speed say the same thing twice: leave one out")
@@ -51,6 +55,7 @@ def machine_of(config: Config, accelerator: str | None, profiles: Sequence[Path]
 
 
 def answer_as_published(given: Mapping[str, str | None], targets: tuple[float, ...], *, as_json: bool) -> None:
+    """Print the Gbit/s for each target by the published model. `given` holds options by name, as text."""
     option = {"--every": "100", "--method": "overlap", "--bits": "16"}
     option |= {name: text for name, text in given.items() if text}
     if missing := [name for name in given if name not in option]:
@@ -82,6 +87,7 @@ def answer_as_published(given: Mapping[str, str | None], targets: tuple[float, .
 
 
 def parse_whole(option: str, text: str, *, most: int | None = None) -> int:
+    """Parse an option as a whole number from 1, up to `most` if there is such a limit."""
     number = parse_option(option, text, units.parse_count)
     if number < 1 or (most is not None and number > most):
         raise ConfigError(f"{option} {text}: write a whole number from 1" + (f" to {most}" if most else " up"))
@@ -91,6 +97,7 @@ def parse_whole(option: str, text: str, *, most: int | None = None) -> int:
 def answer(
     config: Config, machine: Machine, line: LinkModel, islands: int, targets: tuple[float, ...], *, as_json: bool
 ) -> None:
+    """Plan for this configuration, and print a table with advice, or one JSON object."""
     from diloco.plan.workload import workload_of  # loads torch: not before all options are found good
 
     plan = make_plan(config, workload_of(config), machine, islands=islands, line=line, targets=targets)
@@ -104,6 +111,7 @@ def answer(
 
 
 def as_object(plan: Plan) -> dict[str, Any]:
+    """Convert a plan to what --json prints; rates are in Gbit/s, memory is in bytes."""
     situation, work = plan.situation, plan.situation.work
     return {
         "model": {"name": work.name, "parameters": work.parameters, "trained": work.trained, "blocks": work.blocks},
@@ -123,6 +131,7 @@ def as_object(plan: Plan) -> dict[str, Any]:
 
 
 def _row_object(plan: Plan, row: Row) -> dict[str, Any]:
+    """Convert one setting; without a link its times and its utilisation are left out."""
     one = row.prediction
     keys = ("every", "codec", "fragments", "delay", "apply")
     told = {
@@ -141,6 +150,7 @@ def _row_object(plan: Plan, row: Row) -> dict[str, Any]:
 
 
 def _head(plan: Plan) -> list[str]:
+    """Format the first lines: the model, a step and where its time comes from, islands and links."""
     situation, work, machine = plan.situation, plan.situation.work, plan.machine
     if machine.profile.flops is not None:
         basis = "measured"
@@ -165,6 +175,7 @@ def _line(line: LinkModel) -> str:
 
 
 def _table(plan: Plan) -> Table:
+    """Build the table of settings: the given one, the chosen one, the best others, data parallel."""
     needs = [f"needs for {percent(target)}" for target in plan.targets]
     if plan.situation.line == NO_LINE:
         table = Table("", "setting", "sent a round", *needs)
@@ -191,6 +202,7 @@ def _cells(plan: Plan, row: Row) -> list[str]:
 
 
 def _short(sync: SyncConfig) -> str:
+    """Format a setting for the table, without keys that have their default."""
     parts = [f"every {sync.every}", sync.codec]
     parts += [f"{sync.fragments} fragments"] if sync.fragments > 1 else []
     parts += [f"delay {sync.delay}"] if sync.delay else []
@@ -199,6 +211,7 @@ def _short(sync: SyncConfig) -> str:
 
 
 def _memory(plan: Plan) -> str:
+    """Format the memory in one line, with a remedy where it is more than an accelerator has."""
     memory, accelerator, size = plan.memory, plan.machine.accelerator, units.format_size
     state = memory.accelerator - memory.activations
     parts = f"parameters, gradients, optimizer {size(state)}; activations about {size(memory.activations)}"

@@ -1,4 +1,4 @@
-"""Commands before a run: `config` and `tokenize`."""
+"""Declare the commands before a run: `config` and `tokenize`."""
 
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -28,7 +28,7 @@ def tokenize(
 ) -> None:
     """Turn text into a token file.
 
-    With --raw, turn a headerless token file into one. Train on it with data: {source: tokens, path: …}
+    With --raw, turn a headerless token file into one. To train on it: data: {source: tokens, path: …}
     """
     from diloco.data import text, tokens
     from diloco.data.batches import TokenisingProgress

@@ -1,4 +1,4 @@
-"""`diloco simulate CONFIG`: real islands over links that are not."""
+"""Run `diloco simulate CONFIG`: real islands over emulated links."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leav
 def simulate_real(
     configs: list[Path], overrides: list[str], world: World, *, report: Path | None, restart: bool, netns: bool
 ) -> None:
-    """Exit code 0 if all runs finished and their islands agree."""
+    """Simulate each configuration in turn; exit with 0 if all runs finished and their islands agree."""
     need_matplotlib()
     loaded = [(path, load_config(path, overrides)) for path in configs]
     refuse_one_folder([(path, config.dir) for path, config in loaded])
@@ -51,7 +51,7 @@ def simulate_real(
 def world_of(
     islands: int | None, link: str | None, topology: Path | None, faults: Mapping[str, Sequence[str]]
 ) -> World:
-    """How the islands are connected and what befalls them."""
+    """Build the network that connects the islands, and the faults that will hit them, from the options."""
     if topology is not None:
         for option, value in (("--link", link), ("--islands", islands)):
             if value is not None:
@@ -73,6 +73,7 @@ def world_of(
 
 
 def refuse_backend(backend: str) -> None:
+    """Check that the backend exists, and that this machine permits it."""
     if backend not in ("shaped", "netns"):
         raise ConfigError(f"--backend {backend}: there are shaped and netns")
     if backend == "netns":
@@ -80,7 +81,7 @@ def refuse_backend(backend: str) -> None:
 
 
 def refuse_report(page: Path) -> None:
-    """Makes no folder yet: a run may want to make the same one."""
+    """Check that the page can be written. Makes no folder yet: a run may want to make the same one."""
     if page.suffix == ".json":
         raise ConfigError(f"--report {page} is the page, with the JSON beside it; write {page.with_suffix('.html')}")
     for file in (page, page.with_suffix(".json")):
@@ -94,6 +95,7 @@ def refuse_report(page: Path) -> None:
 
 
 def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
+    """Check that no two configurations would train in the same folder."""
     seen: dict[str, Path] = {}
     for path, folder in folders:
         if folder in seen:
@@ -102,7 +104,7 @@ def refuse_one_folder(folders: list[tuple[Path, str]]) -> None:
 
 
 def show(outcomes: list[SimulationOutcome], page: Path) -> None:
-    """The last one in words, all of them on the page."""
+    """Print the last outcome in words, and write all of them to the page and to the JSON beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_page(outcomes, page)
     write_json(outcomes, page.with_suffix(".json"))
@@ -110,6 +112,7 @@ def show(outcomes: list[SimulationOutcome], page: Path) -> None:
 
 
 def summary(outcome: SimulationOutcome) -> Iterator[str]:
+    """Describe an outcome in lines: each island's time and bytes, faults that did not happen, data parallel."""
     yield f"{outcome.name}: {outcome.setting}; {outcome.rounds} rounds in {format_duration(outcome.seconds)}"
     for island in outcome.islands:
         lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}

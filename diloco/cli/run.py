@@ -1,4 +1,4 @@
-"""`diloco run` and `diloco join`: take part in a run, and say how it ended."""
+"""Declare `diloco run` and `diloco join`: take part in a run, and say how it ended."""
 
 import os
 import shlex
@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Train on this machine.
 
-    Ctrl-C finishes the step, saves, and says how to go on. With --islands, others join with the ticket that is
+    Ctrl-C finishes the step, saves, and prints how to continue. With --islands, others join with the ticket that is
     printed: diloco join TICKET. The processes of island.fsdp and island.tp are started here; on several machines:
     torchrun --nnodes 2 … -m diloco run CONFIG
     """
@@ -53,7 +53,7 @@ def run(
 
 
 def one_island(plan: "Plan", *, fresh: bool) -> None:
-    """In this process: alone, or one that others can join."""
+    """Train one island in this process: alone, or one that others can join."""
     for option, value in (("--link", plan.link), ("--host", plan.host)):
         if value is not None and not plan.islands:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
@@ -74,7 +74,10 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
 
 
 def many_islands(plan: "Plan", *, fresh: bool) -> None:
-    """Ends with 0 if the run is finished and all who saw its end hold the same state."""
+    """Train several islands on this machine, and report how the run ended.
+
+    Exits with 0 if the run is finished and all islands that saw its end hold the same state, otherwise with 1.
+    """
     from diloco.launch.fleet import end_of, run_islands
     from diloco.report.board import account
     from diloco.report.watching import open_islands_view
@@ -105,7 +108,7 @@ def join(
     """Join a run as a peer.
 
     The run's configuration and state come from the other islands. Ctrl-C contributes what was trained so far, says
-    goodbye and leaves; once more leaves at once.
+    goodbye and leaves; a second Ctrl-C leaves at once.
     """
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
@@ -131,7 +134,7 @@ def join(
 
 
 def read_ticket(given: str) -> str:
-    """Tickets are long: a file that holds one will do."""
+    """Return the ticket's text. Tickets are long, so a file that holds one will do."""
     if given.startswith("diloco1-"):
         return given
     try:
@@ -146,7 +149,7 @@ def read_ticket(given: str) -> str:
 def rates_of(
     link: str | None, max_up: str | None = None, max_down: str | None = None
 ) -> tuple[float | None, float | None, float]:
-    """The rates up and down, a cap before that of the link, and the one-way delay."""
+    """Return the rates up and down (a cap counts before the link's rate; None: no limit) and the one-way delay."""
     rate, delay_s = (None, 0.0) if link is None else parse_option("--link", link, parse_link)
     up = parse_option("--max-up", max_up, parse_rate) if max_up else rate
     down = parse_option("--max-down", max_down, parse_rate) if max_down else rate
@@ -154,6 +157,7 @@ def rates_of(
 
 
 def ending(outcome: "Outcome", folder: str) -> str:
+    """Format how the run ended: done, paused or stopped, with step, round and losses."""
     at, losses = f"step {outcome.step}, round {outcome.round}", outcome.validation_losses
     if outcome.finished and not outcome.trained:
         return f"this run is already finished: {at}"
@@ -163,7 +167,7 @@ def ending(outcome: "Outcome", folder: str) -> str:
 
 
 def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
-    """After a run of so many steps."""
+    """List the commands to continue with, after a run of so many steps that is finished or not."""
     options = ["--islands", str(plan.islands), *plan.network()] if plan.islands else []
     twice = f"inner.steps={2 * steps}"
     longer = [*(one for one in plan.overrides if one.partition("=")[0].strip() != "inner.steps"), twice]
@@ -188,12 +192,13 @@ def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
 
 
 def _command(path: Path, overrides: Iterable[str], *options: str) -> str:
-    """What this run was started with, as it can be typed again."""
+    """Format the command that started this run, with these overrides and options, so that it can be typed again."""
     changes = [word for override in overrides for word in ("--set", override)]
     return shlex.join([*_launcher(), "run", str(path), *options, *changes])
 
 
 def _launcher() -> list[str]:
+    """Return the words by which this process was started: torchrun, `python -m diloco` or the program."""
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if processes is not None and "DILOCO_MEETING" not in os.environ:
         return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]

@@ -1,4 +1,4 @@
-"""What several commands share: options that are declared once, how they are read, and how people are told.
+"""Share what several commands need: options that are declared once, how they are parsed, and how people are informed.
 
 Nothing heavy may be imported here or at the top of a command's file: `--help` imports all of them.
 """
@@ -36,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def parse_option(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """Read an option's text; a mistake in it names the option."""
+    """Parse an option's text; a mistake in it raises ConfigError, which names the option."""
     try:
         return parse(text)
     except ValueError as error:
@@ -44,7 +44,7 @@ def parse_option(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def parse_positive(option: str, text: str, parse: Callable[[str], Number]) -> Number:
-    """Read an option's text as a number above zero."""
+    """Parse an option's text as a number above zero."""
     number = parse_option(option, text, parse)
     if not number > 0:
         raise ConfigError(f"{option} {text}: must be above 0")
@@ -59,5 +59,5 @@ def say(*lines: str) -> None:
 
 
 def next_commands(commands: Mapping[str, str]) -> list[str]:
-    """What can be typed now, each with what it does."""
+    """List the commands that can be typed now, each with what it does on the line below."""
     return ["next:", *(line for command, what in commands.items() for line in (f"  {command}", f"      {what}"))]

@@ -1,5 +1,7 @@
-"""`diloco simulate`: real islands over slow links (`real.py`); or the round protocol alone; or virtual time
-(`virtual.py`)."""
+"""Declare `diloco simulate`: real islands over slow links (`real.py`), the protocol alone, or virtual time.
+
+The last is in `virtual.py`.
+"""
 
 import sys
 import time
@@ -16,6 +18,8 @@ from diloco.units import parse_count, parse_duration, parse_link, parse_share
 
 
 class IslandsByDefault(TyperGroup):
+    """Make `islands` the command that is meant where none is named."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `simulate CONFIG` as `simulate islands CONFIG`."""
         named = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)

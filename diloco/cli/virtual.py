@@ -1,4 +1,4 @@
-"""`diloco simulate virtual`: thousands of islands as times and messages."""
+"""Run `diloco simulate virtual`: thousands of islands as times and messages."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ MAX_ISLANDS = 10_000
 
 
 def simulate_virtual(setting: VirtualConfig, *, as_json: bool) -> None:
-    """Exit code 0 if every invariant held and rounds went on."""
+    """Simulate and print the outcome; exit with 0 if every invariant held and rounds did not stop."""
     if not 2 <= setting.islands <= MAX_ISLANDS:
         raise ConfigError(f"--islands {setting.islands}: in virtual time 2 to {MAX_ISLANDS}")
     if setting.two_level is False and setting.islands > MAX_MEMBERS:
@@ -45,6 +45,7 @@ def simulate_virtual(setting: VirtualConfig, *, as_json: bool) -> None:
 
 
 def told(setting: VirtualConfig, outcome: Outcome) -> Iterator[str]:
+    """Describe an outcome in lines, with a warning where `--silence` is too short for so many islands."""
     line, way = setting.line, "two levels" if setting.reduces_in_two_levels(setting.islands) else "one butterfly"
     yield (
         f"{outcome.islands} islands at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
@@ -80,6 +81,7 @@ def told(setting: VirtualConfig, outcome: Outcome) -> Iterator[str]:
 
 
 def _plain(row: ScalingRow) -> dict[str, object]:
+    """Convert a row to what --json prints."""
     return {
         "islands": row.islands, "flat_connections": row.flat and row.flat.connections,
         "flat_reduce_s": row.flat and row.flat_s, "two_level_connections": row.two_level.connections,
@@ -89,11 +91,12 @@ def _plain(row: ScalingRow) -> dict[str, object]:
 
 
 def _short(count: float) -> str:
+    """Format a count, in millions where it is large."""
     return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count:,.0f}"
 
 
 def _table(found: list[ScalingRow]) -> Table:
-    """Computed, not simulated."""
+    """Build the table of other numbers of islands, which is computed, not simulated."""
     table = Table(
         "islands", "flat", "streams", "two levels", "streams", "begin", "heartbeats/s", "by a front",
         title="computed: where one butterfly, one coordinator and flat heartbeats stop to scale",

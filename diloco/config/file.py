@@ -15,12 +15,12 @@ from diloco.errors import ConfigError
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """The configuration in `path` (or the defaults), changed by `sync.every=100` and the like."""
+    """Load the configuration in `path` (or the defaults), changed by overrides such as `sync.every=100`."""
     return parse_config(overrides_tree(overrides, load_tree(Path(path)) if path is not None else {}))
 
 
 def overrides_tree(overrides: Iterable[str], onto: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`island.batch=8` and the like as sections: by themselves, or on top of what a file says."""
+    """Turn overrides such as `island.batch=8` into sections: by themselves, or on top of what a file says."""
     tree = onto or {}
     for override in overrides:
         _override(tree, override)
@@ -28,7 +28,7 @@ def overrides_tree(overrides: Iterable[str], onto: dict[str, Any] | None = None)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Sections as dotted keys: {"inner.lr": 4e-4}."""
+    """Turn sections into dotted keys: {"inner.lr": 4e-4}."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -36,6 +36,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate a tree of sections. Raise ConfigError with one line for each mistake, which names the key."""
     try:
         return Config.model_validate({name: section for name, section in tree.items() if section is not None})
     except ValidationError as error:
@@ -43,7 +44,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 
 def own_island(own: dict[str, Any]) -> IslandConfig:
-    """What an island knows of itself before it knows the run, which says how large a batch is unless it does."""
+    """Return an island's own settings before it knows the run, which says how large a batch is unless they do."""
     island = own.get("island", {})
     parts = [island.get("fsdp", 1), island.get("accumulate", 1)]
     fitting = {"batch": parts[0] * parts[1]} if all(isinstance(part, int) for part in parts) else {}
@@ -51,12 +52,12 @@ def own_island(own: dict[str, Any]) -> IslandConfig:
 
 
 def render_config(config: Config) -> str:
-    """The whole effective configuration as YAML, each field with its meaning."""
+    """Format the whole effective configuration as YAML, each field with its meaning."""
     return "\n".join(_render(config, indent=0)) + "\n"
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML quietly keeps the last of two equal keys; we refuse them."""
+    """Refuse two equal keys in a mapping, where YAML quietly keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
@@ -70,7 +71,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 @contextmanager
 def reading_yaml(path: Path, *, example: str) -> Iterator[None]:
-    """What is wrong with the file is one line, and says where."""
+    """Turn what is wrong with the file into an error of one line that says where."""
     try:
         yield
     except FileNotFoundError:
@@ -84,7 +85,7 @@ def reading_yaml(path: Path, *, example: str) -> Iterator[None]:
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    """A YAML file as it stands, not yet checked."""
+    """Load a YAML file as it stands, not yet validated; an empty one has no sections."""
     with reading_yaml(path, example="quickstart.yaml"):
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     if tree is None:
@@ -173,7 +174,7 @@ def _render(section: BaseModel, indent: int) -> Iterator[str]:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """The choices of a field that has a list of them."""
+    """Format the choices of a field that has a list of them."""
     kinds = [field.annotation, *get_args(field.annotation)]
     names = [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
     checks = [getattr(limit, "func", None) for limit in field.metadata]
@@ -187,7 +188,7 @@ def _scalar(value: object) -> str:
 
 
 def first_difference(name: str, then: Any, now: Any) -> str | None:
-    """Of two trees of settings, in words."""
+    """Describe in words the first setting that differs between two trees; None if they are equal."""
     if isinstance(then, dict) and isinstance(now, dict):
         differences = (first_difference(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now})
         return next((found for found in differences if found), None)

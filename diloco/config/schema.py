@@ -39,7 +39,7 @@ def _auto_or(fits: Callable[[float], bool], expected: str) -> BeforeValidator:
 
 
 def _steps_or_time(value: object) -> int | str:
-    """A time stays as it was written."""
+    """Parse a number of inner steps, or check a time, which stays as it was written."""
     with suppress(ValueError):
         if isinstance(value, str) and value.strip()[-1:].isalpha() and parse_duration(value) > 0:
             return value.strip()
@@ -50,7 +50,7 @@ def _steps_or_time(value: object) -> int | str:
 
 
 def _on_or_off(value: object) -> object:
-    """YAML reads a plain `on` as true."""
+    """Turn a bool back into `on` or `off`: YAML reads a plain `on` as true."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -60,7 +60,10 @@ def _names(value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """A name out of a table that others can add to; refused as pydantic refuses what is none of a Literal's."""
+    """Accept a name out of a table that others can add to.
+
+    Any other is refused as pydantic refuses what is not in a Literal.
+    """
 
     names: Iterable[str]
 
@@ -85,10 +88,13 @@ Positive = Annotated[Count, Field(ge=1)]
 
 
 class Section(BaseModel):
+    """Refuse unknown keys and changes: the base of all sections."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def key(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare a setting with its default, its meaning for people, and its limits."""
     return Field(default=default, description=meaning, **limits)
 
 
@@ -184,7 +190,7 @@ class IslandConfig(Section):
 
     @property
     def mesh(self) -> str:
-        """As people are told of it."""
+        """Describe the mesh for people, as in `fsdp 2 x tp 1`."""
         return f"fsdp {self.fsdp} x tp {self.tp}"
 
     @model_validator(mode="after")
@@ -285,17 +291,17 @@ class SyncConfig(Section):
 
     @property
     def every_s(self) -> float | None:
-        """The length of a phase, where that is a time."""
+        """Return the length of a phase in seconds, or None where it is a number of steps."""
         return parse_duration(self.every) if isinstance(self.every, str) else None
 
     @property
     def phase_steps(self) -> int:
-        """Of a phase; where that is a time, a guess for those who must know before the first one."""
+        """Return the inner steps of a phase; where that is a time, a guess to use before the first phase is over."""
         return self.every if isinstance(self.every, int) else GUESSED_STEPS
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what encoding loses is added to the next contribution."""
+        """Tell whether what encoding loses is added to the next contribution."""
         return codec_named(self.codec).needs_feedback if self.feedback == "auto" else self.feedback == "on"
 
     @model_validator(mode="after")
@@ -374,13 +380,13 @@ class LogConfig(Section):
 
     @property
     def wanted(self) -> list[str]:
-        """All sinks by name, each once."""
+        """List all sinks that are asked for by name, each once."""
         own = {"tensorboard": self.tensorboard, "wandb": self.wandb}
         return list(dict.fromkeys([*(name for name, asked in own.items() if asked), *self.sinks]))
 
 
 class Config(Section):
-    """A training run."""
+    """Hold all settings of a training run."""
 
     run: str = key("quickstart", "name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
     seed: Count = key(0, "initial parameters and order of the data follow from it", ge=0, lt=2**63)
@@ -420,4 +426,5 @@ class Config(Section):
 
     @property
     def dir(self) -> str:
+        """Return the run's folder: `checkpoint.dir`, or runs/NAME by default."""
         return self.checkpoint.dir or f"runs/{self.run}"

@@ -20,6 +20,10 @@ from diloco.units import format_size
 
 
 def open_samples(config: Config) -> Samples:
+    """Open the configured data, cut into samples, and refuse a batch that is larger than the training part.
+
+    What has to be tokenised is cached beside the run's folder.
+    """
     source = open_source(config.data, cache_dir=Path(config.dir).resolve().parent / "cache")
     samples = Samples(source, config.data.sequence, config.seed, config.data.validation)
     if config.island.batch > samples.train_count:
@@ -30,11 +34,12 @@ def open_samples(config: Config) -> Samples:
 
 
 def open_source(config: DataConfig, cache_dir: Path) -> Source:
+    """Open the configured data, which may have to be tokenised into the cache first; that is reported to stderr."""
     return source_kind(config).open(config, cache_dir, TokenisingProgress())
 
 
 class TokenisingProgress:
-    """Tokenising happens once and may take minutes; say so every few seconds."""
+    """Report to stderr every few seconds how far tokenising is: it happens once and may take minutes."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self._every_s, self._told = every_s, time.monotonic()
@@ -50,10 +55,10 @@ AT_ONCE = 1 << 22  # values that the model predicts in validation: without gradi
 
 
 class Batches:
-    """Training batches by position; each is a list of micro-batches [rows, sequence + 1] on the device.
+    """Read training batches by position; each is a list of micro-batches [rows, sequence + 1] on the device.
 
-    Micro-batch m of the island's batch goes, in equal slices, to the data ranks: whatever the mesh, an inner step
-    sees the same samples.
+    Micro-batch m of the island's batch goes, in equal slices, to the data ranks: whatever the mesh, an inner step sees
+    the same samples.
     """
 
     def __init__(self, samples: Samples, island: IslandConfig, place: ProcessMesh) -> None:
@@ -62,7 +67,7 @@ class Batches:
         self._ahead: tuple[Ranges, Future[list[Tensor]]] | None = None
 
     def read(self, batch: Ranges, following: Ranges = ()) -> list[Tensor]:
-        """The samples at these positions; those at `following` are read meanwhile."""
+        """Return the samples at these positions; those at `following` are read meanwhile."""
         if self._ahead is not None and self._ahead[0] == batch:
             rows = self._ahead[1].result()
         else:
@@ -81,14 +86,14 @@ class Batches:
         return [part.pin_memory() for part in parts] if self._place.device.type == "cuda" else parts
 
     def _rows(self, batch: Ranges, start: int, count: int) -> Rows:
-        """The samples at `count` of its positions, after the first `start`."""
+        """Return the samples at `count` of the batch's positions, after the first `start`."""
         part = minus(first(batch, start + count), first(batch, start))
         return np.concatenate([self._samples.train(lo, hi - lo) for lo, hi in part])
 
 
 def validation_batches(samples: Samples, island: IslandConfig, place: ProcessMesh, count: int) -> Iterator[Tensor]:
-    """This process' share of `count` validation samples, rounded up to whole micro-batches; several of these at once
-    where what they are judged by stays small."""
+    """Yield this process' share of `count` validation samples, rounded up to whole micro-batches; several of these at
+    once where their logits stay small."""
     rows = island.batch // island.accumulate // place.data_ranks
     micro_batches = -(-count // (rows * place.data_ranks))
     values = rows * samples.sequence * samples.source.vocab

@@ -31,7 +31,7 @@ TEXT_SUFFIXES = frozenset({
 
 
 def text_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as named, whatever their suffix; of folders every file below that has one of TEXT_SUFFIXES.
+    """List files as named, whatever their suffix; of folders every file below that has one of TEXT_SUFFIXES.
 
     Hidden files and folders (.git) are left out. A file reached twice counts once: it must not be in training and in
     validation.
@@ -58,6 +58,7 @@ def _text_files_of(path: Path) -> list[Path]:
 
 
 def files_below(folder: Path, *, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[Path]:
+    """List the files below a folder in an order that is fixed yet mixed: by the hash of their relative path."""
     found: list[Path] = []
     for parent, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = filter(keep_folder, folders)
@@ -80,7 +81,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 @contextmanager
 def refusing(deed: str, path: Path, after: str = "") -> Iterator[None]:
-    """What the system refuses becomes an error that names the file, and says how things are after it."""
+    """Turn an error of the operating system into one that names the file; `after` says how things are then."""
     try:
         yield
     except OSError as error:
@@ -88,7 +89,7 @@ def refusing(deed: str, path: Path, after: str = "") -> Iterator[None]:
 
 
 class Files:
-    """Files at their length of now. A later read of one that has another length is refused."""
+    """Read parts of files, at the length that they have now. A later read of one that has another length is refused."""
 
     def __init__(self, paths: Sequence[Path], *, kept_open: int = KEPT_OPEN) -> None:
         self.paths = list(paths)
@@ -99,12 +100,12 @@ class Files:
         weakref.finalize(self, _close_all, self._open)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of one file."""
+        """Return bytes [start, stop) of one file."""
         with self._lock, refusing("read", self.paths[index]):
             return self._read(index, start, stop)
 
     def chunks(self, index: int, start: int = 0) -> Iterator[bytes]:
-        """One file from `start` to its end, in pieces that fit in memory."""
+        """Yield one file from `start` to its end, in pieces that fit in memory."""
         for position in range(start, self.sizes[index], CHUNK):
             yield self.read(index, position, min(position + CHUNK, self.sizes[index]))
 
@@ -138,7 +139,7 @@ class Files:
 
 
 def content_digest(paths: Sequence[Path]) -> str:
-    """SHA-256 over the files' lengths and bytes, in order; their names and places do not matter."""
+    """Return the SHA-256 over the files' lengths and bytes, in order; their names and places do not matter."""
     files = Files(paths)
     digest = hashlib.sha256()
     for index, size in enumerate(files.sizes):

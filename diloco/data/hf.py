@@ -22,6 +22,8 @@ READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 
 
 class HuggingFace(SourceKind):
+    """Open a Hugging Face data set as a source."""
+
     def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
         return hf_source(config.path or "", config.split, config.field, config.tokenizer, cache_dir, progress)
 
@@ -29,10 +31,10 @@ class HuggingFace(SourceKind):
 def hf_source(
     path_or_name: str, split: str, text_field: str, tokenizer: str, cache_dir: Path, progress: Progress | None = None
 ) -> Source:
-    """A folder made by `save_to_disk`, a folder or file of .jsonl, .parquet or .csv, or a name on the Hub.
+    """Open a folder made by `save_to_disk`, a folder or file of .jsonl, .parquet or .csv, or a name on the Hub.
 
-    A local data set is tokenised again when its content changes. A name on the Hub is not asked again: delete the
-    cached file to take up a newer version.
+    A local data set is tokenised again when its content changes. A name on the Hub is not looked up again: delete the
+    cached file to get a newer version.
     """
     path = Path(path_or_name).expanduser()
     content = _local_digest(path) if path.exists() else path_or_name
@@ -48,7 +50,7 @@ def hf_source(
 
 
 def _local_digest(path: Path) -> str:
-    """Of names as well: they may decide which split a file belongs to."""
+    """Return a digest of contents and of names, which may decide which split a file belongs to."""
     if path.is_file():
         return content_digest([path]) + path.name
     files = files_below(path, keep_folder=_is_data, keep_file=_is_data)
@@ -62,7 +64,7 @@ def _is_data(name: str) -> bool:
 
 @contextmanager
 def _explained(path_or_name: str) -> Iterator[None]:
-    """The library's own errors in one line; some come as late as the last record."""
+    """Turn the library's own errors into one line; some come as late as the last record."""
     exceptions = hf_library("datasets.exceptions", "data source hf")
     try:
         yield
@@ -90,7 +92,7 @@ def _load(path_or_name: str, split: str) -> Any:
 
 
 def _select(loaded: Any, split: str, path: Path) -> Any:
-    """`load_from_disk` gives either one split or a dictionary of them."""
+    """Return the split that is asked for: `load_from_disk` gives either one split or a dictionary of them."""
     if isinstance(loaded, dict):
         if split not in loaded:
             raise DataError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")

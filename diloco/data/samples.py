@@ -17,7 +17,10 @@ OWN_LOOP = "own loop"  # instead of a fingerprint: the data of a user's own loop
 
 
 class Samples:
-    """The first `train_count` samples are for training, the last `validation_count` for validation."""
+    """Cut a source into samples for training and validation.
+
+    The first `train_count` samples are for training, the last `validation_count` for validation.
+    """
 
     def __init__(self, source: Source, sequence: int, seed: int, validation_fraction: float) -> None:
         if sequence < 1:
@@ -30,11 +33,14 @@ class Samples:
         self.train_count = count - self.validation_count
 
     def train(self, position: int, count: int) -> Rows:
-        """[count, sequence + 1]. Positions run on over epochs; each epoch has an order of its own."""
+        """Return training samples, [count, sequence + 1].
+
+        Positions continue over epochs; each epoch has an order of its own.
+        """
         return self._rows(over_epochs(_positions(position, count), self.train_count, self.seed))
 
     def validation(self, position: int, count: int) -> Rows:
-        """[count, sequence + 1], in the source's order; after the last sample comes the first again."""
+        """Return validation samples, [count, sequence + 1], in the source's order; the first one follows the last."""
         if self.validation_count == 0:
             raise DataError("there are no validation samples: validation_fraction is 0")
         return self._rows(self.train_count + _positions(position, count) % self.validation_count)

@@ -19,7 +19,7 @@ _KEYED_BY = "diloco shuffle 1"  # another number here reorders the data of every
 
 
 def permute(positions: npt.ArrayLike, n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where each position of range(n) goes in this epoch. Same shape as `positions`."""
+    """Return where each position of range(n) goes in this epoch, in the shape of `positions`."""
     if not 1 <= n <= LARGEST:
         raise ValueError(f"cannot shuffle {n} elements")
     given = np.asarray(positions, dtype=np.int64)
@@ -34,7 +34,10 @@ def permute(positions: npt.ArrayLike, n: int, seed: int, epoch: int) -> npt.NDAr
 
 
 def over_epochs(positions: npt.NDArray[np.int64], n: int, seed: int | None) -> npt.NDArray[np.int64]:
-    """Positions run on over epochs of n elements; each epoch has an order of its own, if there is a seed."""
+    """Map positions, which continue over epochs, to range(n).
+
+    Each epoch has an order of its own, if there is a seed.
+    """
     epochs, places = np.divmod(positions, n)
     if seed is not None:
         for epoch in np.unique(epochs):
@@ -50,7 +53,7 @@ def _feistel(values: _U64, side: np.uint64, keys: _U64) -> _U64:
 
 
 def _mix(x: _U64) -> _U64:
-    """The finaliser of SplitMix64; array products wrap modulo 2^64."""
+    """Apply the finaliser of SplitMix64; array products wrap modulo 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

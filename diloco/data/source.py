@@ -22,50 +22,55 @@ Progress = Callable[[int, int], None]  # bytes of text done, bytes in all (0: no
 
 
 class Source(Protocol):
+    """Provide a long row of tokens, indexable by position."""
+
     @property
     def vocab(self) -> int:
-        """Every token is below this."""
+        """Return the number that every token is below."""
 
     @property
     def name(self) -> str:
-        """For messages to people."""
+        """Return what messages call this source."""
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop), in any unsigned type."""
+        """Return tokens [start, stop), in any unsigned type."""
 
     def fingerprint(self) -> str:
-        """Equal on two machines if and only if they hold the same tokens."""
+        """Return a digest that is equal on two machines if and only if they hold the same tokens."""
 
 
 class SourceKind(ABC):
-    """What a name in `SOURCES` (`diloco/config/schema.py`) stands for: how such data is opened, and facts about it that
-    can be had without reading it."""
+    """Open the kind of data that a name in `SOURCES` (`diloco/config/schema.py`) stands for, and give facts about it
+    that can be had without reading it."""
 
     @abstractmethod
-    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source: ...
+    def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        """Open the configured data; if it has to be tokenised, that goes to the cache and is reported to `progress`."""
 
     def tokenizer(self, config: DataConfig, others: Iterable[str] = ()) -> str:
-        """Say which one its tokens were made with, `others` being where one may lie, too."""
+        """Return which tokenizer made its tokens; `others` are further places where that may lie."""
         return config.tokenizer
 
     def vocab(self, config: DataConfig) -> int:
+        """Return the size of its tokenizer's vocabulary."""
         return load_tokenizer(self.tokenizer(config)).vocab
 
     def separated(self, config: DataConfig) -> bool:
-        """Whether the tokenizer's end stands between two documents."""
+        """Tell whether the tokenizer's end token stands between two documents."""
         return True
 
 
 def source_kind(config: DataConfig) -> SourceKind:
+    """Create the kind of source that the configuration names; its module is imported only here."""
     kind: SourceKind = resolve_name(SOURCES[config.source])()
     return kind
 
 
 class ByteFiles:
-    """Files one after the other, each byte a token."""
+    """Read files one after the other as one source, each byte a token."""
 
     vocab = 256
 
@@ -91,6 +96,7 @@ class ByteFiles:
         return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
     def fingerprint(self) -> str:
+        """Hash the bytes of all files, which are read for it; where one file ends does not matter."""
         digest = hashlib.sha256()
         for index in range(len(self._files.paths)):
             for chunk in self._files.chunks(index):
@@ -99,11 +105,12 @@ class ByteFiles:
 
 
 def seal(vocab: int, count: int, width: int, payload_digest: bytes) -> str:
-    """The one form of a fingerprint, whatever the source."""
+    """Build a fingerprint from a payload's digest, in the one form that all sources share."""
     header = f"diloco data 1: {count} tokens below {vocab} of {width} bytes: "
     return hashlib.sha256(header.encode() + payload_digest).hexdigest()
 
 
 def check_range(source: Source, start: int, stop: int) -> None:
+    """Raise IndexError unless the source has tokens [start, stop)."""
     if not 0 <= start <= stop <= len(source):
         raise IndexError(f"tokens {start} to {stop} of {source.name}, which has {len(source)}")

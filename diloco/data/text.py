@@ -27,20 +27,24 @@ MACHINE_FOLDERS = ("config-",)
 
 
 class Text(SourceKind):
+    """Open text files as a source, as bytes or tokenised."""
+
     def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
         return text_source([config.path or ""], config.tokenizer, cache_dir, progress)
 
     def separated(self, config: DataConfig) -> bool:
+        """Tell whether documents are separated: as bytes, files follow each other without a separator."""
         return config.tokenizer != BYTES
 
 
 def text_source(
     paths: Sequence[Path | str], tokenizer: str, cache_dir: Path, progress: Progress | None = None
 ) -> Source:
-    """`tokenizer` is "bytes", a tokenizer.json or a folder with a Hugging Face tokenizer.
+    """Open text files where they lie, or tokenise them into the cache.
 
-    Files are taken as named; of a folder, those with a suffix of `files.TEXT_SUFFIXES`, at any depth. As bytes they
-    follow each other without a separator.
+    `tokenizer` is "bytes", a tokenizer.json or a folder with a Hugging Face tokenizer. Files are taken as named; of a
+    folder, those with a suffix of `files.TEXT_SUFFIXES`, at any depth. As bytes they follow each other without a
+    separator.
     """
     files = text_files([Path(path) for path in paths])
     if tokenizer == BYTES:
@@ -50,6 +54,8 @@ def text_source(
 
 
 class Stdlib(SourceKind):
+    """Open the source of Python's own standard library as bytes."""
+
     def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
         return stdlib_source()
 
@@ -61,6 +67,7 @@ class Stdlib(SourceKind):
 
 
 def stdlib_source() -> ByteFiles:
+    """Open the .py files of this Python's standard library, without tests, packages and what differs by machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = files_below(root, keep_folder=_keep_folder, keep_file=_keep_file)
     return ByteFiles(files, f"the standard library of Python {platform.python_version()}")
@@ -75,12 +82,14 @@ def _keep_file(name: str) -> bool:
 
 
 class DocumentPiece(NamedTuple):
+    """Hold a part of a document that is small enough to be tokenised in memory."""
+
     text: str
     last: bool  # of its document
 
 
 def tokenize(inputs: list[Path], out: Path, tokenizer: str, progress: Progress | None = None) -> TokenFileInfo:
-    """UTF-8 files, and folders of them, into one token file.
+    """Tokenise UTF-8 files, and folders of them, into one token file.
 
     Each file is a document; after it comes the tokenizer's end-of-sequence token, if it has one.
     """
@@ -93,6 +102,7 @@ def tokenize(inputs: list[Path], out: Path, tokenizer: str, progress: Progress |
 def write_documents(
     pieces: Iterable[DocumentPiece], out: Path, tokenizer: Tokenizer, progress: Progress | None = None, total: int = 0
 ) -> TokenFileInfo:
+    """Tokenise documents, piece by piece, into a token file. `total` is their bytes, for `progress`; 0: unknown."""
     done = 0
     with TokenWriter(out, tokenizer.vocab, tokenizer.digest) as writer:
         for batch in _batches(pieces):
@@ -108,7 +118,7 @@ def write_documents(
 
 
 def pieces_of(text: str) -> Iterator[DocumentPiece]:
-    """Of a document that is in memory already. An empty one has none."""
+    """Cut a document that is in memory already into pieces. An empty one has none."""
     return _cut(io.StringIO(text, newline=""))
 
 
@@ -129,7 +139,7 @@ def _cut(stream: TextIO) -> Iterator[DocumentPiece]:
 
 
 def _next_text(stream: TextIO) -> str:
-    """About a PIECE, up to the end of a line; within the line only where that is longer than a PIECE itself."""
+    """Read about a PIECE, up to the end of a line; within the line only where that is longer than a PIECE itself."""
     return stream.read(PIECE) + stream.readline(PIECE)
 
 

@@ -29,6 +29,8 @@ KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """Turn texts into token numbers and back."""
+
     vocab: int
     end: int | None  # written after each document
     digest: str
@@ -38,12 +40,14 @@ class Tokenizer:
 
 
 def tokenizer_digest(spec: str) -> str:
+    """Return a digest of the files that define a tokenizer, without loading a library."""
     if spec == BYTES:
         return hashlib.sha256(b"bytes").hexdigest()
     return content_digest(_defining_files(_local(spec)))
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
+    """Load plain `bytes`, a tokenizer.json, or a Hugging Face tokenizer's folder; local files only."""
     digest = tokenizer_digest(spec)
     if spec == BYTES:
         return _bytes_tokenizer(digest)
@@ -80,7 +84,7 @@ def _bytes_tokenizer(digest: str) -> Tokenizer:
 
 
 def _byte_level() -> Any:
-    """Bytes as the libraries know them: tokens 0 to 255, each under GPT-2's visible character for it."""
+    """Build bytes as the libraries know them: tokens 0 to 255, each under GPT-2's visible character for it."""
     library = hf_library("tokenizers", "a tokenizer's files")
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -92,7 +96,7 @@ def _byte_level() -> Any:
 
 
 def hf_library(name: str, purpose: str) -> Any:
-    """A library of the extra `hf`."""
+    """Import a library of the extra `hf`. Raise MissingExtra, which names the purpose, if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -39,6 +39,8 @@ _AGAIN = "delete it and make it again (diloco tokenize)"
 
 @dataclass(frozen=True)
 class TokenFileInfo:
+    """Describe a token file, as its header does."""
+
     path: Path
     vocab: int
     count: int
@@ -48,7 +50,7 @@ class TokenFileInfo:
 
 
 def width_for(vocab: int) -> int:
-    """The narrowest token that holds range(vocab)."""
+    """Return the bytes of the narrowest token that holds range(vocab): 2 or 4."""
     for width in WIDTHS:
         if 1 <= vocab <= 256**width:
             return width
@@ -56,6 +58,7 @@ def width_for(vocab: int) -> int:
 
 
 def pack_header(info: TokenFileInfo) -> bytes:
+    """Encode a token file's header, sealed by its own digest."""
     tokenizer = bytes.fromhex(info.tokenizer) if info.tokenizer else _UNKNOWN
     digest = bytes.fromhex(info.digest)
     fields = _FIELDS.pack(MAGIC, VERSION, info.width, info.vocab, info.count, digest, tokenizer)
@@ -63,6 +66,7 @@ def pack_header(info: TokenFileInfo) -> bytes:
 
 
 def unpack_header(path: Path, header: bytes, file_size: int) -> TokenFileInfo:
+    """Decode a token file's header, and refuse one that is damaged or does not fit the file's size."""
     if header[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path} is not a token file: make one with diloco tokenize, or import a raw .bin file")
     if len(header) < HEADER_SIZE:
@@ -91,7 +95,10 @@ def _check(info: TokenFileInfo, file_size: int) -> None:
 
 
 class TokenFile:
-    """A source over a token file. The header is checked at once, each token when it is read, the digest by `verify`."""
+    """Read a token file as a source.
+
+    The header is checked at once, each token when it is read, the digest by `verify`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._files = Files([path])
@@ -104,6 +111,7 @@ class TokenFile:
         return self.info.count
 
     def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens [start, stop). Raise DataError for one outside the vocabulary: the file is damaged."""
         check_range(self, start, stop)
         width = self.info.width
         payload = self._files.read(0, HEADER_SIZE + start * width, HEADER_SIZE + stop * width)
@@ -117,10 +125,11 @@ class TokenFile:
         return tokens
 
     def fingerprint(self) -> str:
+        """Compute the digest from the header alone, without reading the tokens."""
         return seal(self.vocab, len(self), self.info.width, bytes.fromhex(self.info.digest))
 
     def verify(self) -> None:
-        """Read everything and compare with the digest in the header."""
+        """Read everything and compare it with the digest in the header."""
         digest = hashlib.sha256()
         for chunk in self._files.chunks(0, start=HEADER_SIZE):
             digest.update(chunk)
@@ -129,14 +138,17 @@ class TokenFile:
 
 
 class TokenFiles(SourceKind):
+    """Open a token file as a source."""
+
     def open(self, config: DataConfig, cache_dir: Path, progress: Progress) -> Source:
+        """Open the token file; one of at most 1 GiB is read and verified before training."""
         tokens = TokenFile(path := Path(config.path or ""))
         if path.stat().st_size <= VERIFY_BYTES:
             tokens.verify()
         return tokens
 
     def tokenizer(self, config: DataConfig, others: Iterable[str] = ()) -> str:
-        """The file holds its tokenizer's digest."""
+        """Find the tokenizer whose digest the file holds: bytes, the configured one, or one of `others`."""
         made_with = TokenFile(Path(config.path or "")).info.tokenizer
         for spec in (BYTES, config.tokenizer, *others):
             with suppress(DataError):  # a model's folder may hold no tokenizer
@@ -145,13 +157,14 @@ class TokenFiles(SourceKind):
         raise DataError(f"{config.path} does not say where its tokenizer is: name its folder by --tokenizer")
 
     def vocab(self, config: DataConfig) -> int:
+        """Read the vocabulary's size from the file's header."""
         return TokenFile(Path(config.path or "")).vocab
 
 
 class TokenWriter:
-    """Writes next to `path` and renames at the end: under that name there is a whole file or none.
+    """Write next to `path` and rename at the end: under that name there is a whole file or none.
 
-    `with TokenWriter(path, vocab=50257) as writer: writer.write(tokens)`; after that `writer.info` is there.
+    `with TokenWriter(path, vocab=50257) as writer: writer.write(tokens)`; after that `writer.info` is set.
     """
 
     info: TokenFileInfo
@@ -171,6 +184,7 @@ class TokenWriter:
         return self
 
     def write(self, tokens: npt.ArrayLike | Sequence[int]) -> None:
+        """Append tokens to the file. Raise DataError for one outside the vocabulary."""
         array = np.asarray(tokens)
         if array.size == 0:
             return
@@ -209,7 +223,7 @@ class TokenWriter:
 
 
 def import_raw(path: Path, out: Path, dtype: Literal["uint16", "uint32"], vocab: int) -> TokenFileInfo:
-    """A token file from bare little-endian tokens, such as nanoGPT's train.bin (uint16, vocab 50257)."""
+    """Make a token file from bare little-endian tokens, such as nanoGPT's train.bin (uint16, vocab 50257)."""
     if dtype not in ("uint16", "uint32"):
         raise DataError(f"raw tokens of type {dtype!r}: use uint16 or uint32")
     little = np.dtype(dtype).newbyteorder("<")
@@ -224,7 +238,7 @@ def import_raw(path: Path, out: Path, dtype: Literal["uint16", "uint32"], vocab:
 
 
 def cached(cache_dir: Path, key: str, build: Callable[[Path], object]) -> TokenFile:
-    """The token file for `key`, which names everything that its content follows from."""
+    """Return the token file for `key`, built if it is missing; the key names all that its content follows from."""
     path = cache_dir.expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.tokens"
     if not path.exists():
         # The islands of one machine start together; without the lock each would tokenise the same text.
@@ -238,6 +252,7 @@ def cached(cache_dir: Path, key: str, build: Callable[[Path], object]) -> TokenF
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which other processes of this machine wait for."""
     with refusing("write to the cache folder", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path, "ab")  # noqa: SIM115 (closed below, which also unlocks)

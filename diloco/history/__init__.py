@@ -1,4 +1,4 @@
-"""What has been trained: the log, going back, restoring, and what is made of a run's newest state.
+"""What a run has trained: its log, rewinding, restoring, and what is made of its newest state.
 
 May import: run and below. Start with `log.py`.
 """

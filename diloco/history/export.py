@@ -28,7 +28,8 @@ IN_BLOCK = {
 
 
 def refuse_target(out: Path, run: Path, *, force: bool) -> None:
-    """Only what does not exist, is empty, or was written by an earlier export is ever written to."""
+    """Refuse a target inside the run, or with other files in it; an earlier export is replaced only with `force`. Only
+    what does not exist, is empty, or was written by an earlier export is ever written to."""
     whole_run = run.parent if run.name.startswith("island-") else run
     if out.resolve().is_relative_to(whole_run.resolve()):
         raise SaveError(f"{out} is inside the run {whole_run}: name a folder somewhere else")
@@ -51,7 +52,7 @@ def _written_by_export(out: Path) -> set[str]:
 
 
 def export(trained: TrainedModel, out: Path, tokenizer: Tokenizer | None) -> str:
-    """Writes all of `out` or nothing; returns the architecture's name. `refuse_target` comes first."""
+    """Write the model, all of `out` or nothing, and return the architecture's name. `refuse_target` comes first."""
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def _write(trained: TrainedModel, part: Path, tokenizer: Tokenizer | None) -> st
 
 
 def as_qwen3(module: Decoder, *, end: int | None = None) -> Any:
-    """The same model, sharing its memory."""
+    """Return the same model as a `Qwen3ForCausalLM` that shares its memory; `end` is the token that ends a text."""
     transformers = load_transformers("diloco export")
     shape = module.shape
     config = transformers.Qwen3Config(
@@ -101,6 +102,7 @@ def as_qwen3(module: Decoder, *, end: int | None = None) -> Any:
 
 
 def qwen3_name(name: str) -> str:
+    """Translate a parameter's name of the built-in model into Hugging Face's."""
     match name.split("."):
         case ["blocks", number, part, *rest]:
             return ".".join(["model.layers", number, IN_BLOCK[part], *rest])
@@ -110,7 +112,7 @@ def qwen3_name(name: str) -> str:
 
 
 def _as_it_came(trained: TrainedModel) -> Any:
-    """Training switched the key-value cache off; a user of the model wants its own setting."""
+    """Return a Hugging Face model with its own cache setting: training switched the key-value cache off."""
     transformers = load_transformers("diloco export")
     model: Any = trained.module
     own = transformers.AutoConfig.from_pretrained(trained.config.model.hf, local_files_only=True)

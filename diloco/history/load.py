@@ -1,6 +1,6 @@
 """What a run has learned so far: the outer parameters of its newest save, as one whole model.
 
-It works while the run goes on: saves appear by a rename, and one that is pruned while it is read is passed over.
+It works while the run is training: saves appear by a rename, and one that is pruned while it is read is passed over.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class TrainedModel:
+    """Hold the model of a run's newest readable save, and what that save says of the run."""
+
     module: nn.Module  # fp32, on the CPU, in evaluation mode
     config: Config
     step: int  # of the outer state
@@ -38,10 +40,12 @@ class TrainedModel:
 
     @property
     def vocab(self) -> int:
+        """Return how many tokens the model knows."""
         return self.module.shape.vocab if isinstance(self.module, Decoder) else int(self._hf.vocab_size)
 
     @property
     def context(self) -> int:
+        """Return how many tokens the model sees at once; the length of training sequences where it does not say."""
         if isinstance(self.module, Decoder):
             return self.module.shape.context
         return getattr(self._hf, "max_position_embeddings", None) or self.config.data.sequence
@@ -52,7 +56,7 @@ class TrainedModel:
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run, or of one island of it, by its path or by its name under runs/."""
+    """Find the folder of a run, or of one island of it, by its path or by its name under runs/; it must hold a save."""
     places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
     if found := [place for place in places if saves_of(place)]:
         return found[0]
@@ -66,11 +70,12 @@ def find_run(name: str) -> Path:
 
 
 def saves_of(folder: Path) -> list[Path]:
-    """Those of a run, or of all the islands that it has on this machine."""
+    """List the saves of a run, or of all the islands that it has on this machine."""
     return [save for place in (folder, *folder.glob("island-*")) for save in saves(place)]
 
 
 def load_trained(folder: Path) -> TrainedModel:
+    """Load the newest readable save as a model on the CPU; frozen parameters, in no save, get initial values."""
     save, facts, vector, passed = _read_newest(folder)
     if facts["data"] == OWN_LOOP:
         raise SaveError(
@@ -119,7 +124,8 @@ def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str,
 
 
 def _network(config: Config, length: int) -> Network:
-    """The vocabulary follows from the length of the vector: the data need not be on this machine."""
+    """Build the network whose vector has this length. Its vocabulary follows from that: the data need not be on this
+    machine, unless the embeddings are frozen."""
 
     def build(vocab: int) -> Network:
         return build_network(config.model, data_vocab=vocab, sequence=config.data.sequence, seed=config.seed)
@@ -133,6 +139,7 @@ def _network(config: Config, length: int) -> Network:
 
 
 def tokenizer_of(trained: TrainedModel, given: str | None = None) -> Tokenizer:
+    """Load the run's tokenizer, or the one given; raise DataError if it has more tokens than the model."""
     config = trained.config
     spec = given or source_kind(config.data).tokenizer(config.data, [config.model.hf] if config.model.hf else [])
     tokenizer = load_tokenizer(spec)

@@ -1,6 +1,6 @@
 """What an island's log says of its run: its rounds, whether all of it is whole, and the state of any round it covers.
 
-Nothing is changed here, and the run may go on meanwhile.
+Nothing is changed here, and the run may be training meanwhile.
 """
 
 import time
@@ -32,6 +32,8 @@ WRITING_S = 0.5  # what is torn for longer is not being written
 
 @dataclass(frozen=True)
 class Row:
+    """Describe one committed round, for `diloco log`."""
+
     round: int
     fragment: int  # -1: it changes no parameter
     step: int
@@ -43,7 +45,8 @@ class Row:
 
 
 def find_logs(name: str) -> list[Path]:
-    """Folders with a log: of an island, or of all islands that a run has on this machine."""
+    """List the folders with a log: of an island, or of all islands that a run has on this machine. Raise SaveError
+    where there are none."""
     for place in (Path(name).expanduser(), RUNS / name):
         found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
         if found:
@@ -59,13 +62,13 @@ def find_logs(name: str) -> list[Path]:
 
 
 def names_of(logs: list[Path]) -> dict[str, str]:
-    """Of the islands on this machine, by their ids."""
+    """Return the names of the islands on this machine, by their peer ids."""
     keys = {log.parent / "identity.key": log.parent.name for log in logs}
     return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
 
 
 def rows(log: Path) -> list[Row]:
-    """Of the chain that leads to the newest round, oldest first."""
+    """List the rounds of the chain that leads to the newest one, oldest first."""
     journal = Journal.read(log)
     best = max(points_of(log, journal), key=lambda point: point.end.head, default=None)
     head = best.end.head.digest if best is not None else ""
@@ -84,6 +87,8 @@ def _row(record: Record, journal: Journal) -> Row:
 
 @dataclass(frozen=True)
 class Findings:
+    """Hold the result of a verification: what was replayed and compared, and every problem in words."""
+
     first: int  # the rounds that were replayed
     last: int
     snapshots: int
@@ -92,7 +97,7 @@ class Findings:
 
 
 def verify(log: Path) -> Findings:
-    """Reads every byte, replays everything, and compares every digest there is."""
+    """Read every byte of a log, replay everything, and compare every digest there is."""
     journal = _settled(log)
     problems = [str(trouble) for trouble in journal.troubles]
     if read_genesis(log) is None:
@@ -114,7 +119,7 @@ def verify(log: Path) -> Findings:
 
 
 def _settled(log: Path) -> Journal:
-    """A run that is under way may be writing just now."""
+    """Read the journal, twice if its end is torn: a run that is training may be writing just now."""
     journal = Journal.read(log)
     if any(trouble.torn is not None for trouble in journal.troubles):
         time.sleep(WRITING_S)
@@ -130,7 +135,7 @@ def _place(trouble: Trouble) -> tuple[Path, int | None, str]:
 
 
 def _replay_checked(point: ReplayPoint, journal: Journal, problems: list[str]) -> tuple[int, int, int] | None:
-    """First and last round, and how many digests were compared on the way."""
+    """Replay from a snapshot; return the first and last round, and how many digests were compared on the way."""
     told: list[str] = []
     try:
         vectors = read_vectors(point.path, point.manifest)
@@ -149,7 +154,8 @@ def _run(point: ReplayPoint) -> RunContext:
 
 
 def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
-    """After this round."""
+    """Return the state and the vectors after this round, replayed from a snapshot before it. Raise SaveError where the
+    log does not lead there."""
     journal = Journal.read(log)
     points = list(points_of(log, journal))
     fitting = [point for point in points if point.kept.state.head.round <= number <= point.end.head.round]
@@ -169,7 +175,7 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
 
 
 def newest_state(log: Path) -> RunState:
-    """Where the log leads."""
+    """Return the state that the log leads to, without replaying its vectors."""
     if not (ends := _ends(log)):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
     return max(ends, key=lambda state: state.head)
@@ -180,12 +186,12 @@ def _ends(log: Path) -> list[RunState]:
 
 
 def fragments_in(log: Path) -> tuple[Ranges, ...]:
-    """How the vectors are divided, the same in every snapshot."""
+    """Return how the vectors are divided into fragments, the same in every snapshot."""
     return next(kept_in(manifest, path).fragments for manifest, path in manifests(log))
 
 
 def genesis_of(log: Path) -> Genesis:
-    """What a run began with."""
+    """Return what a run began with; raise SaveError if the file is damaged or missing."""
     genesis = read_genesis(log)
     if genesis is None:
         raise SaveError(f"{log / FILE} is damaged or missing: copy it from another island of the run")
@@ -193,7 +199,7 @@ def genesis_of(log: Path) -> Genesis:
 
 
 def checkout(log: Path, number: int, out: Path) -> Path:
-    """The state after a round, as a save that `diloco export` and `diloco sample` can read."""
+    """Write the state after a round to a new folder, as a save that `diloco export` and `diloco sample` can read."""
     if out.exists() and any(out.iterdir()):
         raise SaveError(f"{out} is there already: name a new folder")
     genesis = genesis_of(log)
@@ -204,5 +210,5 @@ def checkout(log: Path, number: int, out: Path) -> Path:
 
 
 def furthest(logs: list[Path]) -> Path:
-    """Of the islands of a run, the one whose log leads furthest."""
+    """Return the log that leads furthest, among those of a run's islands."""
     return max(logs, key=lambda log: max((end.head for end in _ends(log)), default=Head(-1, -1, "")))

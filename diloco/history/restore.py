@@ -20,7 +20,7 @@ from diloco.run.genesis import FILE, read_genesis
 
 
 def restore_run(url: str, folder: Path, report: Callable[[str, str], None]) -> Findings:
-    """Restore all of it or nothing, and verify it; the folder must be new."""
+    """Restore all of a run or nothing, and verify it; the folder must be new."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} is there already: name a new folder")
     if folder.resolve() == Path.cwd():
@@ -39,7 +39,7 @@ def restore_run(url: str, folder: Path, report: Callable[[str, str], None]) -> F
 
 
 def _run_at(url: str) -> Remote:
-    """The run at this address, or the only one below it."""
+    """Return the store of the run at this address, or of the only one below it."""
     url = url.rstrip("/")
     names = [name.split("/") for name in Remote(url).sizes()]
     if any(parts[0].startswith("snapshot-") for parts in names):
@@ -53,7 +53,7 @@ def _run_at(url: str) -> Remote:
 
 
 def _finish(draft: Path, folder: Path, remote: Remote, manifest: Manifest) -> None:
-    """What else an island's folder has: a log, if an empty one, and a configuration."""
+    """Add what else an island's folder has: a log, if an empty one, and a configuration."""
     genesis = read_genesis(draft / OUTER)
     if genesis is None:
         raise RemoteError(f"{remote.url}/{FILE} is damaged or missing: copy {OUTER}/{FILE} of any island there")

@@ -25,7 +25,7 @@ from diloco.train.amend import amended, changed
 
 @dataclass(frozen=True)
 class Branch:
-    """A run that begins where another one was."""
+    """Describe a run that begins where another one was."""
 
     folder: Path
     source: Path
@@ -34,10 +34,13 @@ class Branch:
 
     @property
     def own_loop(self) -> bool:
+        """Tell whether the run is a program with its own training loop (diloco.connect)."""
         return self.genesis.data == OWN_LOOP
 
 
 def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[str] = ()) -> Branch:
+    """Make a new run of an earlier round, in `out` or beside the old run, with a folder for each island that has a log.
+    `overrides` are settings that differ from there on."""
     log = furthest(find_logs(run))
     source, islands = _run_of(log.parent)
     out = out or source.with_name(f"{source.name}-round-{number}")
@@ -63,7 +66,7 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
 
 
 def _run_of(island: Path) -> tuple[Path, int]:
-    """The folder of the whole run, and how many islands of it have a log there."""
+    """Return the folder of the whole run, and how many islands of it have a log there."""
     above = island.parent
     if island.name.startswith("island-") and (above / "config.yaml").is_file():
         return above, sum(has_log(other) for other in above.glob("island-*"))
@@ -71,7 +74,7 @@ def _run_of(island: Path) -> tuple[Path, int]:
 
 
 def _config(island: Path, genesis: Genesis, state: RunState, overrides: list[str], out: Path) -> Config:
-    """As it was in force at that round, with what is to be different from there on."""
+    """Return the settings that were in force at that round, with what is to be different from there on."""
     file = island / "config.yaml"
     own = own_sections(load_config(file)) if file.is_file() else {}
     before = amended(genesis.configure(own), state.amendments)

@@ -1,6 +1,6 @@
 """`diloco sample`: text continued from a prompt, by a run's outer parameters.
 
-No key-value cache: each token is worked out from the whole window, exactly as in training.
+There is no key-value cache: each token is computed from the whole window, exactly as in training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ UNFINISHED = "\ufffd"  # what a decoder makes of a character whose last bytes ar
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Specify how the next token is chosen."""
 
     temperature: float = 0.8  # 0: the likeliest
     top_k: int = 50  # of the likeliest only; 0: of all
@@ -28,7 +28,8 @@ class Sampling:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[int]:
-    """Where the prompt is empty, there is only what training put before each document, if it did."""
+    """Encode a prompt as tokens. An empty one becomes what training put before each document; raise ConfigError where
+    it put nothing there."""
     if prompt:
         return np.asarray(tokenizer.encode([prompt])[0]).tolist()
     begin = tokenizer.end if source_kind(data).separated(data) else None
@@ -40,7 +41,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[i
 def continued(
     module: nn.Module, tokens: Sequence[int], *, context: int, vocab: int, choice: Sampling, end: int | None = None
 ) -> Iterator[int]:
-    """Tokens that follow, without end or up to `end`; of `tokens` the last `context` count."""
+    """Yield the tokens that follow, without end or up to `end`; of `tokens` the last `context` count."""
     device = next(module.parameters()).device
     dice = torch.Generator().manual_seed(choice.seed)  # on the CPU: the same text on every device
     window = list(tokens)
@@ -57,6 +58,7 @@ def continued(
 
 
 def choose(logits: Tensor, choice: Sampling, dice: torch.Generator) -> int:
+    """Choose the next token by its logits; raise ModelError where they are not finite."""
     if not torch.isfinite(logits).all():
         raise ModelError("the model's output is not finite: its training has diverged, sample an earlier run")
     if choice.temperature == 0:
@@ -67,7 +69,7 @@ def choose(logits: Tensor, choice: Sampling, dice: torch.Generator) -> int:
 
 
 def spoken(tokens: Iterator[int], before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """The text of each token as soon as its characters are whole.
+    """Yield the text of each token as soon as its characters are whole.
 
     Decoders look at neighbours (spaces, bytes of one character), so a token is decoded together with those before it
     and what is new is the difference.

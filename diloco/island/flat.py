@@ -19,6 +19,8 @@ Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what 
 
 
 class Shards:
+    """Copy an island's parameters, wherever their shards lie, to and from the leader's flat vectors."""
+
     def __init__(self, parameters: Mapping[str, Tensor], place: ProcessMesh, *, limit: int = LIMIT) -> None:
         self._place, self._limit = place, limit
         self.layout = Layout.of(parameters.items())
@@ -26,14 +28,15 @@ class Shards:
         self._copies = Copies(place.device)
 
     def read(self, out: Tensor | None, names: Collection[str] | None = None) -> None:
-        """Copy the parameters (or some) to their places in the leader's vector."""
+        """Copy the parameters (or those named) to their places in the leader's vector."""
         self.start_reading(out, names)()
 
     @torch.no_grad()
     def start_reading(self, out: Tensor | None, names: Collection[str] | None = None) -> Callable[[], None]:
-        """The same beside training: the values are there when what is returned has been called, from any thread.
+        """Start to copy as `read` does, beside training.
 
-        Whoever changes the parameters next calls `settle` first.
+        The values are complete when the returned function has been called, from any thread. Whoever changes the
+        parameters next calls `settle` first.
         """
         with self._copies.beside():
             for bucket in self._buckets(names):
@@ -44,18 +47,19 @@ class Shards:
         return self._copies.mark()
 
     def settle(self) -> None:
+        """Queue later changes of the parameters behind the copies that were started; the caller does not wait."""
         self._copies.settle()
 
     def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
-        """Set the parameters (or some) from the leader's vector."""
+        """Set the parameters (or those named) from the leader's vector."""
         self.start_update(lambda _, value: value, vector, names=names)()
 
     @torch.no_grad()
     def start_update(
         self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
     ) -> Callable[[], None]:
-        """Change the parameters (or some) where they lie. Training goes on with them; the leader's vectors are not to
-        be changed before what is returned has been called."""
+        """Change the parameters (or those named) in place, by a rule over the leader's vectors. Training continues with
+        them; the vectors must not change before the returned function has been called."""
         self.settle()
         for bucket in self._buckets(names):
             parts = [self._spread(bucket, vector) for vector in vectors]
@@ -90,7 +94,7 @@ class Shards:
                 out[lo:hi].copy_(part, non_blocking=True)
 
     def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
-        """The bucket's values on this process' device."""
+        """Return the bucket's values on this process' device."""
         stretches = bucket.stretches()
         if vector is not None and len(stretches) == 1:
             values = vector[slice(*stretches[0])].to(self._place.device, non_blocking=True)
@@ -112,10 +116,10 @@ def _cut(values: Tensor, stretches: list[tuple[int, int]]) -> Iterator[tuple[tup
 
 
 class Copies:
-    """Between a device and host memory, without training waiting for them; on a CPU there is nothing to wait for.
+    """Order copies between a device and host memory so that training does not wait for them.
 
-    What is queued `beside` runs on a stream of its own: after what training had queued by then, and before whatever it
-    queues after `settle`.
+    On a CPU there is nothing to wait for. What is queued `beside` runs on a stream of its own: after what training had
+    queued by then, and before whatever it queues after `settle`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,6 +129,7 @@ class Copies:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
+        """Queue the work inside on a stream of its own, after what training has queued so far."""
         if self._side is None:
             yield
             return
@@ -134,17 +139,17 @@ class Copies:
             self._pending = self._side.record_event(torch.cuda.Event(blocking=True))
 
     def settle(self) -> None:
-        """Training goes on behind all copies. The device waits for them, nobody here does."""
+        """Place all later work of training behind the copies. The device waits for them, the caller does not."""
         if self._pending is not None:
             torch.cuda.current_stream(self._device).wait_event(self._pending)
             self._pending = None
 
     def mark(self) -> Callable[[], None]:
-        """To be called by any thread that needs what was queued beside up to now."""
+        """Return a function that waits for what was queued beside so far, for any thread that needs it."""
         return _nothing if self._pending is None else self._pending.synchronize
 
     def mark_training(self) -> Callable[[], None]:
-        """The same for what training has queued up to now."""
+        """Return a function that waits for what training has queued so far, for any thread that needs it."""
         if self._side is None:
             return _nothing
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(blocking=True)).synchronize

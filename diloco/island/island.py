@@ -31,6 +31,8 @@ from diloco.model.build import Network
 
 
 class Island:
+    """Train one model on one mesh by ordinary optimizer steps."""
+
     def __init__(self, network: Network, place: ProcessMesh, island: IslandConfig, inner: InnerConfig) -> None:
         self.place = place
         self.compute_dtype = compute_dtype(island.dtype, place.device)
@@ -56,7 +58,8 @@ class Island:
         self._fill_everything(network.initial)
 
     def step(self, micro_batches: Sequence[Tensor], lr: float) -> Tensor:
-        """One inner step on this process' part of the batch, each [rows, sequence + 1]; its mean loss, not yet read."""
+        """Do one inner step on this process' part of the batch, each micro-batch [rows, sequence + 1]. Return its mean
+        loss, not yet read from the device."""
         loss = torch.zeros((), device=self.place.device)
         for number, tokens in enumerate(micro_batches, start=1):
             if isinstance(self.module, FSDPModule):
@@ -69,7 +72,7 @@ class Island:
         return loss
 
     def tune(self, inner: InnerConfig) -> None:
-        """What may change between two steps, besides the learning rate, which comes with each."""
+        """Set gradient clipping and weight decay, which may change between steps; the learning rate comes with each."""
         self._clip = inner.clip
         set_weight_decay(self.optimizer, inner.weight_decay)
 
@@ -86,7 +89,7 @@ class Island:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tensor]) -> float:
-        """Mean loss of the parameters the island holds now; each process brings its own batches, all equally many."""
+        """Return the mean loss of the parameters held now. Each process brings its own batches, all equally many."""
         self.module.eval()
         losses = []
         for tokens in batches:
@@ -98,9 +101,9 @@ class Island:
         return self.place.mean(torch.stack(losses).mean())
 
     def state(self) -> dict[str, Any]:
-        """Everything of this island that the next step depends on, as torch distributed checkpoint wants it.
+        """Return everything of this island that the next step depends on, as torch distributed checkpoint wants it.
 
-        Not the optimizer's settings: those come from the configuration, so that they may change at a resume.
+        The optimizer's settings are not in it: those come from the configuration, so that they may change at a resume.
         """
         model, optimizer = get_state_dict(self.module, self.optimizer)
         state = {"model": model, "optimizer": optimizer["state"], f"rng.{self.place.rank}.cpu": torch.get_rng_state()}
@@ -109,6 +112,8 @@ class Island:
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned. Random numbers' states are loaded where they are in it: a save from another mesh
+        or device has those of other processes."""
         groups = get_state_dict(self.module, self.optimizer)[1]["param_groups"]
         optimizer = {"state": state["optimizer"], "param_groups": groups}
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
@@ -119,7 +124,7 @@ class Island:
             torch.cuda.set_rng_state(cuda, self.place.device)
 
     def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        """First values of every parameter, frozen ones too."""
+        """Set the first values of every parameter, frozen ones too."""
         values: list[Iterator[tuple[str, Tensor]]] = []
 
         def open_values() -> None:
@@ -136,7 +141,7 @@ class Island:
             Shards({name: parameter}, self.place).write(vector)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """Compute type where FSDP does not set it, and the loss over a vocabulary that tensor parallelism has split."""
+        """Set the compute type where FSDP does not, and the loss over a vocabulary split by tensor parallelism."""
         stack = ExitStack()
         if self.place.mesh is None and self.compute_dtype != torch.float32:
             stack.enter_context(torch.autocast(self.place.device.type, dtype=self.compute_dtype))
@@ -145,7 +150,7 @@ class Island:
         return stack
 
     def _compile(self, blocks: list[nn.Module]) -> None:
-        """Alone, the whole computation with its loss; sharded, block by block, between FSDP's hooks."""
+        """Compile the whole computation with its loss on one process; on a mesh, each block between FSDP's hooks."""
         if self.place.mesh is None:
             self._loss_of = torch.compile(next_token_loss)
             return
@@ -154,12 +159,14 @@ class Island:
 
 
 def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """Return the torch type that is asked for; `auto` is bf16 on CUDA and fp32 elsewhere."""
     if asked == "auto":
         asked = "bf16" if device.type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of every token [B, S + 1] given those before it."""
     output = module(tokens[:, :-1])
     logits = output if isinstance(output, Tensor) else output.logits  # [B, S, vocab]
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -176,6 +183,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_missing_compiler(device: torch.device) -> None:
+    """Raise DeviceError where torch.compile would need a C++ compiler and finds none."""
     if device.type == "cpu" and not any(
         shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")
     ):

@@ -1,7 +1,7 @@
 """The canonical order of trainable parameters, and where each lies in the flat fp32 vectors of the outer state.
 
-And how they are cut and grouped to travel: many small ones together, a large one in parts; and which of them are
-synchronised together: blocks are dealt out to fragments, what is in no block is a fragment of its own. Pure.
+Also how they are cut and grouped to travel: many small ones together, a large one in parts; and which of them are
+synchronised together: blocks are dealt out to fragments, what is in no block is a fragment of its own. Pure functions.
 """
 
 import re
@@ -23,38 +23,41 @@ Box = tuple[tuple[int, int], ...]  # from, to in each dimension
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes in canonical order, and where each lies in the flat vector."""
+    """List names and shapes of parameters in canonical order, and locate each in the flat vector."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> "Layout":
+        """Build the layout of named parameters, in the order in which they come."""
         pairs = [(name, tuple(parameter.shape)) for name, parameter in parameters]
         return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 
     @classmethod
     def of_module(cls, module: nn.Module) -> "Layout":
+        """Build the layout of a module's trainable parameters; frozen ones are left out."""
         return cls.of((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
     @property
     def edges(self) -> list[int]:
-        """Where in the flat vector each parameter begins, and where the last one ends."""
+        """Return where in the flat vector each parameter begins, and where the last one ends."""
         return list(accumulate(map(prod, self.shapes), initial=0))
 
     @property
     def size(self) -> int:
+        """Return the number of values in the flat vector."""
         return self.edges[-1]
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter as a view into the flat vector."""
+        """Yield each parameter's name, and the parameter as a view into the flat vector."""
         for name, shape, (lo, hi) in zip(self.names, self.shapes, pairwise(self.edges), strict=True):
             yield name, vector[lo:hi].view(shape)
 
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A part of a parameter that lies in one stretch of the flat vector."""
+    """Describe a part of a parameter that lies in one stretch of the flat vector."""
 
     name: str
     box: Box
@@ -62,30 +65,35 @@ class ParameterPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the lengths of the piece's box, one for each dimension of the parameter."""
         return tuple(hi - lo for lo, hi in self.box)
 
     @property
     def count(self) -> int:
+        """Return the number of fp32 values in the piece."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Group the pieces that travel together in one transfer of bounded size."""
+
     pieces: tuple[ParameterPiece, ...]
 
     @property
     def count(self) -> int:
+        """Return the number of fp32 values in all its pieces."""
         return sum(piece.count for piece in self.pieces)
 
     def places(self) -> Iterator[tuple[ParameterPiece, int, int]]:
-        """Each piece, and where it lies in the bucket."""
+        """Yield each piece, and where it begins and ends in the bucket."""
         at = 0
         for piece in self.pieces:
             yield piece, at, at + piece.count
             at += piece.count
 
     def stretches(self) -> list[tuple[int, int]]:
-        """Of the flat vector, in order."""
+        """Return the ranges of the flat vector that the bucket covers, in order, adjacent ones joined."""
         found: list[tuple[int, int]] = []
         for piece in self.pieces:
             lo, hi = piece.start, piece.start + piece.count
@@ -96,7 +104,7 @@ class Bucket:
 
 
 def buckets_of(layout: Layout, names: Collection[str] | None, limit: int) -> list[Bucket]:
-    """All parameters or those named, in canonical order."""
+    """Group all parameters, or those named, into buckets of at most `limit` values, in canonical order."""
     buckets: list[list[ParameterPiece]] = []
     room = 0
     for piece in _pieces(layout, names, limit):
@@ -117,7 +125,10 @@ def _pieces(layout: Layout, names: Collection[str] | None, limit: int) -> Iterat
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """As few as possible along the first dimension; where one row is too large, row by row along the next."""
+    """Cut a shape into as few boxes as possible along the first dimension.
+
+    Where one row is too large, each row is cut along the next.
+    """
     row = prod(shape[1:])
     if not shape or shape[0] * row <= limit:
         yield tuple((0, length) for length in shape)
@@ -131,9 +142,10 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def fragments_of(layout: Layout, count: int, pattern: str, blocks: str) -> Fragments:
-    """`blocks` is the name of the list of blocks: parameters are called `{blocks}.{number}.…`.
+    """Divide the parameters into fragments: blocks are dealt out to all but the last, which has what is in no block.
 
-    strided: block l goes to fragment l mod (count - 1); sequential: neighbours stay together.
+    `blocks` is the name of the list of blocks: parameters are called `{blocks}.{number}.…`. strided: block l goes to
+    fragment l mod (count - 1); sequential: neighbours stay together.
     """
     if count == 1:
         return Fragments.whole(layout.size)
@@ -153,7 +165,7 @@ def fragments_of(layout: Layout, count: int, pattern: str, blocks: str) -> Fragm
 
 
 def names_of(layout: Layout, fragments: Fragments) -> list[frozenset[str]]:
-    """The parameters of each fragment."""
+    """Return the names of the parameters in each fragment."""
     where = dict(zip(layout.names, layout.edges, strict=False))
     return [
         frozenset(name for name, start in where.items() if any(lo <= start < hi for lo, hi in ranges))

@@ -17,6 +17,8 @@ from diloco.errors import DeviceError, DilocoError, LeaderFailed
 
 @dataclass(frozen=True)
 class ProcessMesh:
+    """Describe where a process sits in its island, and let the island's processes agree on values."""
+
     rank: int
     world: int
     device: torch.device
@@ -24,23 +26,25 @@ class ProcessMesh:
 
     @property
     def leader(self) -> bool:
+        """Tell whether this is the process of rank 0, the only one that has vectors of the outer state."""
         return self.rank == 0
 
     def outer_device(self, config: IslandConfig) -> torch.device:
-        """Where the leader keeps the outer state."""
+        """Return the device on which the leader keeps the outer state."""
         return self.device if config.outer == "device" else torch.device("cpu")
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the batch is ours: tensor-parallel neighbours share one."""
+        """Return which slice of the batch is this process'; tensor-parallel neighbours share one."""
         return 0 if self.mesh is None else self.mesh["fsdp"].get_local_rank()
 
     @property
     def data_ranks(self) -> int:
+        """Return the number of slices that a batch is divided into: the mesh's size along fsdp."""
         return 1 if self.mesh is None else self.mesh["fsdp"].size()
 
     def any(self, flag: bool) -> bool:
-        """True on every process as soon as it is true on one."""
+        """Return True on every process if the flag is true on at least one."""
         if self.mesh is None:
             return flag
         votes = torch.tensor([int(flag)])
@@ -48,14 +52,14 @@ class ProcessMesh:
         return bool(votes.item())
 
     def mean(self, value: torch.Tensor) -> float:
-        """Return the mean over the island's processes, read."""
+        """Return the mean over the island's processes as a number, for which the caller waits."""
         if self.mesh is not None:
             dist.all_reduce(value)
             value = value / self.world
         return value.item()
 
     def share(self, value: Any) -> Any:
-        """The leader's value, on every process."""
+        """Return the leader's value on every process; what the others pass is ignored."""
         if self.mesh is None:
             return value
         box = [value]
@@ -111,6 +115,7 @@ def _check_processes(config: IslandConfig, world: int) -> None:
 
 
 def pick_device(asked: str) -> torch.device:
+    """Choose this process' device and make it the current one: on CUDA, the GPU of its LOCAL_RANK."""
     if asked not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"there is no device {asked!r}: use auto, cpu or cuda")
     if asked == "cuda" and not torch.cuda.is_available():
@@ -125,7 +130,7 @@ def pick_device(asked: str) -> torch.device:
 
 
 def _backend(device: torch.device) -> str:
-    """CPU tensors always travel by gloo; CUDA's by NCCL, which wants a GPU for each process."""
+    """Choose how tensors travel: a CPU's always by gloo, CUDA's by NCCL, which wants a GPU for each process."""
     if device.type == "cpu":
         return "gloo"
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
@@ -138,6 +143,7 @@ def _backend(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device) -> str:
+    """Name the device for people: a GPU's model, or a CPU with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Inner optimizers: torch's AdamW, Muon, and for other people's loops any that torch has."""
+"""Inner optimizers: torch's AdamW, Muon, and for users' own loops any that torch has."""
 
 import difflib
 from collections import defaultdict
@@ -20,7 +20,8 @@ ITERATIONS = 5
 
 
 def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not. Fused kernels refuse to mix meshes: each has its groups."""
+    """Create the inner optimizer with its parameter groups. Matrices decay, norms and biases do not; fused kernels
+    refuse to mix meshes, so each mesh has groups of its own."""
     hidden = {id(matrix) for matrix in hidden_matrices(module)} if config.optimizer == "muon" else set()
     groups: dict[tuple[str, bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
@@ -40,7 +41,10 @@ def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device
 
 
 def named_optimizer(name: str, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    """Any class of torch.optim, as `Adagrad` or `torch.optim.Adagrad`; nothing else is looked up or imported."""
+    """Create any optimizer of torch.optim, by its class: `Adagrad` or `torch.optim.Adagrad`.
+
+    Nothing else is looked up or imported.
+    """
     base = torch.optim.Optimizer
     classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
     kinds = {kind.__name__: kind for kind in classes if kind is not base}
@@ -57,7 +61,7 @@ def named_optimizer(name: str, parameters: Iterable[Any], **options: Any) -> tor
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer its (zero) state now, so that saving before the first step saves what is there."""
+    """Give a fresh optimizer its (zero) state now, so that a save before the first step holds it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -73,13 +77,16 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Of matrices, as `build_optimizer` has grouped them."""
+    """Set the decay of matrices, as `build_optimizer` has grouped them; norms and biases do not decay."""
     for group in optimizer.param_groups:
         group["weight_decay"] = decay if group["params"][0].ndim >= 2 else 0.0
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, lr: float) -> Tensor:
-    """Step unless the gradient norm is infinite or NaN. Returns 1 if it was skipped, unread where possible."""
+    """Step unless the gradient norm is infinite or NaN.
+
+    Return 1 if the step was skipped, else 0, as a tensor that is not read from the device where possible.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = (~torch.isfinite(norm)).float()
@@ -99,7 +106,7 @@ def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """The momentum of every hidden matrix is made orthogonal before it is applied; AdamW does the rest.
+    """Make the momentum of every hidden matrix orthogonal before it is applied; AdamW does the rest.
 
     After Keller Jordan, with the scale of "Muon is Scalable for LLM Training": the entries of an orthogonal matrix have
     an RMS of 1/sqrt(max(rows, columns)), AdamW's updates one of about 0.2. Times 0.2 sqrt(max(rows, columns)) they are
@@ -117,6 +124,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients, each group by its rule. `closure` is ignored."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["rule"] == "muon":
@@ -125,7 +133,7 @@ class Muon(torch.optim.Optimizer):
                 self._adamw(group, parameters)
 
     def _muon(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """On a mesh as many matrices at a time as there are processes, equally large ones together."""
+        """Update matrices by Muon. On a mesh as many at a time as there are processes, equally large ones together."""
         parameters.sort(key=Tensor.numel)
         together = dist.get_world_size() if parameters and isinstance(parameters[0], DTensor) else 1
         for start in range(0, len(parameters), together):
@@ -147,11 +155,11 @@ class Muon(torch.optim.Optimizer):
         return update
 
     def _kept(self, device: torch.device) -> Tensor:
-        """1, or 0 in a step that is to change nothing: known to the device only."""
+        """Return 1, or 0 in a step that is to change nothing; which of them, only the device knows."""
         return torch.ones((), device=device) if self.found_inf is None else 1 - self.found_inf
 
     def _adamw(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """On local parts, which may be of different meshes and may be skipped on the device."""
+        """Update local parts by AdamW; they may be of different meshes, and the step may be skipped on the device."""
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             [local(parameter) for parameter in parameters],
@@ -173,7 +181,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices inside lists of blocks, embeddings excepted: a head stands outside of them."""
+    """Return the trainable matrices inside lists of blocks, except embeddings; a head stands outside of them."""
     blocks = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     owners = {id(owner): owner for block in blocks for owner in block.modules() if not isinstance(owner, nn.Embedding)}
     found = {id(p): p for owner in owners.values() for p in owner.parameters(recurse=False)}
@@ -181,7 +189,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def orthogonalise(updates: Sequence[Tensor]) -> None:
-    """Each in place. On a mesh there are at most as many as processes: each is gathered, one works it out for all."""
+    """Make each update orthogonal in place. On a mesh there are at most as many as processes: each is gathered, and one
+    process computes it for all."""
     if not isinstance(updates[0], DTensor):
         for update in updates:
             update.copy_(newton_schulz(_in_compute_type(update)))
@@ -200,7 +209,7 @@ def orthogonalise(updates: Sequence[Tensor]) -> None:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """U V^T of the matrix U S V^T, roughly: singular values end between about 0.7 and 1.2."""
+    """Compute U V^T of the matrix U S V^T, roughly: singular values end between about 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=1e-7).type_as(x)

@@ -1,4 +1,4 @@
-"""Cuts a model over a mesh: tensor parallel inside each block, FSDP2 around it.
+"""How a model is cut over a mesh: tensor parallel inside each block, FSDP2 around it.
 
 What torch does not do by itself and this file does: keep tied embeddings tied (`parallelize_module` unties them),
 sum the gradient of QK-norms over the heads of all tensor-parallel ranks, and take one gradient norm over parameters
@@ -54,7 +54,7 @@ def shard(module: nn.Module, anatomy: Anatomy, place: ProcessMesh, compute_dtype
 
 
 def tensor_parallel_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, ParallelStyle]:
-    """Columns of q, k, v, gate and up, rows of o and down, and the vocabulary are split; the residual stream is not."""
+    """Split columns of q, k, v, gate and up, rows of o and down, and the vocabulary, but not the residual stream."""
     attention = f"{anatomy.blocks}.*.{anatomy.attention}"
     feed_forward = f"{anatomy.blocks}.*.{anatomy.feed_forward}"
     plan: dict[str, ParallelStyle] = {
@@ -96,11 +96,12 @@ def check_tensor_parallel(module: nn.Module, anatomy: Anatomy, tp: int) -> None:
 
 
 def blocks_of(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
+    """Return the transformer blocks in order, which are sharded, checkpointed or compiled one by one."""
     return list(module.get_submodule(anatomy.blocks).children())
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """Groups of parameter names that are one tensor."""
+    """Return the groups of parameter names that are one tensor."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -108,6 +109,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def retie(module: nn.Module, ties: list[list[str]]) -> None:
+    """Give all names of each group the tensor of its first one again, as `tied_names` found them."""
     for first, *others in ties:
         parameter = module.get_parameter(first)
         for name in others:
@@ -116,7 +118,7 @@ def retie(module: nn.Module, ties: list[list[str]]) -> None:
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all gradients, as a plain tensor that is equal on every process."""
+    """Return the L2 norm over all gradients, as a plain tensor that is equal on every process."""
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
@@ -125,18 +127,18 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. Every process of the mesh must call it."""
+    """Return the unsharded tensor. Every process of the mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part this process holds, sharing its memory."""
+    """Return the part of a tensor that this process holds, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Held:
-    """What this process has of a parameter: a box of it."""
+    """Describe what this process holds of a parameter: a box of it."""
 
     parameter: Tensor
     offset: tuple[int, ...]  # in the whole parameter
@@ -144,10 +146,12 @@ class Held:
 
     @property
     def values(self) -> Tensor:
+        """Return the local part of the parameter, sharing its memory."""
         return local(self.parameter)
 
 
 def held(parameter: Tensor, place: ProcessMesh) -> Held:
+    """Locate what this process holds of a parameter, and choose which one of equal holders gives it out."""
     if not isinstance(parameter, DTensor):
         return Held(parameter, (0,) * parameter.ndim, place.leader)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -162,7 +166,7 @@ Slices = tuple[slice, ...]
 
 
 def overlap(box: Box, mine: Held) -> tuple[Slices, Slices] | None:
-    """Where the values of a box of the whole parameter lie: in those held here, and in the box. None: elsewhere."""
+    """Return where a box of the whole parameter overlaps the part held here, in that part and in the box; else None."""
     ends = zip(box, mine.offset, mine.values.shape, strict=True)
     shared = tuple((max(lo, at), min(hi, at + length)) for (lo, hi), at, length in ends)
     if any(lo >= hi for lo, hi in shared):
@@ -173,11 +177,12 @@ def overlap(box: Box, mine: Held) -> tuple[Slices, Slices] | None:
 
 
 def slices(box: Box) -> Slices:
+    """Turn a box into the index that selects it in a tensor."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:
-    """Set a parameter, sharded or not, from the whole value that this process has at hand."""
+    """Set a parameter, sharded or not, from the whole value, which every process of its mesh has."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
         return

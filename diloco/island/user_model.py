@@ -1,4 +1,4 @@
-"""A model that somebody else made and trains: its trainable parameters as one vector, and how it can be cut."""
+"""A model that the user made and trains: its trainable parameters as one vector, and how it can be cut."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from diloco.model.build import refuse_float_buffers
 
 
 class OwnShards(Shards):
-    """Somebody else's optimizer changes the parameters, and does not ask before."""
+    """Copy the parameters of a user's model, whose optimizer changes them without calling `settle` first."""
 
     def start_reading(self, out: Tensor | None, names: Collection[str] | None = None) -> Callable[[], None]:
+        """Start to read, and settle at once: on the device, whatever the user's loop does next follows the copies."""
         read = super().start_reading(out, names)
         self.settle()
         return read
@@ -27,7 +28,7 @@ class OwnShards(Shards):
 
 @dataclass(eq=False)
 class OwnModel:
-    """One process holds all of it. Frozen parameters stay out of it."""
+    """Wrap a user's model, which is held by one process. Frozen parameters stay out of its vector."""
 
     module: nn.Module
     trainable: dict[str, nn.Parameter]
@@ -35,6 +36,7 @@ class OwnModel:
 
     @classmethod
     def of(cls, module: nn.Module) -> "OwnModel":
+        """Wrap a module, compiled or not. Raise ModelError if islands cannot exchange its parameters."""
         module = getattr(module, "_orig_mod", module)  # torch.compile puts a prefix before all names
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trainable:
@@ -49,14 +51,16 @@ class OwnModel:
 
     @property
     def layout(self) -> Layout:
+        """Return the names and shapes of the trainable parameters, in canonical order."""
         return self.shards.layout
 
     @property
     def device(self) -> torch.device:
+        """Return the one device that holds all trainable parameters."""
         return next(iter(self.trainable.values())).device
 
     def fragments(self, sync: SyncConfig) -> Fragments:
-        """By the longest list of modules, which holds the blocks of nearly every deep model."""
+        """Divide the parameters by the longest list of modules, which holds the blocks of nearly every deep model."""
         if sync.fragments == 1:
             return Fragments.whole(self.layout.size)
         lists = {name: len(part) for name, part in self.module.named_modules() if isinstance(part, nn.ModuleList)}

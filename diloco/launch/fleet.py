@@ -1,7 +1,7 @@
-"""Several islands on this machine, each a process of its own: starts them, watches them, brings back those that die.
+"""Several islands on this machine, each a process of its own: starts them, watches them, restarts those that die.
 
-No island is special once the run is on. The first one founds it; if it dies, it comes back as a joiner like any other,
-with a ticket that names the addresses of all.
+No island is special once the run has begun. The first one founds it; if it dies, it comes back as a joiner like any
+other, with a ticket that names the addresses of all.
 """
 
 import json
@@ -38,7 +38,7 @@ TICKET_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Which islands are started on this machine, where, and by which commands."""
+    """Specify which islands are started on this machine, where, and by which commands."""
 
     config: Config
     path: Path
@@ -51,23 +51,28 @@ class Plan:
 
     @property
     def folder(self) -> Path:
+        """Return the run's folder, in which each island has one of its own."""
         return Path(self.config.dir)
 
     @property
     def names(self) -> list[str]:
+        """Return what the islands and their folders are called; the first is the founder."""
         return [f"island-{number}" for number in range(1, self.islands + 1)]
 
     @property
     def environment(self) -> dict[str, str]:
+        """Return the variables that give each island its share of this machine's cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return {"OMP_NUM_THREADS": str(max(1, cores // self.islands))}
 
     def founder(self) -> list[str]:
+        """Return the arguments of `diloco` that found the run, or resume it, as the first island."""
         changes = [*self.overrides, f"checkpoint.dir={self.folder / self.names[0]}"]
         resume = ["--resume"] if self.resume else []
         return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network()]
 
     def joiner(self, name: str) -> list[str]:
+        """Return the arguments of `diloco` that let this island join by the run's ticket."""
         where = ["--name", name, "--dir", str(self.folder / name)]
         return ["join", str(self.folder / "ticket"), *where, *_sets(self._own()), *self.network()]
 
@@ -77,6 +82,7 @@ class Plan:
         return [f"{key}={json.dumps(value)}" for key, value in leaves if key != "checkpoint.dir"]
 
     def network(self) -> list[str]:
+        """Return the options for link and host, as far as they were given."""
         given = {"--link": self.link, "--host": self.host}
         return [word for option, value in given.items() if value is not None for word in (option, value)]
 
@@ -86,7 +92,7 @@ def _sets(changes: list[str]) -> list[str]:
 
 
 def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:
-    """Train until the run is finished, or everybody has left."""
+    """Train until the run is finished, or everybody has left; return what the islands reported."""
     open_run(plan, view, fresh=fresh)
     fleet = Fleet(plan, view)
     fleet.run()
@@ -94,7 +100,7 @@ def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:
 
 
 def end_of(plan: Plan) -> str | None:
-    """Where a run has ended, if an island of this folder has seen it."""
+    """Return in words where a run has ended, if an island of this folder has seen it; else None."""
     for save in [save for name in plan.names for save in saves(plan.folder / name)]:
         if (together := among_others(save)) is not None and together["finished"]:
             facts = read_facts(save)
@@ -119,6 +125,8 @@ def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
 
 
 class Fleet:
+    """Run the islands of a plan as child processes, and show what they report."""
+
     def __init__(self, plan: Plan, view: IslandsView) -> None:
         self.plan, self.view, self.board = plan, view, Board.of(plan.names)
         self.children = {name: Child(name, plan.folder / name) for name in plan.names}
@@ -132,9 +140,11 @@ class Fleet:
 
     @property
     def at_work(self) -> bool:
+        """Tell whether any island is running or will be started again."""
         return bool(self._running or self._again_at)
 
     def run(self) -> None:
+        """Start the islands and watch them until all have ended; no process is left behind."""
         with signals() as heard:
             try:
                 self.found()
@@ -145,6 +155,7 @@ class Fleet:
                 self.end()
 
     def found(self) -> None:
+        """Start the first island, which founds the run or resumes it; the others follow when its ticket is written."""
         self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
         if self.plan.resume:
             (self.plan.folder / self.plan.names[0] / "ticket").unlink(missing_ok=True)  # others wait for the new one
@@ -153,7 +164,7 @@ class Fleet:
         self._start(self.plan.names[0], self.plan.founder())
 
     def poll(self, asked: int) -> None:
-        """One turn: signals, what islands tell, the ticket, who has ended, who comes back."""
+        """Take one turn: signals (`asked` so far), islands' events, the ticket, who has ended, who comes back."""
         now = time.monotonic()
         self._heed(asked, now)
         self._listen()
@@ -169,7 +180,7 @@ class Fleet:
         self.view.show(self.board.rows.values())
 
     def end(self) -> None:
-        """Nobody stays behind, whatever happened here."""
+        """Kill every island that is left, whatever happened here, and show what was last reported."""
         for child in self.children.values():
             child.kill()
         self._listen()
@@ -203,7 +214,8 @@ class Fleet:
             self._kill(even_saving=asked > 1)
 
     def _invite(self) -> None:
-        """The ticket, with the addresses of all who are there now: any of them can let others in."""
+        """Write a ticket with the addresses of all islands that are running: any of them can let others in. Once there
+        is one, the other islands are started."""
         if not (self.plan.folder / self.plan.names[0] / "ticket").exists():
             return
         there = [self.children[name] for name in self.plan.names if name in self._running]
@@ -244,7 +256,8 @@ class Fleet:
                 self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
 
     def _wrap_up(self, now: float) -> None:
-        """Once the run is over, or nobody is left in it, those on their way need not come."""
+        """Stop islands that are still starting once the run is over or nobody is left in it. Those that need longer
+        than LEAVE_S seconds to end are killed."""
         if self._over_at is None and (self.board.finished or self._deserted):
             self._over_at = now
             self._again_at.clear()
@@ -264,14 +277,14 @@ class Fleet:
 
     @property
     def _deserted(self) -> bool:
-        """Nobody holds the run's state: neither an island that trains, nor the founder on its way."""
+        """Tell whether nobody holds the run's state: neither an island that trains, nor the founder on its way."""
         rows = [self.board.rows[name] for name in self._running]
         founding = self.plan.names[0] in self._running and not self.board.rows[self.plan.names[0]].restarts
         return not founding and all(row.state != "training" for row in rows)
 
 
 def is_saving(folder: Path) -> bool:
-    """A save or a snapshot of this island has grown lately: a large one takes its time."""
+    """Tell whether a save or a snapshot of this island has grown lately: a large one takes its time."""
     files = [*folder.glob("save-*.part/**/*"), *folder.glob("outer/snapshot-*.part/*")]
     with suppress(FileNotFoundError):  # it has just been finished
         return any(time.time() - file.stat().st_mtime < SAVING_S for file in files)
@@ -279,12 +292,13 @@ def is_saving(folder: Path) -> bool:
 
 
 def invitation(plan: Plan, ticket: str) -> list[str]:
+    """Return the lines that show the ticket and how to join with it."""
     local = plan.host in (None, "127.0.0.1", "localhost")
     elsewhere = "to let other machines in, start with --host ADDRESS" if local else "elsewhere: diloco join TICKET"
     return [f"ticket: {ticket}", f"join from another terminal: diloco join {plan.folder}/ticket; {elsewhere}"]
 
 
 def spread(addresses: list[list[str]]) -> list[str]:
-    """As many as a ticket holds: everybody's first, then everybody's second, …"""
+    """Choose as many addresses as a ticket holds: everybody's first, then everybody's second, …"""
     turns = zip_longest(*addresses)
     return [address for turn in turns for address in turn if address is not None][:ADDRESSES_LIMIT]

@@ -1,8 +1,8 @@
 """Processes of this machine: an island as a child of this process, and the processes of one island's mesh.
 
-A child never outlives its parent, and a Ctrl-C in the terminal is not for it. The processes of a mesh find each other
-by torchrun's variables and a file; signals are passed on to them, and none outlives another. An island over several
-machines is started by torchrun.
+A child never outlives its parent, and a Ctrl-C in the terminal does not reach it. The processes of a mesh find each
+other by torchrun's variables and a file; signals are passed on to them, and none outlives another. An island over
+several machines is started by torchrun.
 """
 
 import ctypes
@@ -30,6 +30,8 @@ Processes = list["subprocess.Popen[bytes]"]
 
 
 class Child:
+    """Run one island as a process of its own, and report how it ended."""
+
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -42,11 +44,12 @@ class Child:
 
     @property
     def pid(self) -> int | None:
+        """Return the number of the process that was started last; None before."""
         return None if self._process is None else self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Return None while it runs, a number below zero for a signal."""
+        """Return the exit code, below zero for a signal; None while it runs or before it starts."""
         return None if self._process is None else self._process.poll()
 
     def ask_to_stop(self) -> None:
@@ -55,7 +58,7 @@ class Child:
             self._process.send_signal(signal.SIGTERM)  # does nothing once it has ended
 
     def pause(self) -> None:
-        """Ask it to finish its step, save, and go without a word."""
+        """Ask it to finish its step, save, and leave without a goodbye."""
         if self._process is not None:
             self._process.send_signal(PAUSE)
 
@@ -67,7 +70,7 @@ class Child:
             self._process.wait()
 
     def reason(self) -> str:
-        """Return why it ended, as far as can be told."""
+        """Return why it ended, as far as its exit code and its last line of output say."""
         code = self.exit_code or 0
         how = killed_by(code) if code < 0 else f"exit code {code}"
         silent = code in (-signal.SIGKILL, -signal.SIGTERM)  # then its last line is not about that
@@ -91,10 +94,12 @@ def start_process(
 
 
 def killed_by(code: int) -> str:
+    """Name the signal that ended a process, given its exit code below zero."""
     return f"killed by {signal.Signals(-code).name}"
 
 
 def last_line(path: Path) -> str:
+    """Return the last line of a file that is not blank, within its last REASON_BYTES; empty where there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - REASON_BYTES))
         lines = file.read().decode(errors="replace").split("\n")
@@ -103,8 +108,11 @@ def last_line(path: Path) -> str:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """For the child, right after the fork; what it needs is looked up before. Linux only: elsewhere there is no such
-    signal, and a parent that is killed leaves islands that go on by themselves."""
+    """Return what a child calls right after the fork, so that it is killed when its parent dies.
+
+    What it needs is looked up before. Linux only: elsewhere there is no such signal, None is returned, and a parent
+    that is killed leaves islands that continue by themselves.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
@@ -118,14 +126,15 @@ def end_with_parent() -> Callable[[], None] | None:
 
 
 def start_if_several(island: IslandConfig) -> None:
-    """Where the mesh wants several processes and nobody has started them: the same command once for each of them."""
+    """Run the same command once for each process of the mesh, if it has several that nobody has started; then exit with
+    their code."""
     count = island.fsdp * island.tp
     if count > 1 and "RANK" not in os.environ:
         raise SystemExit(run_processes(count, sys.argv[1:]))
 
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:
-    """`diloco ARGUMENTS…` as one island of so many processes; its exit code."""
+    """Run `diloco ARGUMENTS…` as one island of so many processes, and return its exit code."""
     with tempfile.TemporaryDirectory(prefix="diloco-") as name, signals() as heard:
         folder = Path(name)
         processes: Processes = []
@@ -140,7 +149,8 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
 
 
 def _start(rank: int, count: int, arguments: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
-    """The leader speaks for all: what others print is kept aside. In one process group, for whoever ends all of it."""
+    """Start one process of the mesh. The leader speaks for all: what others print is kept aside. They share a process
+    group, for whoever ends all of it."""
     log = None if rank == 0 else _log(folder, rank).open("wb")
     ours = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
     loopback = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -158,7 +168,7 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def _watch(processes: Processes, heard: list[int], folder: Path) -> int:
-    """Until all have ended well, or one has not: an island needs all its processes."""
+    """Wait until all have ended well, or one has not: an island needs all its processes. Return the exit code."""
     passed_on = 0
     while True:
         codes = [process.poll() for process in processes]
@@ -175,7 +185,8 @@ def _watch(processes: Processes, heard: list[int], folder: Path) -> int:
 
 
 def _end(processes: Processes, failed: int, folder: Path, *, quiet: bool) -> int:
-    """A process that was killed says nothing. One that fails may do so because the leader has, which then says why."""
+    """Return the exit code after a process has failed, and print which. A process that was killed says nothing. One
+    that fails may do so because the leader has, which then says why."""
     leader, code = processes[0], processes[failed].returncode
     if code > 0:
         with suppress(subprocess.TimeoutExpired):

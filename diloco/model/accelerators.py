@@ -1,4 +1,4 @@
-"""What accelerators are said to do at most, and which share of it training reaches as a rule.
+"""The specified peak speeds of accelerators, and which share of them training reaches as a rule.
 
 The share is a default for planning, not a promise: `diloco bench speed --json` on the machine itself is better.
 """
@@ -13,6 +13,8 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Accelerator:
+    """Describe an accelerator: its peaks, its memory, and the share of a peak that training reaches."""
+
     called: str  # part of what the driver calls it
     bf16_flops: float  # dense peak, a second
     fp32_flops: float
@@ -20,7 +22,7 @@ class Accelerator:
     mfu: float = 0.40  # of the peak; 46 % were measured on an H200 (150m, compiled)
 
     def flops(self, dtype: str) -> float:
-        """What training gets, a second."""
+        """Return the FLOPs per second that training gets with this compute type."""
         return self.mfu * (self.bf16_flops if dtype == "bf16" else self.fp32_flops)
 
 
@@ -43,6 +45,7 @@ ACCELERATORS = {
 
 
 def accelerator_named(name: str) -> Accelerator:
+    """Look up an accelerator by its key in `ACCELERATORS`, in any case. Raise ConfigError if it is unknown."""
     if name.lower() not in ACCELERATORS:
         raise ConfigError(
             f"--accelerator {name}: there are {', '.join(ACCELERATORS)}; for any other measure it: "
@@ -52,5 +55,5 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def called(driver_name: str) -> Accelerator | None:
-    """The one that a driver means."""
+    """Find the accelerator that a driver's name means; None if it is not in the table."""
     return next((one for one in ACCELERATORS.values() if one.called in driver_name), None)

@@ -14,7 +14,7 @@ from diloco.model.decoder import Decoder, initial_parameters, shape_of
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Where a Llama-type decoder keeps its parts, by module name: for cutting it over a mesh or into fragments."""
+    """Name the modules where a Llama-type decoder keeps its parts, for cutting it over a mesh or into fragments."""
 
     embed: str
     blocks: str
@@ -29,6 +29,8 @@ HF_LLAMA = Anatomy("model.embed_tokens", "model.layers", "self_attn", "mlp", "lm
 
 @dataclass(frozen=True)
 class Network:
+    """Describe a model before it has memory or a place: its skeleton, its parts, and its first values."""
+
     module: nn.Module  # parameters on the meta device
     anatomy: Anatomy
     initial: Callable[[], Iterator[tuple[str, Tensor]]]  # every parameter's first value, fp32, one at a time
@@ -36,6 +38,7 @@ class Network:
 
 
 def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: int) -> Network:
+    """Build the configured model on the meta device, built-in or from Hugging Face, and freeze what is not trained."""
     if config.hf is not None:
         from diloco.model.hf import hf_network  # transformers is an extra
 
@@ -51,7 +54,7 @@ def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have parameters without memory, but real buffers (constructors make rotary tables)."""
+    """Let modules built inside have parameters without memory, but real buffers (constructors make rotary tables)."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -67,6 +70,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Exclude the parameters that match name patterns from training.
+
+    A pattern that matches nothing is refused, and so is freezing everything.
+    """
     names = [name for name, _ in module.named_parameters()]
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
@@ -79,7 +86,10 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def refuse_float_buffers(module: nn.Module) -> None:
-    """Persistent float buffers change in training but are in no gradient: islands would silently differ in them."""
+    """Refuse persistent float buffers.
+
+    They change in training but are in no gradient: islands would silently differ in them.
+    """
     persistent = set(module.state_dict().keys()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
     floats = [name for name, buffer in module.named_buffers() if name in persistent and buffer.is_floating_point()]
     if floats:

@@ -20,6 +20,8 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shape:
+    """Hold the sizes of a decoder. Heads that do not divide the width, or each other, are refused."""
+
     blocks: int
     heads: int
     width: int
@@ -37,10 +39,12 @@ class Shape:
 
     @property
     def head_width(self) -> int:
+        """Return E, the width of one attention head."""
         return self.width // self.heads
 
     @property
     def kv_width(self) -> int:
+        """Return the width of all key heads together, which is also that of the value heads."""
         return self.head_width * (self.kv_heads or self.heads)
 
 
@@ -56,6 +60,7 @@ PRESETS = {
 
 
 def shape_of(config: ModelConfig, data_vocab: int, sequence: int) -> Shape:
+    """Combine the preset's sizes with those that the configuration sets. By default the vocabulary is the data's."""
     preset = PRESETS[config.preset or "tiny"]
     asked = {f.name: value for f in fields(Shape) if (value := getattr(config, f.name, None)) is not None}
     if "heads" in asked and "kv_heads" not in asked:
@@ -67,6 +72,8 @@ def shape_of(config: ModelConfig, data_vocab: int, sequence: int) -> Shape:
 
 
 class RMSNorm(nn.Module):
+    """Scale vectors to a root mean square of 1, computed in fp32, times a trained weight."""
+
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
@@ -78,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(length: int, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for each position, fp32 [S, E/2]."""
+    """Compute cosine and sine of each position's angles, fp32 [S, E/2]."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
     angles = torch.outer(torch.arange(length, dtype=torch.float32), base**-exponents)
     return angles.cos(), angles.sin()
@@ -92,6 +99,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Mix the positions of a sequence by causal attention, with QK-norm and grouped key/value heads."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.head_width  # Hugging Face's name for it, which sharding looks for
@@ -103,6 +112,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return [B, S, D]. The number of heads follows from the tensors, which tensor parallelism may have split."""
         heads = (*x.shape[:2], -1, self.head_dim)  # [B, S, H, E]
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin).transpose(1, 2)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin).transpose(1, 2)
@@ -113,6 +123,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """Transform each position by itself with SwiGLU."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.width, shape.feed_forward, bias=False)
@@ -124,6 +136,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """Add attention and then a feed-forward to the residual stream, each behind its norm."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(shape.width)
@@ -137,6 +151,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Predict the next token at every position, by an embedding, blocks and a head."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -152,7 +168,7 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, vocab] of the tokens that follow `tokens` [B, S]."""
+        """Return the logits [B, S, vocab] of the tokens that follow `tokens` [B, S]."""
         length = tokens.shape[1]
         cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         x = self.embed(tokens)  # [B, S, D]
@@ -164,9 +180,10 @@ class Decoder(nn.Module):
 
 
 def initial_parameters(module: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Fresh fp32 values for every parameter, one at a time; each depends only on seed, name and shape.
+    """Yield fresh fp32 values for every parameter, one at a time; each depends only on seed, name and shape.
 
-    Normal with deviation 0.02, the last matrix of each residual branch scaled by 1/sqrt(2 blocks); norms start at one.
+    They are normal with deviation 0.02, the last matrix of each residual branch scaled by 1/sqrt(2 blocks); norms start
+    at one.
     """
     residual = (2 * module.shape.blocks) ** -0.5
     for name, parameter in module.named_parameters():

@@ -13,6 +13,10 @@ from diloco.model.build import HF_LLAMA, Anatomy, Network, parameters_on_meta
 
 
 def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
+    """Build a causal LM from a local folder or config.json, with the folder's safetensors weights or fresh ones.
+
+    `weights`: `load`, `fresh`, or `auto`, which loads them where there are any.
+    """
     transformers = load_transformers("model.hf")
     config = _read_config(transformers, path)
     _refuse_misfit(config, path, data_vocab, sequence)
@@ -35,6 +39,7 @@ def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed:
 
 
 def load_transformers(needed_for: str) -> Any:
+    """Import transformers and silence it. Raise MissingExtra, which says what needs it, if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -57,7 +62,7 @@ def _read_config(transformers: Any, path: str) -> Any:
 
 
 def _refused_field() -> type[Exception]:
-    """What newer libraries raise when a config's fields do not fit together."""
+    """Return the error that newer libraries raise when a config's fields do not fit together."""
     from huggingface_hub import errors
 
     return getattr(errors, "StrictDataclassError", ValueError)
@@ -109,7 +114,7 @@ def _loaded(transformers: Any, folder: str) -> nn.Module:
 
 
 def _anatomy(module: nn.Module) -> Anatomy:
-    """Llama's names where they fit; otherwise the largest list of equal blocks, which FSDP can cut but tp cannot."""
+    """Use Llama's names where they fit; else the largest list of equal blocks, which FSDP can cut but tp cannot."""
     names = dict(module.named_modules())
     if HF_LLAMA.blocks in names:
         return HF_LLAMA

@@ -1,7 +1,9 @@
-"""What a network costs a run, worked out before anybody pays for it. Nothing here trains, connects or measures.
+"""Predict what a network costs a run, before anybody pays for it. Nothing here trains, connects or measures.
 
-`utilisation` reproduces the published table; `predict`, `memory` and `search` speak about our own trainer. They are
-pure and know neither torch nor files: `workload` reads the model, `profiles` reads what was measured.
+`utilisation` reproduces the published table; `predict`, `memory` and `search` describe our own trainer. These four are
+pure: they read no files, and importing them loads no torch. `workload` reads the model, `profiles` reads what was
+measured.
 
-May import: train and below, in `workload.py` only. Start with `plan.py`, then `predict.py`.
+May import: train and below; what loads torch in `workload.py` only, and inside one function of `memory.py`. Start with
+`plan.py`, then `predict.py`.
 """

@@ -1,4 +1,4 @@
-"""What an island needs, in bytes. Parameters, gradients and states are counted; activations are estimated."""
+"""Predict an island's memory in bytes. Parameters, gradients and states are counted; activations are estimated."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ COMPILED = 0.5  # of that is left where torch.compile fuses operations
 
 @dataclass(frozen=True)
 class Memory:
-    """Of each accelerator, and of the host of the island's leader."""
+    """Hold the bytes that each accelerator needs, by use, and those that the host of the island's leader needs."""
 
     parameters: float
     gradients: float
@@ -28,10 +28,15 @@ class Memory:
 
     @property
     def accelerator(self) -> float:
+        """Return the bytes on each accelerator: parameters, gradients, optimizer state and activations."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def memory_of(work: Workload, config: Config, dtype: str, *, islands: int, step_s: float) -> Memory:
+    """Predict what an island of this configuration needs.
+
+    `islands` and `step_s` decide how many contributions and results the leader keeps: an island alone keeps none.
+    """
     world = config.island.fsdp * config.island.tp
     return Memory(
         parameters=FP32 * work.parameters / world,
@@ -43,20 +48,20 @@ def memory_of(work: Workload, config: Config, dtype: str, *, islands: int, step_
 
 
 def _inner_states(work: Workload, optimizer: str) -> float:
-    """AdamW has two for each parameter, Muon one for those of the blocks' matrices."""
+    """Count the inner optimizer's values: two per trained parameter, with Muon one in the blocks' matrices."""
     hidden = min(work.trained, work.blocks * (4 * work.width**2 + 3 * work.width * work.feed_forward))
     return 2 * work.trained - (hidden if optimizer == "muon" else 0)
 
 
 def _bf16_copies(work: Workload, config: Config) -> float:
-    """Of the parameters that are being computed with: all of them, or what FSDP gathers at a time."""
+    """Return the bytes of the parameters' bf16 copies in use: of all, or of what FSDP gathers at a time."""
     if config.island.fsdp * config.island.tp == 1:
         return 2.0 * work.parameters
     return 2 * (work.vocab * work.width + 2 * work.parameters / work.blocks) / config.island.tp
 
 
 def _activations(work: Workload, config: Config, dtype: str) -> float:
-    """Of one micro-batch on one accelerator."""
+    """Estimate the activations of one micro-batch on one accelerator, in bytes."""
     island = config.island
     tokens = work.tokens_per_step / (island.fsdp * island.accumulate)
     block: float = KEPT_WIDTH[dtype] * work.width + KEPT_FEED_FORWARD[dtype] * work.feed_forward
@@ -68,8 +73,12 @@ def _activations(work: Workload, config: Config, dtype: str) -> float:
 
 
 def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
-    """The outer state; where progress is measured from, what was read, the last base; a cut and a decoded mean of a
-    fragment; what encoding lost; the bytes of contributions and results that are kept."""
+    """Return the bytes that the leader keeps on its host.
+
+    They are: the outer state; the anchor that progress is measured from, what was read from the accelerators, the last
+    base; a cut and a decoded mean of the largest fragment; what encoding lost; the contributions and results that are
+    kept.
+    """
     from diloco.train.optimizers import optimizer_named  # brings torch, which a plan of no CONFIG does without
 
     sync, values = config.sync, work.trained

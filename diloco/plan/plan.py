@@ -1,4 +1,4 @@
-"""One answer for one configuration: what the given setting does on these links, what would be better, and why."""
+"""Answer for one configuration: what its setting does on these links, which one would be better, and why."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +18,7 @@ NO_LINE = LinkModel(inf, inf)  # then the question is which one is needed
 
 @dataclass(frozen=True)
 class Machine:
-    """What an island computes on."""
+    """Describe what an island computes on."""
 
     name: str
     dtype: str
@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """A second, of each accelerator."""
+        """Return the operations per second of each accelerator: as measured, else what training usually gets."""
         if self.profile.flops is not None:
             return self.profile.flops
         assert self.accelerator is not None
@@ -35,22 +35,28 @@ class Machine:
 
     @property
     def host(self) -> Host:
+        """Return what a round costs the leader's CPU, with the measured codec times where the profile has some."""
         plain = Host(trains_too=True) if self.on_cpu else Host.of_gpus()
         return replace(plain, codec_ns={**plain.codec_ns, **self.profile.codec_ns})
 
     @property
     def on_cpu(self) -> bool:
+        """Return whether the island trains on a CPU, which rounds then take time from."""
         return self.name.lower().startswith(CPU)
 
 
 @dataclass(frozen=True)
 class Row:
+    """Hold a predicted setting and the rate that it needs for each target."""
+
     prediction: Prediction
     needed_bits_per_s: tuple[float | None, ...]  # for each target; None: no rate is enough
 
 
 @dataclass(frozen=True)
 class Plan:
+    """Hold the whole answer: the given setting, the chosen one, the best others, memory and data parallel."""
+
     machine: Machine
     situation: Situation
     memory: Memory
@@ -64,13 +70,17 @@ class Plan:
 
     @property
     def never_synchronises(self) -> bool:
-        """As it is given."""
+        """Return whether the given setting's phase is longer than the whole run."""
         return self.given.prediction.steps > self.run_steps
 
 
 def make_plan(
     config: Config, work: Workload, machine: Machine, *, islands: int, line: LinkModel, targets: tuple[float, ...]
 ) -> Plan:
+    """Predict the given setting and look for a better one.
+
+    With `line` equal to NO_LINE nothing is chosen: a ladder of settings shows which rate each of them needs.
+    """
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
     memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
     run_steps = config.inner.steps
@@ -92,6 +102,7 @@ def make_plan(
 
 
 def _step_s(config: Config, work: Workload, machine: Machine) -> float:
+    """Return the seconds of an inner step: by FLOPs, and on a GPU no less than launching its kernels takes."""
     flops = work.flops_per_token * work.tokens_per_step
     seconds = flops / (machine.flops * config.island.fsdp * config.island.tp)
     if machine.profile.flops is not None or machine.on_cpu:
@@ -100,7 +111,7 @@ def _step_s(config: Config, work: Workload, machine: Machine) -> float:
 
 
 def advice(plan: Plan) -> str:
-    """One sentence."""
+    """Explain in one sentence which setting to take and why, and warn if the given one never synchronises."""
     if not plan.never_synchronises:
         return _advice(plan)
     phase = f"its phase of {plan.given.prediction.steps} steps is longer than the run of {plan.run_steps}"
@@ -127,10 +138,12 @@ def _advice(plan: Plan) -> str:
 
 
 def percent(share: float) -> str:
+    """Format a share between 0 and 1 with three digits: 0.953 as `95.3 %`."""
     return f"{100 * share:.3g} %"
 
 
 def _needs(plan: Plan, row: Row, target: str) -> str:
+    """Explain which rate a setting needs for the first target, or why no rate is enough."""
     bits_per_s = row.needed_bits_per_s[0]
     if bits_per_s is None:
         longest = row.prediction.steps >= longest_phase(plan.run_steps)
@@ -140,7 +153,7 @@ def _needs(plan: Plan, row: Row, target: str) -> str:
 
 
 def describe(sync: SyncConfig) -> str:
-    """As it is written in a configuration."""
+    """Format a setting as it is written in a configuration, without keys that have their default."""
     keys: dict[str, object] = {"every": sync.every, "codec": sync.codec}
     keys |= {"fragments": sync.fragments} if sync.fragments > 1 else {}
     keys |= {"delay": sync.delay} if sync.delay else {}

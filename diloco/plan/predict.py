@@ -1,4 +1,4 @@
-"""What our trainer will do on given links: seconds of a step and of a round, bytes, utilisation.
+"""Predict what our trainer will do on given links: seconds of a step and of a round, bytes, utilisation.
 
 All islands are alike here. Validation, saves and lost islands cost extra and are left out.
 """
@@ -21,8 +21,11 @@ DATA_PARALLEL_BITS = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on its islands. `fragments(count, pattern)` says how many values each fragment has, `bytes_of(codec,
-    values, islands)` what an island sends and receives in a round of so many."""
+    """Describe a model on its islands in numbers.
+
+    `fragments(count, pattern)` returns how many values each fragment has, `bytes_of(codec, values, islands)` what an
+    island sends and receives in a round of so many values.
+    """
 
     name: str
     parameters: int
@@ -39,26 +42,29 @@ class Workload:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """How each island is connected."""
+    """Describe how each island is connected: rates in bits per second and the one-way delay."""
 
     up_bits_per_s: float
     down_bits_per_s: float
     delay_s: float = 0.0  # one way
 
     def reduce_s(self, sent: float, received: float) -> float:
-        """There and back, but the way back of a long transfer begins while the way there is still in use."""
+        """Return the seconds of an all-reduce in which an island sends and receives so many bytes.
+
+        The delay counts there and back, but the way back of a long transfer begins while the way there is still in use.
+        """
         transfer_s = max(8 * sent / self.up_bits_per_s, 8 * received / self.down_bits_per_s) / LINK_SHARE
         return transfer_s + self.delay_s + max(0.0, self.delay_s - transfer_s / PIPELINE)
 
 
 def codec_times(times_faster: float = 1.0) -> dict[str, tuple[float, float]]:
-    """Nanoseconds a value on the leader's CPU: to encode a contribution, and to decode a mean."""
+    """Return each codec's nanoseconds per value on the leader's CPU: to encode a contribution, to decode a mean."""
     return {name: (codec.cpu_ns[0] / times_faster, codec.cpu_ns[1] / times_faster) for name, codec in CODECS.items()}
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the leader's CPU does in a round."""
+    """Describe what a round costs the leader's CPU, in nanoseconds per value or byte."""
 
     codec_ns: dict[str, tuple[float, float]] = field(default_factory=codec_times)
     cut_ns: float = 1.0  # a value: read it, subtract, take the norm
@@ -68,17 +74,18 @@ class Host:
 
     @classmethod
     def of_gpus(cls) -> "Host":
-        """More and faster cores. A guess: three times, but one digest is one thread."""
+        """Make one for a machine with GPUs: more and faster cores, by a guess three times; a digest is one thread."""
         return cls(codec_times(3), cut_ns=0.33, apply_ns=3.0, digest_ns=0.6)
 
     def seconds(self, codec: str, values: int, result_bytes: float) -> float:
+        """Return the CPU seconds of one round of so many values: cut, encode, decode, apply, digest."""
         per_value_ns = self.cut_ns + sum(self.codec_ns[codec]) + self.apply_ns
         return 1e-9 * (values * per_value_ns + result_bytes * self.digest_ns)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything but how islands synchronise."""
+    """Hold everything that a prediction depends on, but for how islands synchronise."""
 
     work: Workload
     islands: int
@@ -89,7 +96,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Round:
-    """Of one fragment."""
+    """Describe one round of one fragment: bytes of an island, and the seconds of its parts."""
 
     sent: int
     received: int
@@ -99,11 +106,14 @@ class Round:
 
     @property
     def seconds(self) -> float:
+        """Return the time from launch to applied: the leader's own work, agreement and all-reduce."""
         return self.host_s + self.agree_s + self.reduce_s
 
 
 @dataclass(frozen=True)
 class Prediction:
+    """Describe the steady state of one setting: what a phase and its rounds take."""
+
     sync: SyncConfig
     steps: int  # of a phase
     step_s: float
@@ -112,27 +122,32 @@ class Prediction:
 
     @property
     def utilisation(self) -> float:
+        """Return the share of the time that is spent on inner steps."""
         return self.steps * self.step_s / self.phase_s
 
     @property
     def round_s(self) -> float:
-        """Of the largest fragment."""
+        """Return the seconds of the largest fragment's round."""
         return max(one.seconds for one in self.rounds)
 
     @property
     def waited_s(self) -> float:
+        """Return the seconds of a phase that are lost to training: waiting for rounds, and their work on a CPU."""
         return self.phase_s - self.steps * self.step_s
 
     @cached_property
     def sent_a_day(self) -> float:
+        """Return the bytes that an island sends in 24 hours, in all-reduces."""
         return sum(one.sent for one in self.rounds) * DAY_S / self.phase_s
 
     @cached_property
     def received_a_day(self) -> float:
+        """Return the bytes that an island receives in 24 hours, in all-reduces."""
         return sum(one.received for one in self.rounds) * DAY_S / self.phase_s
 
 
 def predict(situation: Situation, sync: SyncConfig) -> Prediction:
+    """Predict what the given way to synchronise does in this situation."""
     steps = phase_steps(sync, situation.step_s)
     counts = situation.work.fragments(sync.fragments, sync.pattern)
     rounds = tuple(_round(situation, sync.codec, count) for count in counts)
@@ -140,11 +155,16 @@ def predict(situation: Situation, sync: SyncConfig) -> Prediction:
 
 
 def phase_steps(sync: SyncConfig, step_s: float) -> int:
+    """Return the inner steps of a phase; where `sync.every` is a time, how many fit into it, at least one."""
     return sync.phase_steps if sync.every_s is None else max(1, round(sync.every_s / step_s))
 
 
 def data_parallel_utilisation(situation: Situation) -> float:
-    """Computed, not built: gradients in 16 bits every step, sent while the backward pass, 2/3 of a step, goes on."""
+    """Return the utilisation of data parallel training over the same links.
+
+    It is computed, not built: 16-bit gradients are sent at every step while the backward pass, 2/3 of a step,
+    continues.
+    """
     share = 2 * (situation.islands - 1) / situation.islands
     size = share * situation.work.trained * DATA_PARALLEL_BITS / 8
     reduce_s = situation.line.reduce_s(size, size) if size else 0.0
@@ -152,6 +172,7 @@ def data_parallel_utilisation(situation: Situation) -> float:
 
 
 def _round(situation: Situation, codec: str, count: int) -> Round:
+    """Predict a round of one fragment; an island alone sends nothing and agrees with nobody."""
     sent, received = situation.work.bytes_of(codec, count, situation.islands)
     host_s = situation.host.seconds(codec, count, received / 2)
     if situation.islands == 1:
@@ -162,8 +183,11 @@ def _round(situation: Situation, codec: str, count: int) -> Round:
 
 
 def _phase_s(situation: Situation, sync: SyncConfig, steps: int, rounds: tuple[Round, ...]) -> float:
-    """Seconds from one phase to the next, in the steady state. Rounds are serial; training goes on for `delay` steps
-    after a launch, or until the next one (eager), and then waits for what has not come."""
+    """Return the seconds from one phase to the next, in the steady state.
+
+    Rounds are serial. Training continues for `delay` steps after a launch, or until the next launch (eager), and then
+    waits for results that have not arrived.
+    """
     eager = sync.apply == "eager"
     apply_after = steps if eager else sync.delay
     overlapped = apply_after > 0

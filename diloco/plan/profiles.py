@@ -1,4 +1,4 @@
-"""What was measured on a machine: the JSON of `diloco bench speed` and of `diloco bench codec`."""
+"""Read what was measured on a machine: the JSON of `diloco bench speed` and of `diloco bench codec`."""
 
 import json
 from collections.abc import Iterable
@@ -14,13 +14,15 @@ MAKE_ONE = "make one with: diloco bench speed --json > speed.json"
 
 @dataclass(frozen=True)
 class Profile:
+    """Hold measured figures of a machine; what was not measured is None or empty."""
+
     device: str = ""
     flops: float | None = None  # a second, of one process
     codec_ns: dict[str, tuple[float, float]] = field(default_factory=dict)  # a value: to encode, to decode
 
 
 def read_profiles(paths: Iterable[Path]) -> Profile:
-    """Later ones add to earlier ones."""
+    """Read the files into one profile; a later file adds to the earlier ones, or replaces their figures."""
     profile = Profile()
     for path in paths:
         profile = _add(profile, path, _read(path))
@@ -28,6 +30,7 @@ def read_profiles(paths: Iterable[Path]) -> Profile:
 
 
 def _add(profile: Profile, path: Path, figures: dict[str, Any]) -> Profile:
+    """Add one file's figures, which are those of bench speed or of bench codec, to a profile."""
     try:
         if "tokens_per_s" in figures:
             flops = _figure(path, figures, "tokens_per_s") * _figure(path, figures, "flops_per_token")
@@ -40,6 +43,7 @@ def _add(profile: Profile, path: Path, figures: dict[str, Any]) -> Profile:
 
 
 def _codec_ns(path: Path, figures: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the nanoseconds per value of each codec: to encode and to decode."""
     if not str(figures["device"]).startswith("cpu"):
         raise ConfigError(f"--profile {path}: islands encode on the CPU; measure with bench codec --device cpu --json")
     ns = 1e9 / _figure(path, figures, "values")
@@ -50,6 +54,7 @@ def _codec_ns(path: Path, figures: dict[str, Any]) -> dict[str, tuple[float, flo
 
 
 def _figure(path: Path, figures: dict[str, Any], key: str, of: str = "") -> float:
+    """Return one number of the file, and refuse it unless it lies between LEAST and MOST."""
     figure = float(figures[key])
     if not LEAST <= figure <= MOST:
         place = f"speed.{of}.{key}" if of else key
@@ -60,6 +65,7 @@ def _figure(path: Path, figures: dict[str, Any], key: str, of: str = "") -> floa
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object that the file holds."""
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which setting a link needs: of those that reach the target, the one that costs the least quality.
+"""Find the setting that a link needs: of those that reach the target, the one that costs the least quality.
 
 What a setting costs is taken from the papers, as a share of the loss; it orders settings and promises nothing.
 """
@@ -25,12 +25,18 @@ SLOWEST, FASTEST = 1e3, 1e12  # bits per second
 
 @dataclass(frozen=True)
 class Found:
+    """Hold the outcome of a search; `chosen` is None where no link was given to choose for."""
+
     chosen: Prediction | None
     others: tuple[Prediction, ...]  # the best of each other kind
     tried: int
 
 
 def search(situation: Situation, given: SyncConfig, target: float, *, run_steps: int) -> Found:
+    """Try all variants and choose the one that costs the least quality at the target utilisation.
+
+    The given setting is kept if it reaches the target at no more cost. If none reaches it, the nearest one is chosen.
+    """
     tried = [predict(situation, sync) for sync in variants(given, situation.work.blocks, run_steps)]
     best: dict[str, Prediction] = {}
     for one in (one for one in tried if one.steps <= run_steps):
@@ -46,14 +52,14 @@ def search(situation: Situation, given: SyncConfig, target: float, *, run_steps:
 
 
 def _rank(one: Prediction, target: float) -> tuple[float, ...]:
-    """Those that reach the target by what they cost; after them the others by how near they come."""
+    """Order those that reach the target by what they cost, and after them the others by how near they come."""
     if one.utilisation >= target:
         return 0, cost(one.sync, one.steps), one.sync.fragments, one.sync.delay, -one.utilisation
     return 1, -one.utilisation, cost(one.sync, one.steps)
 
 
 def cost(sync: SyncConfig, steps: int) -> float:
-    """Share of the loss that the setting is expected to add."""
+    """Return the share of the loss that the setting is expected to add."""
     total = EVERY_COST * max(0.0, math.log2(steps / FREE_EVERY)) + codec_named(sync.codec).loss_cost
     total += FRAGMENTS_COST if sync.fragments > 1 else 0.0
     if sync.apply == "eager":
@@ -64,6 +70,7 @@ def cost(sync: SyncConfig, steps: int) -> float:
 
 
 def kind(sync: SyncConfig) -> str:
+    """Name the way to synchronise: blocking, overlapped, streaming, both, or eager."""
     if sync.apply == "eager":
         return "eager"
     parts = "streaming" if sync.fragments > 1 else ""
@@ -73,7 +80,7 @@ def kind(sync: SyncConfig) -> str:
 
 
 def variants(given: SyncConfig, blocks: int, run_steps: int) -> Iterator[SyncConfig]:
-    """The given one first. The others synchronise at least twice in a run."""
+    """Yield the given setting, then all that are tried; these synchronise at least twice in a run."""
     yield given
     every = given.every if isinstance(given.every, int) else EVERY[0]
     for steps in sorted({min(steps, longest_phase(run_steps)) for steps in (*EVERY, every)}):
@@ -83,7 +90,7 @@ def variants(given: SyncConfig, blocks: int, run_steps: int) -> Iterator[SyncCon
 
 
 def _ways(every: int, codec: str, pattern: str, blocks: int) -> Iterator[SyncConfig]:
-    """To wait for rounds, or not to."""
+    """Yield the ways to wait for rounds, or not to, with this codec and phase."""
     here: dict[str, Any] = {"every": every, "codec": codec, "pattern": pattern}
     parts = streams(blocks)
     yield SyncConfig(**here)
@@ -96,16 +103,17 @@ def _ways(every: int, codec: str, pattern: str, blocks: int) -> Iterator[SyncCon
 
 
 def streams(blocks: int) -> int:
-    """Fragments of three blocks, and one of what is in none."""
+    """Return the number of fragments: one for every three blocks, and one for parameters outside of blocks."""
     return -(-blocks // BLOCKS_A_FRAGMENT) + 1
 
 
 def longest_phase(run_steps: int) -> int:
+    """Return the most steps of a phase with which a run still synchronises twice."""
     return max(1, run_steps // 2)
 
 
 def ladder(given: SyncConfig, blocks: int, run_steps: int) -> list[SyncConfig]:
-    """From the mildest to the thriftiest, to show what each needs where no link is given."""
+    """List settings from the mildest to the thriftiest, to show what each needs where no link is given."""
     short, long = (min(steps, longest_phase(run_steps)) for steps in (30, 100))
     delay, parts = min(5, long // 2), min(long, streams(blocks))
     rungs = [
@@ -120,7 +128,7 @@ def ladder(given: SyncConfig, blocks: int, run_steps: int) -> list[SyncConfig]:
 
 
 def bandwidth_needed(situation: Situation, sync: SyncConfig, target: float) -> float | None:
-    """Bits per second, up and down, with which this setting reaches the target; None: no rate is enough."""
+    """Return the bits per second, up and down, that the setting needs for the target; None: no rate is enough."""
 
     def reaches(bits_per_s: float) -> bool:
         line = LinkModel(bits_per_s, bits_per_s, situation.line.delay_s)

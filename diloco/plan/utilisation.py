@@ -1,4 +1,4 @@
-"""Which share of its time an accelerator computes, by bandwidth: the model of Streaming DiLoCo's table (2501.18512).
+"""Compute an accelerator's utilisation by bandwidth: the model of Streaming DiLoCo's table (2501.18512).
 
 A step is the forward of each block, 1/(3L) of it, and the backward, 2/(3L), in reverse order. A block's reduction is
 queued on one link, first in first out and without latency, when its backward ends; its forward `tau + 1` steps later
@@ -25,6 +25,8 @@ DRIFT_STEPS = 400  # of a link that is hardly too slow: by then the slack of tau
 
 @dataclass(frozen=True)
 class Training:
+    """Describe a training as the table does: blocks, seconds of a step, parameters, method."""
+
     layers: int
     step_s: float
     params: int
@@ -34,7 +36,10 @@ class Training:
 
     @property
     def fragments(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks that are reduced together. Streaming: strided, so that each fragment has early and late ones."""
+        """Return the blocks that are reduced together.
+
+        Streaming deals them out in strides, so that each fragment has early and late blocks.
+        """
         if self.method in ("data-parallel", "diloco"):
             return (tuple(range(self.layers)),)
         count = -(-self.layers // BLOCKS_A_FRAGMENT)
@@ -42,22 +47,23 @@ class Training:
 
     @property
     def gap(self) -> int:
-        """Steps from one launch to the next."""
+        """Return the steps from one launch to the next."""
         if self.method == "data-parallel":
             return 1
         return max(1, round(self.every / len(self.fragments)))
 
     @property
     def pass_steps(self) -> int:
+        """Return the steps in which every fragment is launched once."""
         return self.gap * len(self.fragments)
 
     def reduction_s(self, gbit_per_s: Numbers) -> Numbers:
-        """Of one block."""
+        """Return the seconds that the link needs for one block, at each rate."""
         return self.params / self.layers * self.bits * WIRE_BITS / (gbit_per_s * 1e9)
 
 
 def utilisation(training: Training, gbit_per_s: Sequence[float] | Numbers) -> Numbers:
-    """In the steady state, for each bandwidth."""
+    """Return the share of the time that computes, in the steady state, for each bandwidth in Gbit/s."""
     rates = np.asarray(gbit_per_s, dtype=float)
     tau = TAU[training.method]
     passes = 1 + math.ceil(tau * DRIFT_STEPS / training.pass_steps)
@@ -68,14 +74,14 @@ def utilisation(training: Training, gbit_per_s: Sequence[float] | Numbers) -> Nu
 
 
 def bandwidth_for(training: Training, targets: Sequence[float]) -> list[float | None]:
-    """Gbit/s: the first point of the grid that reaches each target; None where none does."""
+    """Return the first point of the grid, in Gbit/s, that reaches each target; None where none does."""
     found = utilisation(training, GRID_GBIT)
     reached = [np.flatnonzero(found >= target) for target in targets]
     return [float(GRID_GBIT[points[0]]) if len(points) else None for points in reached]
 
 
 class _Clock:
-    """All bandwidths at once. Steps in which nothing is sent or awaited are not gone through one by one."""
+    """Simulate all bandwidths at once. Steps in which nothing is sent or awaited are skipped in one go."""
 
     def __init__(self, training: Training, rates: Numbers, tau: int) -> None:
         self.training, self.tau = training, tau
@@ -85,7 +91,7 @@ class _Clock:
         self._arrivals: dict[int, list[tuple[int, Numbers]]] = {}
 
     def times_after(self, *passes: int) -> list[Numbers]:
-        """When so many passes over the fragments are done."""
+        """Return the time when each of these numbers of passes over the fragments is done."""
         training, times, done = self.training, [], 0
         launches = max(passes) * len(training.fragments)
         sent = {(number + 1) * training.gap: number for number in range(launches)}
@@ -104,6 +110,7 @@ class _Clock:
         return times
 
     def _forward(self, arrivals: list[tuple[int, Numbers]]) -> None:
+        """Run a step's forward pass; a block waits until its reduction has arrived."""
         done = 0
         for block, arrival in sorted(arrivals, key=lambda pair: pair[0]):
             self.now = np.maximum(self.now + (block - done) * self._forward_s, arrival)
@@ -111,7 +118,7 @@ class _Clock:
         self.now = self.now + (self.training.layers - done) * self._forward_s
 
     def _backward(self, fragment: tuple[int, ...]) -> list[tuple[int, Numbers]]:
-        """From the last block to the first; when each of the fragment's reductions is through."""
+        """Run from the last block to the first; return when each reduction of the fragment arrives."""
         began, arrivals = self.now, []
         for block in reversed(fragment):
             ended = began + (self.training.layers - block) * 2 * self._forward_s

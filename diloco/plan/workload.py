@@ -1,4 +1,4 @@
-"""The numbers of a run that a plan is made from: the model's from its skeleton, bytes from the codecs."""
+"""Read the numbers that a plan is made from: those of the model from its skeleton, bytes from the codecs."""
 
 from functools import cache
 
@@ -15,6 +15,7 @@ from diloco.plan.predict import Workload
 
 
 def workload_of(config: Config) -> Workload:
+    """Build the model's skeleton, without data or pretrained weights, and measure it."""
     vocab = 1 if config.model.hf else config.model.vocab or data_vocab(config.data)
     sequence = config.data.sequence
     model = config.model.model_copy(update={"weights": "fresh"})  # its config is enough
@@ -35,7 +36,7 @@ def workload_of(config: Config) -> Workload:
 
 
 def data_vocab(data: DataConfig) -> int:
-    """Without reading the data itself, which may be large or elsewhere."""
+    """Return the data's vocabulary size without reading the data itself, which may be large or elsewhere."""
     try:
         return source_kind(data).vocab(data)
     except DataError as error:
@@ -46,9 +47,10 @@ def data_vocab(data: DataConfig) -> int:
 
 @cache
 def bytes_of(codec_name: str, count: int, islands: int) -> tuple[int, int]:
-    """What an island sends and receives in one round of so many values: of all islands, the one with the most.
+    """Return the bytes that an island sends and receives in a round: of all islands, the largest figures.
 
-    Contributions go to the owners of the other spans, the mean of the own span to everybody.
+    Contributions go to the owners of the other spans, the mean of the own span goes to everybody. `count` is the number
+    of values.
     """
     codec, result = codec_named(codec_name), codec_named(result_codec_for(codec_name, islands))
     lengths = [span.hi - span.lo for span in spans_by_bandwidth(count, [1.0] * islands)]
@@ -60,7 +62,10 @@ def bytes_of(codec_name: str, count: int, islands: int) -> tuple[int, int]:
 
 
 def _sizes(network: Network) -> dict[str, int]:
-    """By the usual proportions: a block's attention has four matrices of width x width, the rest is SwiGLU's three."""
+    """Estimate the model's sizes by the usual proportions.
+
+    A block's attention has four matrices of width x width, the rest is SwiGLU's three.
+    """
     blocks = blocks_of(network.module, network.anatomy)
     matrices = [p for p in network.module.parameters() if p.ndim >= 2]
     inside = {id(p) for block in blocks for p in block.parameters()}

@@ -1,4 +1,4 @@
-"""What people see: events, the terminal, trackers, and the board of several islands.
+"""Show people what happens: events, the terminal, trackers, and the board of several islands.
 
 May import: config and the ground. Start with `events.py`.
 """

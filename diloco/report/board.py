@@ -1,4 +1,7 @@
-"""What several islands tell, put together: a row for each, a line for what matters, an account at the end. Pure."""
+"""Combine what several islands report: a row for each, a line for what matters, an account at the end.
+
+Pure: nothing here reads files or clocks.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +21,8 @@ HOLD_S = 5.0  # a round's line waits so long for its validation
 
 @dataclass
 class Row:
+    """Describe the last known state of one island."""
+
     name: str
     state: str = "starting"  # then training; gone: died; left: ended in good order
     step: int = 0
@@ -31,7 +36,7 @@ class Row:
 
 @dataclass
 class Board:
-    """`hear` takes an island's event and returns the lines that are worth printing."""
+    """Collect the islands' events; `hear` takes one and returns the lines that are worth printing."""
 
     rows: dict[str, Row]
     steps: int = 0  # of the whole run; 0: not known yet
@@ -45,9 +50,14 @@ class Board:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "Board":
+        """Make a board of islands that are all about to start."""
         return cls({name: Row(name) for name in names})
 
     def hear(self, name: str, event: Event) -> list[str]:
+        """Take in an event of one island, and return the lines to print: often none.
+
+        Events that several islands report, such as a round or a loss, give one line.
+        """
         row = self.rows[name]
         match event["event"]:
             case "start":
@@ -71,42 +81,46 @@ class Board:
         return []
 
     def tick(self, now: float) -> list[str]:
-        """The line of a round that nobody validates."""
+        """Return the line of a round whose validation has not come within HOLD_S seconds; `now` is Unix time."""
         return self.flush() if self._held is not None and now - self._held["time"] > HOLD_S else []
 
     def flush(self) -> list[str]:
+        """Return the line of the round that still waits for its validation, if there is one."""
         held, self._held = self._held, None
         return [] if held is None else [self._line(held)]
 
     def again(self, name: str) -> None:
-        """The island starts once more."""
+        """Reset the row of an island that starts once more; its last step, round and restarts are kept."""
         before = self.rows[name]
         self.rows[name] = Row(name, step=before.step, round=before.round, restarts=before.restarts + 1)
 
     @property
     def step(self) -> int:
+        """Return the run's clock after the last committed round; 0 before the first one."""
         return self.rounds[-1]["step"] if self.rounds else 0
 
     @property
     def finished(self) -> bool:
+        """Return whether the run's last step was committed, or an island has reported the end."""
         return 0 < self.steps <= self.step or any(row.finished for row in self.rows.values())
 
     @property
     def contributions(self) -> Counter[str]:
-        """Rounds by contributor: also those who joined from elsewhere."""
+        """Count the rounds of each contributor, those who joined from elsewhere included."""
         return Counter(name for event in self.rounds for name in event["contributors"])
 
     @property
     def agree(self) -> bool:
-        """Some saw the run's end, and those of them who ended at the same round hold the same state."""
+        """Return whether islands saw the run's end, and hold the same state where they ended at the same round."""
         endings = {row.agreed for row in self.ended()}
         return bool(endings) and len(endings) == len({ending[0] for ending in endings if ending is not None})
 
     def ended(self) -> list[Row]:
-        """Who saw the run's end."""
+        """List the islands that saw the run's end and reported their digests."""
         return [row for row in self.rows.values() if row.finished and row.agreed is not None]
 
     def _round(self, event: Event) -> list[str]:
+        """Add a round that no island has reported before, and hold its line back for its validation."""
         if event["digest"] in self._digests:
             return []
         lines = self.flush()
@@ -117,8 +131,10 @@ class Board:
         return lines
 
     def _line(self, event: Event, loss: str = "") -> str:
-        """With the pace, steps of the run's clock in a second, over a phase at least: rounds of its fragments may come
-        all at once."""
+        """Format a round's line with the pace, in steps of the run's clock per second.
+
+        The pace is taken over a phase at least, since rounds of its fragments may come all at once.
+        """
         line = f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}{loss}"
         earlier = [one for one in self.rounds if one["contributors"] and one["step"] <= event["step"] - self.every]
         if not earlier or event["time"] <= earlier[-1]["time"]:
@@ -126,6 +142,7 @@ class Board:
         return f"{line}  {(event['step'] - earlier[-1]['step']) / (event['time'] - earlier[-1]['time']):.1f} steps/s"
 
     def _validation(self, event: Event) -> list[str]:
+        """Complete the line that was held back for this loss, or return one of its own; each step counts once."""
         step, loss = event["step"], event["validation_loss"]
         if step in self.losses or loss is None:
             return []
@@ -136,7 +153,7 @@ class Board:
         return [f"round {event['round']:>3}  step {step:>5}  validation loss {loss:.4f}"]
 
     def _amended(self, event: Event) -> list[str]:
-        """By the run's owner: one line, whoever tells it."""
+        """Return one line for an amendment by the run's owner, whichever island reports it first."""
         line = sentence(event)
         if line is None or event["number"] <= self._amendments:
             return []
@@ -144,6 +161,7 @@ class Board:
         return [line]
 
     def _elastic(self, event: Event) -> list[str]:
+        """Return a line if the event matters to people and is no echo of what another island has reported."""
         what, island = event["what"], event["island"]
         echo = event["time"] - self._reported.get((what, island), -ECHO_S) < ECHO_S
         if what not in TOLD or echo or (what == "left" and self.finished):
@@ -153,7 +171,7 @@ class Board:
 
 
 def account(board: Board) -> list[str]:
-    """What the run came to, in a few lines."""
+    """Report the outcome in a few lines: how it ended, each island's share, whether the digests are equal."""
     losses = [board.losses[step] for step in sorted(board.losses)]
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     number = max((event["round"] for event in board.rounds), default=0)
@@ -163,7 +181,7 @@ def account(board: Board) -> list[str]:
 
 
 def _share(board: Board, name: str) -> str:
-    """Rounds that only hand out samples are nobody's."""
+    """Format how many rounds an island contributed to; rounds that only lease samples do not count."""
     rounds = sum(bool(event["contributors"]) for event in board.rounds)
     restarts = board.rows[name].restarts if name in board.rows else 0
     again = f", started again {restarts} time{'s' * (restarts != 1)}" if restarts else ""
@@ -171,6 +189,7 @@ def _share(board: Board, name: str) -> str:
 
 
 def _agreement(board: Board) -> str:
+    """Explain which islands ended with equal digests, or why there is nothing to compare."""
     ended = board.ended()
     if not ended:
         return "digests: no island saw the end of the run, so there is nothing to compare"

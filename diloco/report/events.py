@@ -1,4 +1,4 @@
-"""What happens in a run, told once: every event goes to every sink (file, terminal, trackers)."""
+"""Emit each event of a run once: every event goes to every sink (file, terminal, trackers)."""
 
 import json
 import math
@@ -12,31 +12,41 @@ Event = dict[str, Any]
 
 
 class Sink(Protocol):
-    def emit(self, event: Event) -> None: ...
+    """Receive a run's events, as a file, a view or a tracker does."""
+
+    def emit(self, event: Event) -> None:
+        """Take one event: a dict with its kind as `event`, its `time` and the fields of that kind."""
+
     def close(self) -> None: ...
 
 
 class Events:
+    """Pass every event on to all sinks, in the order in which they were attached."""
+
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = list(sinks)
 
     def attach(self, sink: Sink) -> None:
+        """Add a sink, which gets the events from now on."""
         self._sinks.append(sink)
 
     def emit(self, kind: str, **fields: Any) -> None:
+        """Send an event of this kind, stamped with the current Unix time, to every sink."""
         event = {"event": kind, "time": time.time(), **fields}
         for sink in self._sinks:
             sink.emit(event)
 
     def close(self) -> None:
+        """Close all sinks: nothing may be emitted afterwards."""
         for sink in self._sinks:
             sink.close()
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on. Numbers that JSON lacks (NaN, infinity) become null.
+    """Write one JSON object per line, readable while the run continues.
 
-    A disk that is full loses events, and ends nothing: how many is told when there is space again.
+    Numbers that JSON lacks (NaN, infinity) become null. A full disk loses events and stops nothing: a `lost` event says
+    how many once there is space again.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
@@ -46,12 +56,14 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
+        """Write the event, after a `lost` event if earlier ones could not be written. May be called on any thread."""
         with self._lock:
             if self._lost and self._write({"event": "lost", "time": event["time"], "events": self._lost}):
                 self._lost = 0
             self._lost += not self._write(event)
 
     def _write(self, event: Event) -> bool:
+        """Return whether the whole line was written; part of a line is cut off again."""
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in event.items()}
         line = json.dumps(finite).encode() + b"\n"
         at = self._file.tell()

@@ -1,4 +1,4 @@
-"""The run as a person watches it: a live view in a terminal, plain lines everywhere else."""
+"""Show a run to the person who watches it: a live view in a terminal, plain lines everywhere else."""
 
 import math
 import sys
@@ -21,12 +21,13 @@ NAMED = 6  # islands in a line; more are counted
 
 
 def open_view(stream: TextIO | None = None) -> Sink:
+    """Open a live view if the stream is a terminal, otherwise plain lines. The default is standard output."""
     console = Console(file=stream or sys.stdout, highlight=False)
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 
 def sentence(event: Event) -> str | None:
-    """One line for an event worth a line of its own; None for the rest."""
+    """Return one line for an event that deserves a line of its own; None for the rest."""
     match event["event"]:
         case "start":
             mesh = "" if event["mesh"] == "fsdp 1 x tp 1" else f", {event['mesh']}"
@@ -53,11 +54,12 @@ def sentence(event: Event) -> str | None:
 
 
 def names(islands: Sequence[str]) -> str:
+    """List islands by name, or only count them where they are more than six."""
     return ", ".join(islands) if len(islands) <= NAMED else f"{len(islands)} islands"
 
 
 def figures(event: Event, start: Event) -> list[str]:
-    """Of a step, with the remaining time from the recent speed."""
+    """Return a step's figures as short texts, with the remaining time at the recent speed."""
     eta_s = (start["steps"] - event["step"]) * start["tokens_per_step"] / max(1e-9, event["tokens_per_s"])
     parts = [f"loss {event['loss']:.4f}", f"{format_count(event['tokens_per_s'])} tokens/s"]
     if event["mfu"] is not None:
@@ -68,12 +70,15 @@ def figures(event: Event, start: Event) -> list[str]:
 
 
 class PlainView:
+    """Print events and steps as plain lines, for files and pipes."""
+
     _start: Event  # of the run, which comes before every step
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def emit(self, event: Event) -> None:
+        """Print a line for a step or for an event that deserves one."""
         if event["event"] == "start":
             self._start = event
         text = sentence(event)
@@ -87,7 +92,7 @@ class PlainView:
 
 
 class LiveView:
-    """Milestones scroll by; the last lines show the bar, the figures and the curve of the loss."""
+    """Let milestones scroll by, above a progress bar, the figures and the curve of the loss."""
 
     _start: Event
 
@@ -96,6 +101,7 @@ class LiveView:
         self._live = Live(console=console, transient=True, refresh_per_second=8)
 
     def emit(self, event: Event) -> None:
+        """Update the bar on a step, and print a line for an event that deserves one."""
         if event["event"] == "start":
             self._start = event
             self._live.start()
@@ -106,6 +112,7 @@ class LiveView:
             self._live.console.print(text, markup=False, style="bold" if event["event"] == "start" else "")
 
     def _picture(self, event: Event) -> RenderableType:
+        """Draw the last lines: the bar with the step's figures, and the curve."""
         row = Table.grid(padding=(0, 2))
         steps = self._start["steps"]
         bar = ProgressBar(total=steps, completed=event["step"], width=28)
@@ -113,11 +120,12 @@ class LiveView:
         return Group(row, Text(f"loss {curve(self._losses)}", style="cyan"))
 
     def close(self) -> None:
+        """Stop the live display and remove it from the terminal."""
         self._live.stop()
 
 
 def curve(values: deque[float] | list[float]) -> str:
-    """The values as a row of block characters, lowest to highest; a gap where a value is not finite."""
+    """Draw values as a row of block characters, lowest to highest, with a gap where a value is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0

@@ -1,4 +1,4 @@
-"""Sinks for experiment trackers: TensorBoard and Weights & Biases, each behind its extra.
+"""Send events to experiment trackers: TensorBoard and Weights & Biases, each behind its extra.
 
 A new sink is a class in a file of its own, made from the run's configuration, and a line in `SINKS`
 (`diloco/config/schema.py`); `log.sinks: [NAME]` opens it.
@@ -20,11 +20,14 @@ CURVES = {
 
 
 def curves(event: Event) -> dict[str, float]:
+    """Return an event's numbers that are worth a curve, as `kind/field`; values that are None are left out."""
     kind = event["event"]
     return {f"{kind}/{name}": event[name] for name in CURVES.get(kind, ()) if event.get(name) is not None}
 
 
 class TensorBoard:
+    """Write curves into the run's folder for TensorBoard; without that package raise MissingExtra."""
+
     def __init__(self, config: Config) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -33,6 +36,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(Path(config.dir) / "tensorboard"))
 
     def emit(self, event: Event) -> None:
+        """Add the event's numbers as scalars at its step."""
         for name, value in curves(event).items():
             self._writer.add_scalar(name, value, event["step"])
 
@@ -41,6 +45,8 @@ class TensorBoard:
 
 
 class WandB:
+    """Send curves to Weights & Biases, with the run's configuration. The package comes with the extra `wandb`."""
+
     def __init__(self, config: Config) -> None:
         try:
             import wandb
@@ -53,8 +59,10 @@ class WandB:
             raise ConfigError(f"log.wandb=true: {reason}: run `wandb login`, or set WANDB_MODE=offline") from None
 
     def emit(self, event: Event) -> None:
+        """Log the event's numbers at its step; events without any are ignored."""
         if values := curves(event):
             self._run.log(values, step=event["step"])
 
     def close(self) -> None:
+        """Finish the W&B run, so that everything is uploaded."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Several islands as a person watches them: a live table under scrolling milestones, or plain lines."""
+"""Show several islands to the person who watches them: a live table under scrolling milestones, or plain lines."""
 
 import json
 import sys
@@ -19,12 +19,16 @@ COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round")
 
 
 class Tail:
-    """The events that were added to a file since the last look. Waits for the file, and for the end of a line."""
+    """Follow a file of events: wait for the file to appear, and for the end of each line."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
 
     def read(self) -> list[Event]:
+        """Return the events that were added since the last call.
+
+        Lines that are no JSON are skipped: their writer was killed halfway.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -41,41 +45,48 @@ class Tail:
 
 
 class IslandsView:
-    """Plain lines."""
+    """Print milestones as plain lines, where the output is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def say(self, line: str) -> None:
+        """Print one line as it is, however long, and flush it."""
         self._console.print(line, soft_wrap=True, markup=False)
         self._console.file.flush()
 
     def show(self, rows: Iterable[Row]) -> None:
-        """Never a line for each island and step."""
+        """Show nothing: a line for each island and step would be too many."""
 
     def close(self) -> None:
         pass
 
 
 class LiveTable(IslandsView):
+    """Keep a table of all islands below the milestones, in a terminal."""
+
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live = Live(console=console, transient=True, refresh_per_second=4)
 
     def show(self, rows: Iterable[Row]) -> None:
+        """Replace the table by one of these rows; the first call starts the display."""
         self._live.update(table(rows))
         self._live.start()  # once; an empty one would leave empty lines
 
     def close(self) -> None:
+        """Stop the display, which removes the table."""
         self._live.stop()
 
 
 def open_islands_view(stream: TextIO | None = None) -> IslandsView:
+    """Open a live table if the stream is a terminal, otherwise plain lines."""
     console = Console(file=stream or sys.stdout, highlight=False)
     return LiveTable(console) if console.is_terminal else IslandsView(console)
 
 
 def table(rows: Iterable[Row]) -> Table:
+    """Build the table for a terminal, with islands that died in red and those that left dimmed."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in COLUMNS:
         made.add_column(name, justify="left" if name in ("island", "state") else "right")
@@ -85,6 +96,7 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    """Return a row's texts in the order of COLUMNS; what is not known yet stays empty."""
     loss = "" if row.loss is None else f"{row.loss:.4f}"
     speed = "" if row.tokens_per_s is None else format_count(row.tokens_per_s)
     return row.name, row.state, str(row.step or ""), loss, speed, str(row.round or "")

@@ -1,7 +1,7 @@
 """A run that begins where another one was: a genesis that names its parent, and that state as its first snapshot.
 
 `diloco rewind` makes one in a folder of its own. An island alone makes one in its own folder, when it is resumed with
-other settings, or when an earlier diloco has left it there, which kept saves of an island alone and no log.
+other settings, or when its saves were left there by an earlier diloco, which kept no log of an island alone.
 """
 
 import json
@@ -49,7 +49,7 @@ READY = "ready"  # a file in it: it is whole
 
 
 def refuse_other_state(before: Config, after: Config, what: str) -> None:
-    """Refuse settings that the outer state was made with, where they are others now."""
+    """Refuse other values of settings that the outer state was made with, by a ConfigError."""
     then, now = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
     for key in now:
         fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
@@ -59,13 +59,14 @@ def refuse_other_state(before: Config, after: Config, what: str) -> None:
 
 
 def updates_at(config: Config, step: int, updates: int) -> int:
-    """So many launches are behind the clock, in the schedule that holds from now on: each fragment has its turn."""
+    """Return how many launches lie behind the run's clock, in the schedule that holds from now on, so that each
+    fragment has its turn. A schedule by time has no such number: `updates` stays."""
     schedule = schedule_of(config.sync, config.inner)
     return schedule.behind(step) if isinstance(schedule, Schedule) else updates
 
 
 def released(ledger: Ledger) -> Ledger:
-    """What was consumed stays so; what somebody had leased is to be had again."""
+    """Release every lease: samples that were consumed stay so, those that were leased can be had again."""
     for holder, _ in ledger.leases:
         ledger = ledger.release(holder)
     return ledger
@@ -74,7 +75,7 @@ def released(ledger: Ledger) -> Ledger:
 def goes_on(
     old: Genesis, state: RunState, vectors: dict[str, Tensor], config: Config, founder: str, ledger: Ledger
 ) -> Genesis:
-    """A run that begins at a round of an old one, with this configuration. It is not signed yet."""
+    """Build the genesis of a run that begins at a round of an old one, with this configuration; not signed yet."""
     head, updates = state.head, updates_at(config, state.step, state.updates)
     parent = Parent(
         old.digest, head.round, head.digest, vectors_digest(vectors), head.tokens, state.step, updates, ledger
@@ -99,8 +100,8 @@ def write_branch(home: Path, draft: Genesis, vectors: dict[str, Tensor], fragmen
 
 
 def branch_if_needed(folder: Path, part: Participant) -> str:
-    """Found a run of one anew in the folder of an island alone, where its settings are others now or an earlier diloco
-    wrote it. Returns what there is to say of it; empty where nothing was done."""
+    """Found a run of one once more in the folder of an island alone, where its settings are others now or an earlier
+    diloco wrote it. Return a note for the user; empty where nothing was done."""
     _put_in_force(folder)
     me = Identity.load(folder / "identity.key").peer_id
     holder = holder_name(me, int(time.time() * 1000))
@@ -140,6 +141,7 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
 
 
 def refuse_ended(config: Config, step: int, where: str) -> None:
+    """Raise SaveError if a state is past the configuration's last step."""
     if step > config.inner.steps:
         raise SaveError(f"{where} is past inner.steps={config.inner.steps}: raise inner.steps to go on")
 
@@ -166,15 +168,15 @@ def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder
 
 
 def _with_samples(draft: Genesis, config: Config, position: int, holder: str, used: Ranges) -> Ledger:
-    """The samples of an island that took one after the other: those that no round contains yet are its own, and as
-    many more as it wants to hold, so that it trains on at once."""
+    """Return the ledger of an island that took samples one after the other: those that no round contains yet are its
+    own, and as many more as it wants to hold, so that it trains on at once."""
     ledger = replace(draft.state().ledger, next=position)
     ledger, more = ledger.grant(holder, samples_ahead(config, config.island.batch))
     return _leased(replace(ledger, limit=None), holder, normal(used + more))
 
 
 def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> None:
-    """A save fits only the model, data, seed, optimizers and fragments it was made with; all else may change."""
+    """Refuse a save of another model, data, seed, optimizers or fragments; all else may change."""
     own_loop = part.data == OWN_LOOP
     again = "undo that, or start again with fresh=True" if own_loop else "undo that or use --fresh"
     if facts["data"] == OWN_LOOP and not own_loop:
@@ -201,7 +203,8 @@ def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> N
 def _write_new(
     folder: Path, draft: Genesis, vectors: dict[str, Tensor], part: Participant, contained: dict[str, Any]
 ) -> None:
-    """`contained`: what the parent's state contains of this island's progress, for whoever resumes from a save."""
+    """Write a branch that is not in force yet. `contained`: what the parent's state contains of this island's progress,
+    for whoever resumes from a save."""
     new = folder / NEW
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -215,7 +218,7 @@ def _write_new(
 
 
 def _put_in_force(folder: Path) -> None:
-    """Let a branch that is whole take the place of the log, which is kept. Dying in between, it is done next time."""
+    """Put a branch that is whole in place of the log, which is kept; after a crash, the next call finishes it."""
     new, outer, key = folder / NEW, folder / OUTER, folder / OWNER_KEY
     if not (new / READY).exists():
         return

@@ -1,4 +1,4 @@
-"""A run's folder: made, locked, set aside, and who writes down there what happens."""
+"""A run's folder: how it is made, locked and set aside, and what writes into it as events happen."""
 
 import fcntl
 import logging
@@ -23,7 +23,8 @@ def open_folder(
     config: Config, events: Events, *, resume: bool, fresh: bool = False, view: bool = True,
     prepare: Callable[[], str] = str,
 ) -> None:  # fmt: skip
-    """`prepare` is called once the folder is locked, before anything in it is changed; it returns a note or nothing."""
+    """Make and lock the run's folder, and attach what records events there. `prepare` is called once the folder is
+    locked, before anything in it is changed; it returns a note or nothing."""
     folder = Path(config.dir)
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
@@ -43,7 +44,7 @@ def open_folder(
 
 
 def log_to(path: Path) -> None:
-    """Warnings of the network's threads: for those who look for a reason, not for the terminal."""
+    """Write warnings of the network's threads to a file: for those who look for a reason, not for the terminal."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     ours = logging.getLogger("diloco")
@@ -51,10 +52,10 @@ def log_to(path: Path) -> None:
 
 
 def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
-    """Make the run's folder and lock it; returns where `fresh` moved an earlier run.
+    """Make the run's folder and lock it; return where `fresh` moved an earlier run.
 
-    Never trains over an earlier run unasked, never moves or fills a folder that is no run, never joins a run that
-    another process is at.
+    It never trains over an earlier run unasked, never moves or fills a folder that is no run, and never enters a run
+    that another process is training.
     """
     is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
     if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
@@ -85,7 +86,7 @@ def _already_holds(folder: Path, what: str) -> SaveError:
 
 
 def _lock(folder: Path) -> None:
-    """Held until this process ends, however it ends, or releases it."""
+    """Lock a folder until this process ends, however it ends, or releases it; raise SaveError if another one has it."""
     lock = (folder / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,31 +102,31 @@ _locks: list[TextIO] = []
 
 
 def release(folder: Path) -> None:
-    """For a process that goes on when its run has ended."""
+    """Release a folder's lock, in a process that outlives its run."""
     for lock in [lock for lock in _locks if Path(lock.name).parent == folder]:
         _locks.remove(lock)
         lock.close()
 
 
 def numbered(folder: Path) -> Path:
-    """NAME.1, NAME.2, …: the first that is not there."""
+    """Return the first of NAME.1, NAME.2, … that does not exist."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
 
 def has_log(folder: Path) -> bool:
-    """Whether an island has left its log of a run there."""
+    """Tell whether an island has left its log of a run there."""
     return any((folder / OUTER).glob("log-*.seg"))
 
 
 def islands_in(folder: Path) -> int:
-    """How many islands of a run that others can join have left a log there. An island alone never gave a ticket."""
+    """Count the islands with a log there whose run others can join. An island alone never gave a ticket."""
     is_open = has_log(folder) and (folder / "ticket").exists()
     return int(is_open) or sum(has_log(island) for island in folder.glob("island-*"))
 
 
 def islands_to_start(folder: Path, asked: int | None, *, resume: bool, fresh: bool) -> int:
-    """0 is an island alone."""
+    """Return how many islands were asked for, or, to resume, have left a log; 0 stands for an island alone."""
     if resume and fresh:
         raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
     return asked or (islands_in(folder) if resume else 0)

@@ -1,6 +1,6 @@
 """Record 0: what a run is, fixed by whoever founds it. A joiner takes its configuration from it and checks its data.
 
-It holds settings, names, shapes and digests only: nothing in it is ever run.
+It holds settings, names, shapes and digests only: nothing in it is ever executed.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machin
 
 @dataclass(frozen=True)
 class Parent:
-    """The round of another run that a run goes on from, and what it takes over besides the vectors."""
+    """Name the round of another run that a run continues from, and what it takes over besides the vectors."""
 
     genesis: str
     round: int
@@ -50,6 +50,8 @@ class Parent:
 
 @dataclass(frozen=True)
 class Genesis:
+    """Hold what defines a run for good: settings, parameter names and shapes, and a fingerprint of the data."""
+
     protocol: int
     config: dict[str, Any]
     names: tuple[str, ...]
@@ -63,13 +65,14 @@ class Genesis:
 
     @classmethod
     def of(cls, config: Config, layout: Layout, samples: Samples | None, founder: str) -> "Genesis":
-        """`samples` is None for a loop that brings its own (diloco.connect)."""
+        """Build a new run's genesis, unsigned. `samples` is None for a loop with its own (diloco.connect)."""
         shared = shared_of(config)
         data, count = (OWN_LOOP, 0) if samples is None else (samples.source.fingerprint(), samples.train_count)
         return cls(PROTOCOL, shared, layout.names, layout.shapes, data, count, founder)
 
     @classmethod
     def parse(cls, raw: bytes) -> "Genesis":
+        """Read a genesis from its bytes; raise JoinRefused where that fails. The signature is not checked."""
         try:
             tree = json.loads(raw)
             names, shapes = tuple(map(str, tree["names"])), tuple(tuple(map(int, s)) for s in tree["shapes"])
@@ -85,18 +88,19 @@ class Genesis:
 
     @classmethod
     def given(cls, raw: bytes, run_id: bytes) -> "Genesis":
-        """By a peer."""
+        """Read a genesis that a peer gave; raise MessageRefused unless it is of this run and signed by its owner."""
         genesis = cls.parse(raw)
         if not genesis.is_of(run_id):
             raise MessageRefused("the first record that a peer gives is of another run, or not signed by its owner")
         return genesis
 
     def signed(self, owner: Identity) -> "Genesis":
+        """Return a copy that names this owner and has its signature."""
         draft = replace(self, owner=owner.public_key.hex(), signature="")
         return replace(draft, signature=owner.sign(draft._to_sign).hex())
 
     def is_of(self, run_id: bytes) -> bool:
-        """A run's id follows from its owner's key, which has signed this."""
+        """Tell whether this run's owner has signed it: a run's id follows from its owner's key."""
         try:
             key, signature = bytes.fromhex(self.owner), bytes.fromhex(self.signature)
         except ValueError:
@@ -105,11 +109,12 @@ class Genesis:
 
     @property
     def raw(self) -> bytes:
+        """Return the bytes that peers are given and the disk keeps, signature included."""
         return canonical({**self._unsigned, "signature": self.signature})
 
     @cached_property
     def digest(self) -> str:
-        """Of all but the signature."""
+        """Compute the SHA-256 of all but the signature: the digest of the run's first head."""
         return hashlib.sha256(canonical(self._unsigned)).hexdigest()
 
     @property
@@ -123,6 +128,7 @@ class Genesis:
         return CONTEXT + bytes.fromhex(self.digest)
 
     def state(self) -> RunState:
+        """Return the state that the run begins with: an empty one, or what it takes over from its parent."""
         epochs = self.config["data"].get("epochs")
         limit = None if epochs is None or self.data == OWN_LOOP else epochs * self.samples
         if (came := self.parent) is None:
@@ -131,7 +137,7 @@ class Genesis:
         return RunState(head, (self.founder,), ledger, step=came.step, updates=came.updates, owner=self.owner)
 
     def configure(self, own: Mapping[str, Any]) -> Config:
-        """The run's settings, with this island's own for what is its own business."""
+        """Return the run's settings with this island's own; raise JoinRefused if `own` sets what is the run's."""
         if self.protocol != PROTOCOL:
             raise JoinRefused(f"the run speaks protocol {self.protocol}, this diloco {PROTOCOL}: use the same version")
         tree: dict[str, Any] = {**self.config}
@@ -150,7 +156,7 @@ class Genesis:
             raise JoinRefused(f"the run's configuration does not work here: {error}") from None
 
     def check(self, layout: Layout, samples: Samples | None) -> None:
-        """Whether this island would train the same model on the same data."""
+        """Raise JoinRefused unless this island would train the same model on the same data."""
         if samples is None and self.data != OWN_LOOP:
             raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
         if samples is not None and self.data == OWN_LOOP:
@@ -169,7 +175,7 @@ class Genesis:
             )
 
     def first_change(self, config: Config) -> str:
-        """Say in which of the run's own settings a configuration differs; empty where it does not."""
+        """Describe the first of the run's own settings in which a configuration differs; empty where none does."""
         tree = config.model_dump(mode="json")
         for name in SHARED:
             then, now = self.config[name], tree[name]
@@ -180,19 +186,19 @@ class Genesis:
         return ""
 
     def refuse_changes(self, config: Config) -> None:
-        """The run's own settings stay those that it was founded with."""
+        """Raise SaveError if the run's own settings are not those that it was founded with."""
         if change := self.first_change(config):
             raise SaveError(f"{change}: undo that, or start another one with --fresh")
 
 
 def shared_of(config: Config) -> dict[str, Any]:
-    """What of a configuration is the same for all islands, or suggested to them."""
+    """Return those settings of a configuration that are the same for all islands, or suggested to them."""
     tree = config.model_dump(mode="json")
     return {name: tree[name] for name in SHARED} | {"island": {name: tree["island"][name] for name in SUGGESTED}}
 
 
 def own_sections(config: Config) -> dict[str, Any]:
-    """What of a configuration is an island's own business."""
+    """Return those settings of a configuration that were given and are an island's own business."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     own = {name: section for name, section in tree.items() if name not in SHARED}
     data = {name: value for name, value in tree.get("data", {}).items() if name in OWN_DATA}
@@ -203,14 +209,15 @@ FILE = "genesis.json"
 
 
 def write_genesis(folder: Path, run_id: bytes, genesis: Genesis) -> None:
-    """Next to the log that follows from it: the record, the run, and a digest of both."""
+    """Write the genesis next to the log that follows from it: record, run id, digest of both. A whole one stays."""
     if read_genesis(folder, run_id) is None:
         lines = genesis.raw, run_id.hex().encode()
         write_file(folder / FILE, b"\n".join([*lines, _seal(*lines), b""]), durable=True)
 
 
 def read_genesis(folder: Path, run_id: bytes | None = None) -> Genesis | None:
-    """None where there is none, or none that is whole and signed: others have it."""
+    """Read the genesis of a log; None where there is none that is whole and signed: others have it. Raise SaveError
+    where it is that of another run than `run_id`."""
     try:
         raw, run, seal, end = (folder / FILE).read_bytes().split(b"\n")
         written_for = bytes.fromhex(run.decode())

@@ -46,7 +46,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Start:
-    """Where an island begins: in which run, with what, and where it writes on."""
+    """Hold where an island begins: in which run, with which state, and in which store it writes on."""
 
     genesis: Genesis
     origin: Origin
@@ -55,7 +55,7 @@ class Start:
 
 
 def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
-    """As this island's own disk has it, or a member of the run."""
+    """Return the genesis as this island's own disk has it, or else as a member of the run gives it."""
     if (known := read_genesis(folder / OUTER, peer.run_id)) is not None:
         return known
 
@@ -73,7 +73,8 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
 
 
 def find_start(peer: LocalPeer, genesis: Genesis, part: Participant) -> Start:
-    """Where this island's own disk ends, from where the others take it on; or where they are."""
+    """Restore the state that this island's own disk ends with, from which the others help it to catch up; without one,
+    fetch theirs."""
     config, fragments = part.config, part.fragments
     store = open_store(peer, genesis, config, part.events)
     own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.report)
@@ -97,7 +98,7 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Participant) -> Start:
 
 
 def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer]) -> Answer:
-    """Ask as a newcomer, among peers that may not know it yet, until somebody answers."""
+    """Ask as a newcomer, among peers that may not know it yet, until one answers; raise JoinRefused after a minute."""
     if not isinstance(peer, Peer):
         raise JoinRefused("nobody else is in this run")
     reason = "nobody is in the run's directory"
@@ -121,6 +122,7 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
 
 
 def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events) -> DiskStore:
+    """Open the island's store and write the genesis there; a remote that does not work is refused first."""
     folder = Path(config.dir) / OUTER
 
     def report(what: str, text: str) -> None:
@@ -139,18 +141,20 @@ def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events
 
 
 def remote_of(peer: LocalPeer, config: Config) -> Remote | None:
-    """A folder for each run: others may be copied to the same address."""
+    """Return where `checkpoint.remote` keeps this run, None without one. Each run has a folder there: others may be
+    copied to the same address."""
     url = config.checkpoint.remote
     return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
 
 
 def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> RunContext:
+    """Build the context of a run, in which `snapshot_every` counts updates of fragments instead of rounds."""
     every = config.checkpoint.snapshot_every * len(fragments)
     return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every)
 
 
 def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, incarnation: int | None) -> Rounds:
-    """Take part among the others until the stack is closed; as a new incarnation, unless one goes on."""
+    """Take part among the others until the stack is closed; without an `incarnation` to continue, as a new one."""
     config, origin, store = part.config, start.origin, start.store
     inbox = Inbox(Path(config.dir))
 
@@ -217,20 +221,20 @@ def _options_at(state: RunState, part: Participant, peer: LocalPeer) -> Options:
 
 
 def new_incarnation(me: str, state: RunState) -> int:
-    """Above all earlier ones that anybody could know of, even if this machine's clock was set back."""
+    """Return an incarnation above all earlier ones that any peer could know of, even if the clock was set back."""
     marks = [incarnation for (island, incarnation, _), _ in state.marks if island == me]
     leases = [int(holder.rpartition("#")[2]) for holder, _ in state.ledger.leases if holder.startswith(f"{me}#")]
     return max(int(time.time() * 1000), *(earlier + 1 for earlier in [0, *marks, *leases]))
 
 
 def leased_incarnation(me: str, state: RunState) -> int | None:
-    """Of this island, where the run begins with samples that it holds."""
+    """Return the incarnation of this island that holds samples when the run begins; None where none does."""
     held = (holder.rpartition("#") for holder, _ in state.ledger.leases)
     return next((int(incarnation) for island, _, incarnation in held if island == me), None)
 
 
 def options_for(config: Config, *, alone: bool = False) -> Options:
-    """`alone`: nobody else can come, so rounds wait for nobody."""
+    """Build the protocol's options, which follow amendments. `alone`: no other can come, so rounds wait for nobody."""
     elastic = config.elastic
 
     def heeding(options: Options, state: RunState) -> Options:

@@ -1,4 +1,4 @@
-"""This machine as a peer: identity, directory, transports, and who else is there."""
+"""This machine as a peer: its identity, the directory, transports, and which others are present."""
 
 import logging
 import re
@@ -43,7 +43,7 @@ Know = Callable[[Mapping[str, PeerAddress]], None]
 
 @dataclass(frozen=True)
 class Connection:
-    """How this island reaches the others."""
+    """Describe how this island reaches the others."""
 
     host: str = "127.0.0.1"  # how others see it: an address of this machine, or one that is led to it
     up_bits_per_s: float | None = None
@@ -57,11 +57,13 @@ class Connection:
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
+        """Return bits per second up and down; None where there is no limit."""
         return self.up_bits_per_s, self.down_bits_per_s
 
 
 class LocalPeer:
-    """This machine in its run, as far as rounds need it. By itself nobody else can join: no port, no daemon."""
+    """Represent this machine in a run, as far as rounds need it. On its own it lets nobody else join: it opens no port
+    and starts no daemon."""
 
     def __init__(self, folder: Path, run_id: bytes, connection: Connection) -> None:
         self.connection, self.run_id = connection, run_id
@@ -76,22 +78,25 @@ class LocalPeer:
         self._thread: threading.Thread | None = None
 
     def network(self) -> Network:
+        """Return the transports for rounds; nobody else is admitted."""
         return Network(self.plain, self.bulk, b"", self._admit)
 
     def _admit(self, peer: str, greeting: bytes) -> None:
         raise PeerRefused(f"{peer} cannot join: this run is closed")
 
     def publish(self) -> None:
-        """There is nobody to hear of it."""
+        """Announce this peer to the others, of which there are none here."""
 
     def find_peers(self) -> dict[str, PeerAddress]:
+        """Return the addresses of all others; here there are none."""
         return {}
 
     def name_of(self, peer: str) -> str:
+        """Return the name that a peer published, or the end of its id."""
         return self._names.get(peer, peer[-8:])
 
     def watch(self, know: Know) -> None:
-        """Call `know` now and then in a thread, even if it never brings an address: it also looks for amendments."""
+        """Call `know` every second on a thread, even if it never brings an address: it also looks for amendments."""
         self._thread = threading.Thread(target=self._watch, args=(know,), name="watch", daemon=True)
         self._thread.start()
 
@@ -107,12 +112,12 @@ class LocalPeer:
 
 
 class Peer(LocalPeer):
-    """This machine among others: in the directory from `publish` on; `watch` tells about them as they come and go."""
+    """Represent this machine among others: in the directory from `publish` on. `watch` reports who comes and goes."""
 
     def __init__(
         self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
     ) -> None:
-        """`lonely`: it is fine if nobody answers; those it knows of are tried again and again."""
+        """`lonely`: it is fine if nobody answers; the peers it knows of are tried again and again."""
         super().__init__(folder, run_id, connection)
         self._known = KnownPeers(folder)
         self.ticket = ticket
@@ -128,7 +133,7 @@ class Peer(LocalPeer):
         self.bulk = PooledTransport(self.plain)
 
     def _enter(self, *, lonely: bool) -> "Directory":
-        """At its old address where that is free: old tickets name it."""
+        """Start the directory, at this peer's old address where that is free: old tickets name it."""
         from diloco.comm.peers.directory import Directory  # takes seconds: hivemind
 
         host = self.connection.host
@@ -148,15 +153,16 @@ class Peer(LocalPeer):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """For a ticket's bootstrap."""
+        """Return this peer's multiaddrs, for a ticket's bootstrap."""
         return self.directory.addresses
 
     def network(self) -> Network:
+        """Return the transports for rounds; this peer's ticket is its greeting."""
         assert self.ticket is not None
         return Network(self.plain, self.bulk, self.ticket.render().encode(), self._admit)
 
     def _admit(self, peer: str, greeting: bytes) -> None:
-        """Any member checks any other's admission by itself."""
+        """Check another peer's greeting; any member checks any other's admission by itself."""
         record = self.records.get(peer)
         if record is None:
             raise PeerRefused(f"{peer} has no record in the run's directory")
@@ -165,6 +171,7 @@ class Peer(LocalPeer):
         self._admitted.add(peer)
 
     def publish(self) -> None:
+        """Put this peer's record into the directory, with its addresses and its present head, for EXPIRES_S seconds."""
         me = self._direct.address(self.connection.host)
         round_number, digest = self.head()
         up, down = self.connection.up_bits_per_s or 0, self.connection.down_bits_per_s or 0
@@ -176,7 +183,7 @@ class Peer(LocalPeer):
         self.directory.publish(record, EXPIRES_S)
 
     def find_peers(self) -> dict[str, PeerAddress]:
-        """Everybody else who is in the directory now; they, and only they, may connect."""
+        """Return the addresses of all others in the directory now; they, and only they, may connect."""
         found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
         found.pop(self.id, None)
         self.records = found
@@ -207,17 +214,18 @@ class Peer(LocalPeer):
 
 
 class KnownPeers:
-    """Addresses that outlive a process: this peer's own and those of the others, for when all have to start again."""
+    """Keep addresses on disk, this peer's own and those of the others, for when all have to start again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._written: tuple[str, ...] = self.others()
 
     def others(self) -> tuple[str, ...]:
+        """Return the addresses of peers that were present last."""
         return _lines(self._folder / "peers")
 
     def own_port(self, host: str) -> int:
-        """The last one, if nobody else has it; 0 is any."""
+        """Return the port that this peer had last, if nobody else has it now; 0 stands for any."""
         ports = [int(parts[4]) for line in _lines(self._folder / "addresses") if len(parts := line.split("/")) > 4]
         for port in ports:
             with suppress(OSError):
@@ -225,7 +233,7 @@ class KnownPeers:
         return 0
 
     def remember(self, addresses: Iterable[Sequence[str]]) -> None:
-        """Those who are there now; who is alone keeps those it knew."""
+        """Write down the addresses of those who are present now; who is alone keeps those it knew."""
         found = tuple(sorted({place for places in addresses for place in places[:1]}))[:MAX_REMEMBERED]
         if not found or found == self._written:
             return
@@ -244,6 +252,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:
+    """Return where a peer can be reached, by its record; without a bulk address only libp2p remains."""
     host, port = record.bulk[0] if record.bulk else ("", 0)
     return PeerAddress(peer, host, port, record.certificate, record.control)
 
@@ -258,13 +267,13 @@ def _shape(transport: Transport, connection: Connection) -> Transport:
 
 
 def own_name() -> str:
-    """What this machine is called, where its owner does not say."""
+    """Return this machine's host name, in safe characters: what an island is called unless its owner says otherwise."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
 
 
 def listen_host(host: str) -> str:
-    """For others who see this machine as `host`: there, if that is an address of it or a name for one; else (a cloud or
-    a router leads it here) anywhere."""
+    """Return where to listen for others who see this machine as `host`: there, if that is an address of this machine or
+    a name for one; else, where a cloud or a router forwards it, on any address."""
     try:
         address = host if ":" in host else socket.gethostbyname(host)
         _free_port(address)
@@ -274,7 +283,7 @@ def listen_host(host: str) -> str:
 
 
 def _free_port(host: str, port: int = 0) -> int:
-    """That one, or any; OSError where it cannot be had."""
+    """Return this port, or any free one for 0; raise OSError where it cannot be had."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
@@ -282,14 +291,14 @@ def _free_port(host: str, port: int = 0) -> int:
 
 
 def _family(host: str) -> str:
-    """As multiaddrs call it."""
+    """Name the family of a host as multiaddrs do."""
     if ":" in host:
         return "ip6"
     return "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
 
 
 def host_towards(addresses: tuple[str, ...]) -> str:
-    """The address under which this machine would be seen by the peers at these multiaddrs."""
+    """Return the address under which the peers at these multiaddrs would see this machine; nothing is sent to them."""
     for address in addresses:
         parts = address.split("/")
         if len(parts) > 2 and parts[1] in ("ip4", "dns4"):

@@ -1,4 +1,4 @@
-"""Signals: what asks an island to stop, to pause or to leave at once."""
+"""Signals that ask an island to stop, to pause or to leave at once."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent 
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Those that asked to stop; one within a second of the one before is its echo."""
+    """Collect the signals that ask to stop; one within a second of the one before is its echo, and not counted."""
     heard: list[int] = []
     last = -REPEAT_S
 
@@ -31,7 +31,7 @@ def signals() -> Iterator[list[int]]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT, SIGTERM and PAUSE go to it, for as long as this is open."""
+    """Install a handler for SIGINT, SIGTERM and PAUSE, for as long as this is open."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, PAUSE)}
     try:
         yield
@@ -42,21 +42,25 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @dataclass
 class Stop:
+    """Hold when an island was asked to stop, and whether it is to pause."""
+
     asked_at: float | None = None
     pausing: bool = False
     on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
 
     @property
     def asked(self) -> bool:
+        """Tell whether a signal has come."""
         return self.asked_at is not None
 
 
 @contextmanager
 def stop_on_signal(stop: Stop, *, announce: bool, always_pause: bool = False) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the loop to stop after its step; a later one leaves at once. PAUSE asks an
-    island among others to stop without contributing what it has: it will come back. `always_pause`: every signal does.
+    """Stop the loop after its step at the first SIGINT or SIGTERM; leave at once at a later one.
 
-    Not one within a second of the first: launchers pass on a signal that the terminal has already sent to everybody.
+    PAUSE asks an island among others to stop without contributing what it has: it will come back. `always_pause`: every
+    signal does. One within a second of the first is ignored: launchers pass on a signal that the terminal has already
+    sent to everybody.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """An island from its first message to its goodbye: it founds a run, resumes one, or joins one by a ticket.
 
 `RunEntry` does that for every participant, the built-in trainer and loops of other people (`diloco.connect`) alike. An
-island alone founds a run of one that nobody else can join (no `Connection`): otherwise it is a run like any other.
+island alone founds a run of one that nobody else can join (no `Connection`): in all else it is a run like any other.
 """
 
 import time
@@ -45,8 +45,8 @@ def run(config: Config, connection: Connection | None = None, *, resume: bool = 
 
 
 def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
-    """Take part in a run. Its configuration and its state come from the others, or, as far as it goes, from this
-    island's own disk, if it was here before."""
+    """Take part in a run by its ticket. Configuration and state come from the other islands, or, as far as it goes,
+    from this island's own disk, if it was here before."""
     with _built_in(own_island(own), connection) as entrance:
         return _train(entrance, entrance.join(Ticket.parse(text, time.time()), own, folder))
 
@@ -69,7 +69,8 @@ def _train(entrance: "RunEntry", part: Participant) -> Outcome:
 
 @dataclass
 class RunEntry:
-    """What it opens is closed with the stack, the last first. Only the leader process has a peer."""
+    """Bring an island into a run. What it opens is closed with the stack, the last first; only the leader process of an
+    island has a peer."""
 
     place: ProcessMesh
     events: Events
@@ -82,10 +83,11 @@ class RunEntry:
 
     @property
     def closed(self) -> bool:
+        """Tell whether nobody else can join, for want of a connection."""
         return self.connection is None
 
     def found(self, config: Config, *, fresh: bool) -> Participant:
-        """A new run, with this island as its first. Others join with the ticket that lies in its folder."""
+        """Start a new run, with this island as its first. Others join with the ticket that lies in its folder."""
         part, folder = self.build(config), Path(config.dir)
         self._open_folder(config, resume=False, fresh=fresh)
         vectors = part.initial_vectors()
@@ -102,7 +104,7 @@ class RunEntry:
         return self._take_part(part, peer, start)
 
     def resume(self, config: Config) -> Participant:
-        """A run that was founded here, once more: from this island's disk, and from whoever else is there."""
+        """Continue a run that was founded here, from this island's disk and from whichever others are present."""
         folder = Path(config.dir)
         if self.closed and not has_log(folder) and not saves(folder):
             raise SaveError(f"{folder} holds no save to resume from: start without --resume")
@@ -118,6 +120,7 @@ class RunEntry:
         return self._enter(folder, own_sections(config), lambda _: part)
 
     def join(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Participant:
+        """Enter the run that a ticket names, with this island's own settings; its files lie in `folder`."""
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
         return self._enter(folder, {**own, "checkpoint": checkpoint}, self.build, ticket=ticket)
 
@@ -146,7 +149,7 @@ class RunEntry:
         self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
 
     def _founding_peer(self, folder: Path, name: str) -> LocalPeer:
-        """The first peer of a run, with a ticket that lets others in; without a connection nobody gets in."""
+        """Open the first peer of a run, with a ticket that lets others in; without a connection nobody gets in."""
         owner = Identity.load(folder / OWNER_KEY)
         run_id = run_id_of(owner.public_key)
         if self.connection is None:

@@ -1,4 +1,4 @@
-"""Runs that are not real: `virtual` has no processes, `real` has real islands on made links.
+"""Simulate runs: `virtual` has no processes, `real` has real islands on emulated links.
 
-May import: everything but bench and cli. Production never imports it.
+May import: everything but bench and cli. Only these import it.
 """

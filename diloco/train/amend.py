@@ -1,7 +1,7 @@
-"""Settings that change while a run goes on: which may, what they make of a configuration, where they wait to be heeded.
+"""Changes of settings during a run: which keys may change, what they make of a configuration, where they are stored.
 
-Only the run's owner signs changes (`diloco set`). They wait as files in the folder of an island, which brings them to
-the others; from the record on that contains one, it holds for every island, also for those that come later.
+Only the run's owner signs changes (`diloco set`). They are files in the folder of an island, which brings them to the
+others. A change applies from the record that contains it on, to every island, also to those that join later.
 """
 
 import json
@@ -29,19 +29,21 @@ IDENTITY = ("run", "seed", "model", "data")
 
 
 class AmendedConfig:
-    """A run's configuration, as its owner has changed it by now."""
+    """Hold a run's configuration with the changes that its owner has made so far."""
 
     def __init__(self, founded: Config) -> None:
         self._founded = self.now = founded
         self._heeded: tuple[Amendment, ...] = ()
 
     def at(self, amendments: tuple[Amendment, ...]) -> Config:
+        """Return the founding configuration with all of these amendments, computed anew only when they differ."""
         if amendments != self._heeded:
             self._heeded, self.now = amendments, amended(self._founded, amendments)
         return self.now
 
 
 def amended(config: Config, amendments: Iterable[Amendment]) -> Config:
+    """Apply the amendments to a configuration, in order. Raise ConfigError for one that this diloco cannot apply."""
     for amendment in amendments:
         try:
             config = changed(config, _changes_of(amendment, config))
@@ -55,7 +57,7 @@ def amended(config: Config, amendments: Iterable[Amendment]) -> Config:
 
 
 def objection(config: Config, amendments: Iterable[Amendment]) -> str:
-    """Why this diloco cannot follow them. Empty where it can."""
+    """Return why this diloco cannot apply these amendments, or an empty string if it can."""
     try:
         amended(config, amendments)
     except ConfigError as error:
@@ -64,6 +66,7 @@ def objection(config: Config, amendments: Iterable[Amendment]) -> str:
 
 
 def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
+    """Parse an amendment's changes, by dotted key, and refuse keys that cannot change during a run."""
     changes = json.loads(amendment.changes)
     if not isinstance(changes, dict):
         raise ConfigError("it is no table of settings")
@@ -74,7 +77,7 @@ def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """`changes`: by dotted key."""
+    """Return the configuration with these changes, by dotted key, validated as a whole."""
     tree = config.model_dump(mode="json")
     for key, value in changes.items():
         section, _, leaf = key.partition(".")
@@ -86,7 +89,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def in_words(amendment: Amendment) -> str:
-    """For people: `inner.lr=0.0001, inner.steps=4000`."""
+    """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is."""
     try:
         changes = json.loads(amendment.changes)
         return ", ".join(f"{key}={value}" for key, value in changes.items())
@@ -95,7 +98,10 @@ def in_words(amendment: Amendment) -> str:
 
 
 def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[str, Any]:
-    """What these change, by key. Refuses what cannot change while the run goes on, and what is so already."""
+    """Return what these overrides change, by dotted key. Refuse what cannot change during a run, or is so already.
+
+    `own_loop`: the run is trained by a user's own loop, which sets all of `inner` but its steps.
+    """
     asked = flat(overrides_tree(overrides))
     new = flat(changed(config, asked).model_dump(mode="json"))
     for key in asked:
@@ -109,6 +115,7 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
 
 
 def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
+    """Return why this key cannot change during the run, or an empty string if it can."""
     section = key.partition(".")[0]
     rewind = "diloco rewind RUN ROUND --set starts a new branch with it"
     if section in OWN:
@@ -125,7 +132,7 @@ def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
 
 
 def write_amendment(folder: Path, owner: Identity, number: int, changes: Mapping[str, Any]) -> Amendment | None:
-    """Into an island's folder. None where there is one of this number already."""
+    """Sign a change of settings and write it to an island's folder. Return None if its number is taken already."""
     text = json.dumps(changes, sort_keys=True, separators=(",", ":"))
     if len(text) > MAX_TEXT:
         raise ConfigError(f"these are too many changes at once ({len(text)} characters): make several of them")
@@ -139,10 +146,12 @@ def write_amendment(folder: Path, owner: Identity, number: int, changes: Mapping
 
 
 def amendment_files(folder: Path) -> list[Path]:
+    """List the files of all amendments in an island's folder, in the order of their numbers."""
     return sorted((folder / FOLDER).glob("*.json"))
 
 
 def read_amendment(path: Path) -> Amendment:
+    """Read a signed change of settings from its file. Raise SaveError if the file is damaged or unreadable."""
     try:
         return decode(Amendment, path.read_bytes())
     except (OSError, MessageRefused) as error:
@@ -150,13 +159,14 @@ def read_amendment(path: Path) -> Amendment:
 
 
 class Inbox:
-    """What the owner leaves in an island's folder, each once."""
+    """Collect the amendments that the owner leaves in an island's folder, each of them once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: set[Path] = set()
 
     def new(self) -> Iterator[Amendment | SaveError]:
+        """Yield the amendments that have appeared since the last call; for a file that cannot be read, its error."""
         for path in amendment_files(self._folder):
             if path not in self._seen:
                 self._seen.add(path)

@@ -1,10 +1,12 @@
-"""Where an island's parameters and the outer state meet: progress is cut out of the one, results enter from the other.
+"""The exchange between an island's parameters and the outer state: progress is cut out of the one, results of rounds
+enter from the other.
 
 All processes of an island call the same methods in the same order; only the leader has vectors and a connection.
 
-`anchor` is where the progress since a fragment's last cut is measured from: anchor - local. After a result has come in
-it is the new outer parameters, less what they do not contain of earlier cuts. One rule follows: the island's parameters
-become the anchor plus whatever was trained since the cut. Mixing and eager previews are other choices at that place.
+Progress since a fragment's last cut is measured from `anchor`: it is anchor - local. After a result has been applied,
+the anchor is the new outer parameters, less the progress of earlier cuts that they do not contain. One rule follows:
+the island's parameters become the anchor plus whatever was trained since the cut. Mixing and eager previews are other
+choices at that point.
 """
 
 import threading
@@ -26,8 +28,8 @@ from diloco.train.rounds import Rounds
 
 
 class Cut:
-    """What was trained between two cuts. It is worked out by whoever needs it first: as a rule the thread that encodes
-    it, while training goes on."""
+    """Hold what was trained between two cuts, computed by the first thread that needs it. As a rule that is the thread
+    that encodes it, while training continues."""
 
     def __init__(self, progress: Tensor, work: Callable[[Tensor], None]) -> None:
         self.progress = progress  # filled when it is finished
@@ -35,6 +37,7 @@ class Cut:
         self._lock = threading.Lock()
 
     def finish(self) -> None:
+        """Compute the progress if that is not done yet. Any thread may call this; a second one waits for the first."""
         with self._lock:
             if self._work is not None:
                 self._work(self.progress)
@@ -42,6 +45,8 @@ class Cut:
 
 
 class Exchange:
+    """Cut progress out of an island's parameters for rounds, and apply the results of rounds to them."""
+
     def __init__(self, shards: Shards, place: ProcessMesh, sync: SyncConfig, rounds: Rounds | None) -> None:
         self._shards, self._place, self._sync, self.rounds = shards, place, sync, rounds
         fragments = place.share(rounds.fragments if rounds is not None else None)
@@ -55,15 +60,18 @@ class Exchange:
         self._written = at_once  # returns when the device no longer reads these vectors
 
     def _vector(self) -> Tensor | None:
-        """On the leader: of all parameters, where the outer state lies. In host memory it is pinned for a GPU, so that
-        copies hold up nobody."""
+        """Allocate a vector of all parameters where the outer state lies, on the leader only. In host memory it is
+        pinned for a GPU, so that copies block nothing."""
         if self.rounds is None:
             return None
         pinned = self._place.device.type == "cuda" and self.rounds.base.device.type == "cpu"
         return torch.empty_like(self.rounds.base, pin_memory=pinned)
 
     def launch(self, fragment: int, done: StepsDone, *, step_ms: int = 0) -> None:
-        """Contribute what was trained since this fragment's last cut."""
+        """Contribute what was trained since this fragment's last cut.
+
+        With `sync.apply: eager`, the island continues from a preview of the result.
+        """
         eager = self._sync.apply == "eager"
         cut = self._cut(fragment)
         if self.rounds is not None and self.anchor is not None and cut is not None:
@@ -75,7 +83,7 @@ class Exchange:
             self._update(fragment, _replaced, self.anchor)
 
     def _cut(self, fragment: int) -> Cut | None:
-        """From here on progress is measured from what the island holds now."""
+        """Start a cut: from here on, progress is measured from what the island holds now. None except on the leader."""
         self._written()
         read = self._shards.start_reading(self._local, self._names[fragment])
         anchor, local = self.anchor, self._local
@@ -92,8 +100,8 @@ class Exchange:
         return cut
 
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
-        """The fragment's outer parameters are others by now: the island goes there with what they do not contain, and
-        with what it has trained in `steps` since the last cut."""
+        """Move the island to the fragment's new outer parameters, plus its progress that they do not contain and what
+        it has trained in `steps` since the last cut."""
         self._finish_cut(fragment)
         update = self.rounds.session.apply_result(fragment, self.rounds.base) if self.rounds is not None else None
         seen = (AppliedResult(update.step, update.owed_steps), update.owed is None) if update is not None else None
@@ -115,7 +123,7 @@ class Exchange:
             cut.finish()
 
     def _move_anchor(self, fragment: int, owed: Tensor | None) -> None:
-        """To the outer parameters, less what they do not contain; where it was is kept in `_local`."""
+        """Move the anchor to the outer parameters, less what they do not contain; `_local` keeps where it was."""
         assert self.rounds is not None and self.anchor is not None and self._local is not None
         self._written()
         for lo, hi in self.fragments.ranges[fragment]:
@@ -130,7 +138,7 @@ class Exchange:
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """The island holds them inside; what it trains is put back."""
+        """Put the outer parameters into the island while the context lasts, and restore its own afterwards."""
         kept = None
         if self._local is not None:
             kept = torch.empty_like(self._local)
@@ -142,18 +150,19 @@ class Exchange:
             self._shards.write(kept)
 
     def vectors(self, parameters: Tensor) -> dict[str, Tensor]:
-        """What a save must hold besides these outer parameters: where it differs from them."""
+        """Return what a save must hold besides these outer parameters: the anchor, where it differs from them."""
         assert self.anchor is not None
         for fragment in list(self._cuts):
             self._finish_cut(fragment)
         return {} if torch.equal(self.anchor, parameters) else {"anchor": self.anchor}
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
+        """Take the anchor from a save; one that holds none was made where it equalled the outer parameters."""
         assert self.anchor is not None
         self.anchor.copy_(vectors.get("anchor", vectors["parameters"]))
 
     def start_again(self) -> None:
-        """From the outer parameters."""
+        """Set the island's parameters to the anchor: for one that has just joined, the outer parameters."""
         self._shards.write(self.anchor)
 
 

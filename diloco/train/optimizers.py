@@ -21,19 +21,22 @@ TINY = 2.0**-100  # moments below this become zero: denormals differ between pla
 
 
 class OuterOptimizer(ABC):
+    """Update the outer state by the mean pseudo-gradient of a round, with the same bits on every platform."""
+
     vectors: tuple[str, ...] = ("momentum", "parameters")  # what it keeps, each as large as the model
     forgets = False  # whether its momentum, where that is `auto`, is less in short runs
 
     def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
-        """Work out the scalars of a fragment's update number 1, 2, …, to be stored: libm differs."""
+        """Compute the scalars of a fragment's update number 1, 2, …, to be stored: libm differs between platforms."""
         return Settings(lr, momentum, "", "", config.optimizer)
 
     @abstractmethod
     def step(self, vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
-        """Change a stretch of the vectors in place."""
+        """Change a stretch of the outer vectors in place, by the mean pseudo-gradient of that stretch."""
 
 
 def optimizer_named(name: str) -> OuterOptimizer:
+    """Create the outer optimizer that `OUTER_OPTIMIZERS` lists under this name. Raise ConfigError if there is none."""
     if name not in OUTER_OPTIMIZERS:
         raise ConfigError(f"there is no outer optimizer {name[:60]!r}: there are {', '.join(OUTER_OPTIMIZERS)}")
     made: OuterOptimizer = resolve_name(OUTER_OPTIMIZERS[name])()
@@ -41,7 +44,7 @@ def optimizer_named(name: str) -> OuterOptimizer:
 
 
 class Nesterov(OuterOptimizer):
-    """v <- D + b v ; theta <- theta - lr (D + b v)."""
+    """Apply Nesterov's momentum to the mean pseudo-gradient D: v <- D + b v ; theta <- theta - lr (D + b v)."""
 
     forgets = True
 
@@ -54,7 +57,7 @@ class Nesterov(OuterOptimizer):
 
 
 class Sgd(Nesterov):
-    """Nesterov's with momentum 0."""
+    """Subtract the mean pseudo-gradient times lr: Nesterov's update with momentum 0."""
 
     forgets = False
 
@@ -63,11 +66,15 @@ class Sgd(Nesterov):
 
 
 class Adam(OuterOptimizer):
-    """m <- b m + (1-b) D ; v <- c v + (1-c) D^2 ; theta <- theta - lr (m / m^) / (sqrt(v / v^) + eps)."""
+    """Apply Adam to the mean pseudo-gradient D, with bias corrections m^ and v^.
+
+    m <- b m + (1-b) D ; v <- c v + (1-c) D^2 ; theta <- theta - lr (m / m^) / (sqrt(v / v^) + eps).
+    """
 
     vectors = ("momentum", "parameters", "variance")
 
     def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
+        """Compute the bias corrections of update n as well: 1 - b^n and 1 - c^n."""
         corrections = 1 - momentum**number, 1 - config.second**number
         return Settings(lr, momentum, "", "", config.optimizer, config.second, config.eps, *corrections)
 
@@ -85,7 +92,7 @@ class Adam(OuterOptimizer):
 
 
 def _square_root(values: Tensor) -> Tensor:
-    """Correctly rounded. torch's own on a CPU is not, where it is built with Intel's library."""
+    """Return correctly rounded square roots. On a CPU, torch's own are not, where it is built with Intel's library."""
     return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
 
 

@@ -23,7 +23,7 @@ CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporarie
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
-    """The outer state at its beginning."""
+    """Return the outer state of a run that begins with these parameters: all moments are zero."""
     names = optimizer_named(config.optimizer).vectors
     return {name: parameters if name == "parameters" else torch.zeros_like(parameters) for name in names}
 
@@ -32,10 +32,11 @@ FORGET = 20  # an outer momentum remembers at most one round in so many of the w
 
 
 def outer_pace(config: Config, islands: int) -> tuple[float, float]:
-    """Outer learning rate and momentum.
+    """Return the outer learning rate and momentum for so many islands.
 
     `auto`: the published optimum, found in runs of hundreds of rounds. In a run of few, so long a memory keeps pushing
-    where training went before its learning rate fell: momentum is less there, and the rate closer to plain averaging.
+    where training went before its learning rate fell: there the momentum is lower, and the rate closer to plain
+    averaging.
     """
     asked, (lr, momentum) = config.outer, published_pace(islands, muon=config.inner.optimizer == "muon")
     if optimizer_named(asked.optimizer).forgets and asked.momentum == "auto" and config.sync.every_s is None:
@@ -46,7 +47,8 @@ def outer_pace(config: Config, islands: int) -> tuple[float, float]:
 
 
 def published_pace(islands: int, *, muon: bool) -> tuple[float, float]:
-    """By number of islands (1, 2, 4, 8), linear in between; with Muon inside (MuLoCo) for a single island."""
+    """Return the published outer learning rate and momentum for 1, 2, 4 or 8 islands, linear in between. A single
+    island with Muon inside has values of its own (MuLoCo)."""
     if muon and islands == 1:
         return 0.7, 0.6
     table = [(1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8)]
@@ -57,12 +59,12 @@ def published_pace(islands: int, *, muon: bool) -> tuple[float, float]:
 
 
 def outer_settings(config: Config, islands: int, number: int) -> Settings:
-    """The scalars of a fragment's update number 1, 2, …: worked out once and stored, because libm differs."""
+    """Compute the scalars of a fragment's update number 1, 2, …, once and to be stored, because libm differs."""
     return optimizer_named(config.outer.optimizer).settings(config.outer, *outer_pace(config, islands), number)
 
 
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
-    """Apply a committed update, with the encoded mean of the contributions."""
+    """Apply a committed update to the outer state; `payload` is the encoded mean of the contributions."""
     proposal = record.proposal
     codec = codec_named(proposal.settings.result_codec)
     payload = payload.to(vectors["parameters"].device)
@@ -71,8 +73,8 @@ def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor,
 
 
 def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Tensor]]:
-    """Yield the values chunk by chunk, with where each begins: a whole vector would cost more in fresh memory than in
-    decoding."""
+    """Yield the values chunk by chunk, with the index where each begins: a whole vector would cost more in fresh memory
+    than in decoding."""
     for start in range(0, count, CHUNK):
         size, first = min(CHUNK, count - start), start // PAGE * codec.size(PAGE)
         yield start, codec.decode(payload[first : first + codec.size(size)], size)
@@ -81,8 +83,10 @@ def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Te
 def apply(
     vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings, at: int = 0
 ) -> None:
-    """Advance one fragment of the outer state, or what of it begins with value `at`, by the mean of its contributions,
-    in place."""
+    """Advance one fragment of the outer state in place by the mean of its contributions.
+
+    `mean` may be a part of it, which begins with value `at`.
+    """
     optimizer = optimizer_named(settings.optimizer)
     for lo, hi, gradient in fragments.pieces(mean, fragment, at):
         for start in range(lo, hi, CHUNK):
@@ -94,7 +98,7 @@ def apply(
 def preview(
     vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings
 ) -> Tensor:
-    """The fragment's parameters as `apply` would make them; the state stays as it is."""
+    """Return the fragment's parameters as `apply` would make them, without changing the state."""
     found, optimizer = torch.empty_like(mean), optimizer_named(settings.optimizer)
     for (lo, hi, gradient), (_, _, out) in zip(
         fragments.pieces(mean, fragment), fragments.pieces(found, fragment), strict=True

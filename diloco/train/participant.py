@@ -1,8 +1,8 @@
 """One island's part in a run, whoever owns the training loop.
 
-The built-in trainer (`trainer.py`) and loops of other people (`diloco.connect`) are both participants: they train, and
-what is here contributes, applies outer updates, reports, saves and resumes. All processes of an island call the same
-methods in the same order; only the leader has rounds.
+The built-in trainer (`trainer.py`) and users' own loops (`diloco.connect`) are both participants: they train, and this
+module contributes, applies outer updates, reports, saves and resumes. All processes of an island call the same methods
+in the same order; only the leader has rounds.
 """
 
 import time
@@ -33,7 +33,8 @@ from diloco.train.sync import SyncLoop
 
 
 class Participant(ABC):
-    """`samples` is None for a loop that brings its own data."""
+    """Take one island's part in a run: contribute, apply outer updates, report, save and resume. `samples` is None for
+    a loop that brings its own data."""
 
     def __init__(
         self,
@@ -57,42 +58,43 @@ class Participant(ABC):
 
     @abstractmethod
     def inner_state(self) -> dict[str, Any]:
-        """Return what the next inner step depends on, as a save holds it."""
+        """Return what the next inner step depends on, in the form that a save holds."""
 
     @abstractmethod
     def load_inner(self, save: Path, facts: dict[str, Any]) -> None:
-        """Take that back from a save."""
+        """Restore from a save what `inner_state` returned; `facts` is the content of the save's `facts.json`."""
 
     def own_facts(self) -> dict[str, Any]:
-        """Return what else a save's `facts.json` is to hold."""
+        """Return what else a save's `facts.json` is to hold, for this kind of participant."""
         return {"skipped": 0, "checked_at": (0, 0)}
 
     def after_amendments(self) -> None:  # noqa: B027 -- a loop of one's own heeds none
-        """Heed what the run's owner has changed."""
+        """Apply the settings that the run's owner has changed. Called on joining and after every change."""
 
     def after_pass(self) -> None:  # noqa: B027 -- nor does it validate
-        """Called when every fragment has had another outer update."""
+        """Do what is due when every fragment has had another outer update, or the run has ended."""
 
     # getting in
 
     @property
     def layout(self) -> Layout:
+        """Return the names and shapes of the trainable parameters, in canonical order."""
         return self.shards.layout
 
     @cached_property
     def data(self) -> str:
-        """The data's fingerprint."""
+        """Return the fingerprint of the data; a constant for a loop that brings its own."""
         return OWN_LOOP if self.samples is None else self.samples.source.fingerprint()
 
     def initial_vectors(self) -> dict[str, Tensor]:
-        """Return the outer state of a run that begins with the parameters held now: on the leader, else nothing."""
+        """Return the outer state of a run that begins with the parameters held now; empty except on the leader."""
         where = self.place.outer_device(self.config.island)
         parameters = torch.empty(self.layout.size, device=where) if self.place.leader else None
         self.shards.read(parameters)
         return {} if parameters is None else outer_vectors(self.config.outer, parameters)
 
     def join(self, rounds: Rounds | None, earlier: EarlierSave | None = None) -> None:
-        """Take part from where the run is, with what an earlier life of this island has left."""
+        """Take part from the current state of the run on, with what an earlier life of this island has saved."""
         self.rounds = rounds
         self.sync = SyncLoop(self.shards, self.place, self.config, rounds, self._after_round)
         self.after_amendments()
@@ -103,7 +105,7 @@ class Participant(ABC):
         self._passes = self.sync.passes  # when last looked at
 
     def _resume(self, earlier: EarlierSave) -> None:
-        """After a pause, exactly where it stopped; else with the inner state of then, from where the run is."""
+        """Continue exactly where a pause stopped; else with the saved inner state, from where the run is now."""
         facts, exchange = earlier.facts, self.sync.exchange
         self.load_inner(earlier.path, facts)
         self.ramp_steps = (facts["together"] or {}).get("ramp_steps", 0)
@@ -127,7 +129,7 @@ class Participant(ABC):
             earlier.mark_taken()
 
     def report_start(self, module: nn.Module, **figures: Any) -> None:
-        """Say what is trained, from where, and what the run's owner has changed."""
+        """Report what is trained, from which save it resumes, and what the run's owner has changed."""
         config = self.config
         self.events.emit(
             "start", run=config.run, dir=config.dir, parameters=sum(p.numel() for p in module.parameters()),
@@ -142,11 +144,12 @@ class Participant(ABC):
 
     @property
     def step_count(self) -> int:
-        """The run's clock: inner steps of the outer state, and those done here since."""
+        """Return the run's clock: the inner steps of the outer state, and those done here since."""
         return self.sync.policy.step
 
     @property
     def finished(self) -> bool:
+        """Tell whether the run has ended: its schedule is complete, or its samples are consumed."""
         return self.sync.finished
 
     def after_step(self, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -158,7 +161,7 @@ class Participant(ABC):
         self.report_wait(waited_s)
 
     def observe(self, tokens: int, loss: Tensor | None, **figures: Any) -> None:
-        """Collect losses without waiting for the device; read and report them every so often."""
+        """Collect losses without waiting for the device; read and report them every `log.every` steps."""
         if loss is not None:
             self._losses.append(loss)
         self.meter.count(tokens)
@@ -172,11 +175,12 @@ class Participant(ABC):
         self.meter.reset()
 
     def report_wait(self, seconds: float) -> None:
-        """A wait ends now: for a round, for what is done after it, or for samples."""
+        """Report a wait of so many seconds that ends now: for a round, for what is done after it, or for samples."""
         if seconds > 0 and self.rounds is not None:
             self.events.emit("wait", seconds=seconds)
 
     def _after_round(self) -> None:
+        """Report the rounds that are over, and do what is due after a pass: validate, save."""
         if self.rounds is not None:
             for round in self.rounds.round_events():
                 self.events.emit("round", **round, round_s=self.sync.round_s)
@@ -190,7 +194,10 @@ class Participant(ABC):
             self.begin_save()
 
     def report_amendments(self) -> None:
-        """What the run's owner has changed: learning rates and schedules follow by themselves."""
+        """Apply and report what the run's owner has changed since the last call.
+
+        Learning rates and schedules follow by themselves.
+        """
         before, self._amendments = self._amendments, self.sync.amendments
         if before == self._amendments:
             return
@@ -203,7 +210,7 @@ class Participant(ABC):
     # leaving
 
     def leave(self, *, pause: bool = False) -> None:
-        """Contribute what is left and say goodbye; or, for a pause, go without a word. Then save."""
+        """Contribute what is left, leave the run, and save. For a pause, save only: nobody is notified."""
         self.paused = pause and not self.finished
         if self.paused:
             self.sync.pause()
@@ -218,6 +225,7 @@ class Participant(ABC):
 
     @cached_property
     def saver(self) -> Saver:
+        """Create the writer of saves in the background; one that fails is reported, and training continues."""
         return Saver(
             Path(self.config.dir),
             lambda step, path, seconds: self.events.emit("save", step=step, path=str(path), seconds=seconds),
@@ -237,7 +245,7 @@ class Participant(ABC):
         return path
 
     def _contents(self) -> dict[str, Any]:
-        """The outer state is that of one round, and says of which, whatever is committed meanwhile."""
+        """Collect what a save holds. Its outer state is that of one named round, whatever is committed meanwhile."""
         outer: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
         if self.rounds is not None:

@@ -1,9 +1,9 @@
 """When an island launches, applies, waits and catches up: decisions only, without clocks, tensors or sockets.
 
-Real islands (`sync.py`) and simulated ones (diloco/simulate/virtual/trainer.py) both run this policy, so what disasters
-try is what ships. It counts what was trained and decides; an `Actor` does it. Where a decision has to wait, a method is
-a generator: it yields the head by which it has decided, and goes on when there is another one. Whoever stops asking
-leaves what was still to be done in `left`.
+Real islands (`sync.py`) and simulated ones (diloco/simulate/virtual/trainer.py) both run this policy, so simulated
+disasters test what ships. It counts what was trained and decides; an `Actor` carries it out. Where a decision has to
+wait, a method is a generator: it yields the head on which it has decided, and is resumed when there is another one. A
+caller that stops early leaves what was still to be done in `left`.
 
 Rounds take the fragments in turn and wait for those who train, so the protocol asks of an island that it always comes
 to have something for the fragment that is due. Each of these rules has its disaster:
@@ -23,7 +23,7 @@ from diloco.train.schedule import Action, Apply, Launch, Schedule, Since, TimedS
 
 
 class View(NamedTuple):
-    """What an island sees of the run and of its own part in it. The last three are by fragment."""
+    """Describe what an island sees of the run and of its own part in it. The last three fields are by fragment."""
 
     head: Head
     step: int  # the run's clock
@@ -34,25 +34,35 @@ class View(NamedTuple):
 
 
 class AppliedResult(NamedTuple):
+    """Describe a result that has been applied: the run's clock after it, and the progress that it does not contain."""
+
     step: int  # the run's clock after the update that was taken
     owed_steps: int = 0  # inner steps up to the last cut that the outer state does not contain
 
 
 class Actor(Protocol):
-    def refresh(self) -> View: ...
+    """Carry out what a policy decides, on a real island or on a simulated one."""
+
+    def refresh(self) -> View:
+        """Return the current view of the run, which replaces the policy's last one."""
 
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
         """Cut, and offer what was trained since the last cut together with what is owed from before."""
 
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
-        """The island goes to the fragment's outer parameters, with what they do not contain and with `steps` done since
-        the last cut. `launched`: its own contribution was under way; what is left of the offer is withdrawn."""
+        """Move the island to the fragment's outer parameters, with what they do not contain and with the `steps` done
+        since the last cut.
+
+        `launched`: its own contribution was in flight; what is left of that offer is withdrawn.
+        """
 
 
 Waits = Generator[Head, None, None]
 
 
 class SyncPolicy:
+    """Decide when an island launches, applies, waits and catches up, by counting what it has trained."""
+
     def __init__(self, actor: Actor, schedule: Schedule | TimedSchedule, view: View) -> None:
         self._actor, self.schedule, self.view = actor, schedule, view
         self._count = fragments = len(view.over)
@@ -66,33 +76,39 @@ class SyncPolicy:
 
     @property
     def over(self) -> bool:
-        """The run has come to its end: nobody comes to rounds any more."""
+        """Tell whether the run has come to its end: no island comes to rounds any more."""
         return self.schedule.is_over(self.view.step, self.view.updates)
 
     @property
     def owes_something(self) -> bool:
-        """There is progress that the outer state does not contain."""
+        """Tell whether any fragment has progress that the outer state does not contain."""
         return any(map(self.owes, range(self._count)))
 
     def owes(self, fragment: int) -> bool:
+        """Tell whether the outer state lacks progress of this fragment, cut already or not."""
         return self._tokens[fragment] > 0 or self._refresh().owes[fragment]
 
     def since_cut(self, fragment: int) -> int:
-        """Inner steps."""
+        """Return the inner steps done since the fragment's last cut."""
         return self.steps - self._cut_at[fragment]
 
     def trained(self, samples: Ranges, tokens: int) -> None:
-        """One inner step."""
+        """Count one inner step on these samples, towards every fragment."""
         self.steps += 1
         self.step += 1
         self._tokens = [count + tokens for count in self._tokens]
         self.used = normal((*self.used, *samples))
 
     def after_step(self, *, round_s: float = 0.0, early: bool = False) -> Waits:
-        """`round_s` since a round was over or launched here; `early`: a slow island is at its share of a phase."""
+        """Carry out what the schedule wants after an inner step.
+
+        `round_s`: seconds since a round was over or launched here. `early`: a slow island has done its share of a
+        phase.
+        """
         return self._carry_out(self._wanted(round_s, early))
 
     def _wanted(self, round_s: float, early: bool) -> list[Action]:
+        """List what the schedule wants after this step, and after those that others have moved the clock past."""
         if isinstance(self.schedule, TimedSchedule):
             return self.schedule.after(self.step, Since(round_s, self.since_cut(0) if self.in_flight else None))
         several = self._count > 1  # then others may have moved the clock past a launch
@@ -101,11 +117,11 @@ class SyncPolicy:
         return [Launch(0), Apply(0)] if early else [work for step in passed for work in self.schedule.after(step)]
 
     def finish_step(self) -> Waits:
-        """What it was waiting for when it was last asked to stop."""
+        """Carry out what the island was still waiting for when it was last asked to stop."""
         return self._carry_out(self.left)
 
     def without_samples(self, enough: Callable[[], bool]) -> Waits:
-        """Give what there is until there are samples again: rounds may need what is trained on them."""
+        """Contribute what there is until there are `enough` samples again: rounds may need what is trained on them."""
         try:
             for head in self.contribute_all():
                 if enough():
@@ -115,7 +131,7 @@ class SyncPolicy:
             self.left = []  # it will look again
 
     def contribute_all(self) -> Waits:
-        """Fragment after fragment, in the order of their rounds; what is in flight first."""
+        """Contribute fragment after fragment, in the order of their rounds; what is in flight is awaited first."""
         order = [(self._refresh().updates + more) % self._count for more in range(self._count)]
         return self._carry_out([work for f in order for work in (Apply(f), Launch(f), Apply(f))])
 
@@ -133,7 +149,7 @@ class SyncPolicy:
                         break
 
     def launch(self, fragment: int) -> bool:
-        """Contribute what was trained since this fragment's last cut. False: nothing is left, or it is in flight."""
+        """Contribute what was trained since a fragment's last cut. Return False if nothing is, or it is in flight."""
         if fragment in self.in_flight or not self.owes(fragment):
             return False
         self._actor.launch(fragment, self._tokens[fragment], self.used, self.since_cut(fragment))
@@ -142,7 +158,7 @@ class SyncPolicy:
         return True
 
     def finish(self, fragment: int) -> Waits:
-        """Wait until the round of what is in flight is over, with or without this island's part; take the result."""
+        """Wait until the round of what is in flight is over, with or without this island's part; apply the result."""
         early: list[int] = []
         while not (view := self._refresh()).over[fragment]:
             self._keep_up(fragment, early)
@@ -151,8 +167,10 @@ class SyncPolicy:
             self._conclude(each)
 
     def _keep_up(self, awaited: int, early: list[int]) -> None:
-        """Rounds come in turn: whoever waits for a later one takes part in those before it, or they may never come.
-        More of them may be over each time that something was taken; what is awaited then is not launched again."""
+        """Take part in the rounds before the awaited one, or it may never come: rounds take the fragments in turn.
+
+        More of them may be over each time that a result was applied; once the awaited one is, nothing more is launched.
+        """
         for fragment in {*early, self.view.updates % self._count} - {awaited}:
             self._conclude(fragment)
         self.follow()
@@ -165,8 +183,8 @@ class SyncPolicy:
             self._apply_result(fragment)
 
     def follow(self) -> bool:
-        """Others went on without this island, or it moved to another branch. What is in flight has its own time.
-        Returns whether anything was taken."""
+        """Apply what others have committed without this island, or what is on the branch that it has moved to. A
+        fragment in flight is left to `finish`. Return whether anything was applied."""
         view = self._refresh()
         changed = [each for each in range(self._count) if view.changed[each] and each not in self.in_flight]
         for fragment in changed:
@@ -174,8 +192,11 @@ class SyncPolicy:
         return bool(changed)
 
     def _apply_result(self, fragment: int) -> None:
-        """On time, the clock stays. Left behind with one fragment, an island finishes its phase: all that it has
-        trained since counts on top. With several, that would carry it past launches of rounds that wait for it."""
+        """Apply a fragment's result and set the clock.
+
+        On time, the clock stays. Left behind with one fragment, an island finishes its phase: all that it has trained
+        since counts on top. With several, that would carry it past launches of rounds that wait for it.
+        """
         launched, since = fragment in self.in_flight, self.since_cut(fragment)
         self.in_flight.discard(fragment)
         taken = self._actor.apply_result(fragment, since, launched=launched)
@@ -194,16 +215,18 @@ class SyncPolicy:
     # what a save holds of it
 
     def facts(self) -> dict[str, Any]:
+        """Return the counts that a save holds."""
         return {
             "steps": self.steps, "step": self.step, "in_flight": sorted(self.in_flight), "cut_at": list(self._cut_at),
             "tokens": list(self._tokens), "used": self.used,
         }  # fmt: skip
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Restore the counts that a save holds, as `facts` returned them."""
         self.steps, self.step, self.in_flight = facts["steps"], facts["step"], set(facts["in_flight"])
         self._cut_at = list(facts["cut_at"])
         self._tokens, self.used = list(facts["tokens"]), normal((lo, hi) for lo, hi in facts["used"])
 
     def start_again(self, steps: int) -> None:
-        """From the outer parameters, after so many inner steps of earlier lives."""
+        """Start from the outer parameters, after so many inner steps of earlier lives."""
         self.steps, self._cut_at = steps, [steps] * self._count

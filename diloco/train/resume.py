@@ -1,9 +1,9 @@
-"""What an earlier life of an island has saved, for when it comes back into its run.
+"""What an earlier life of an island has saved, for its return to the run.
 
 A save counts if the log that the island's disk gives back leads past it. One that a pause has made holds all that the
-island ever offered: the same incarnation goes on from there, with its samples, its progress that nobody has yet and
-what is on offer, as if nothing had happened. It does so once: training on makes other bytes, and nothing is offered
-twice. Of any other save (the island died, or left) the inner optimizer, the random numbers and the count of steps are
+island ever offered: the same incarnation continues from there, with its samples, its progress that nobody else has yet
+and what is on offer, as if nothing had happened. It does so once: training on makes other bytes, and nothing is offered
+twice. From any other save (the island died, or left) the inner optimizer, the random numbers and the count of steps are
 taken; its parameters are those that all agree on.
 
 Where the run was founded anew since (`moved`), nobody knows what was on offer: that progress counts as not cut yet.
@@ -35,6 +35,8 @@ Uncontained = list[tuple[int, Tensor, StepsDone]]  # fragment, progress, what is
 
 @dataclass(frozen=True)
 class EarlierSave:
+    """Describe the save with which an island returns to its run."""
+
     path: Path
     facts: dict[str, Any]
     paused: dict[str, Any] | None  # what a pause has left besides; None: it was none, or has been gone on from
@@ -42,11 +44,11 @@ class EarlierSave:
 
     @property
     def incarnation(self) -> int | None:
-        """The one that goes on; None: a new one begins."""
+        """Return the incarnation that continues, or None if a new one begins."""
         return None if self.paused is None or self.moved is not None else int(self.paused["session"]["incarnation"])
 
     def mark_taken(self) -> None:
-        """Mark it as used, before anything is trained: until then nothing but the same bytes can be offered."""
+        """Mark the save as used, before anything is trained: until then nothing but the same bytes can be offered."""
         try:
             (self.path / TAKEN).touch()
             sync_path(self.path)
@@ -80,7 +82,7 @@ class EarlierSave:
 def fold_back(
     counts: Mapping[str, Any], vectors: dict[str, Tensor], pieces: Uncontained, fragments: Fragments
 ) -> dict[str, Any]:
-    """Count this progress as not cut yet: the anchor moves back to where it began. Returns the exchange's facts."""
+    """Count this progress as not cut yet: the anchor moves back to where it began. Return the exchange's facts."""
     anchor = vectors.get("anchor", vectors["parameters"]).clone()
     tokens, cut_at, used = list(counts["tokens"]), list(counts["cut_at"]), [tuple(part) for part in counts["used"]]
     for fragment, progress, done in pieces:
@@ -94,7 +96,7 @@ def fold_back(
 
 
 def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str = "") -> EarlierSave | None:
-    """The newest save on the chain of these entries, which lead to this head; else one at the head of the run that
+    """Find the newest save on the chain of these entries, which lead to this head; else one at the head of the run that
     this one was founded from (`parent`)."""
     known = {head.digest, *(digest for entry in entries for digest in (entry.parent, entry.digest))}
     newest_first = sorted(saves(folder), key=age, reverse=True)
@@ -111,7 +113,7 @@ def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str
 
 
 def _left_by(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """What a pause has left. Every save of an island alone that diloco 0.1.0 wrote was as good as one."""
+    """Return what a pause has left. Every save of an island alone that diloco 0.1.0 wrote counts as one."""
     if facts["together"] is not None:
         paused: dict[str, Any] | None = facts["together"]["paused"]
         return paused
@@ -120,12 +122,12 @@ def _left_by(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def save_digest(save: Path) -> str:
-    """Name a save by what it says of itself."""
+    """Return the SHA-256 of a save's `facts.json`, which names the save."""
     return hashlib.sha256((save / "facts.json").read_bytes()).hexdigest()
 
 
 def among_others(save: Path) -> dict[str, Any] | None:
-    """What a save says of the island's part in a run; None: there is none, or it cannot be read."""
+    """Return what a save says of the island's part in a run. None: there is none, or it cannot be read."""
     try:
         found: dict[str, Any] | None = read_facts(save)["together"]
     except SaveError:

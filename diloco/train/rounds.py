@@ -20,7 +20,10 @@ from diloco.train.schedule import schedule_of, usual_steps
 
 
 def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]:
-    """What a coordinator fixes at *begin*: the outer settings for so many islands, and the run's clock after it."""
+    """Build the function by which a coordinator decides at *begin*.
+
+    It fixes the outer settings for so many islands, and the run's clock after the round.
+    """
     schedule = schedule_of(config.sync, config.inner)
 
     def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
@@ -36,7 +39,10 @@ def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]
 
 
 class Rounds:
-    """Serves one trainer thread; an island alone is a run of one and has rounds like any other."""
+    """Serve one trainer thread with the rounds of its run.
+
+    An island alone is a run of one and has rounds like any other.
+    """
 
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.fragments = driver.run.fragments
@@ -52,10 +58,11 @@ class Rounds:
 
     @property
     def first(self) -> bool:
-        """Of those who take part: it speaks for all where one is enough."""
+        """Tell whether this island is the first of the roster: it acts for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
     def refresh(self) -> View:
+        """Return what the island sees of the run, all of it at one moment."""
         with self.driver.changed:
             self.session.refresh()
             state, session, each = self.session.state, self.session, range(len(self.fragments))
@@ -63,7 +70,7 @@ class Rounds:
             return View(state.head, state.step, state.updates, over, changed, owes)
 
     def preview(self, fragment: int, progress: Tensor) -> Tensor:
-        """Where the fragment would be if the round had nothing but this island's share of it."""
+        """Compute where the fragment would be if the round had nothing but this island's share of it."""
         share, islands = self._share()
         config = self._config.at(self.session.state.amendments)
         settings = outer_settings(config, islands, self.session.state.updates // len(self.fragments) + 1)
@@ -71,7 +78,8 @@ class Rounds:
             return preview(vectors, self.fragments, fragment, progress * share, settings)
 
     def _share(self) -> tuple[float, int]:
-        """This island's weight in the last round, and how many were in it. Before the first, all are alike."""
+        """Return this island's share of the weights in the last round, and how many were in it. If it was not in it,
+        all of the roster count alike."""
         last, me = self.session.last_round(), self.driver.node.me
         weights = {contribution.island: contribution.weight for contribution in last}
         if me in weights:
@@ -80,7 +88,7 @@ class Rounds:
         return 1 / islands, islands
 
     def round_events(self) -> list[dict[str, Any]]:
-        """Of the rounds that are over since the last time, for people."""
+        """Describe, for people, the rounds that are over since the last call."""
         records = [record for record in self.session.records() if record.proposal.key.round > self._reported]
         seen = self.session.state.head.round
         self._reported = max(self._reported, seen)
@@ -103,16 +111,16 @@ class Rounds:
         }
 
     def exhausted(self) -> bool:
-        """All samples of the run are consumed."""
+        """Tell whether the run is out of samples: none are left to lease, and no island holds enough for a batch."""
         return self.session.state.ledger.exhausted(self._config.now.island.batch)
 
     def outer(self) -> dict[str, Tensor]:
-        """The vectors as they are now: copies."""
+        """Return copies of the outer state's vectors as they are now."""
         with self.driver.replica.reading() as vectors:
             return {name: vector.clone() for name, vector in vectors.items()}
 
     def agreement(self) -> dict[str, Any]:
-        """What this island holds at the end, to be compared with others."""
+        """Return what this island holds at the end, with digests of log and state, to be compared with others."""
         state = self.session.state
         return {
             "round": state.head.round, "chain": state.head.digest, "state": self.driver.replica.digest(),
@@ -120,5 +128,6 @@ class Rounds:
         }  # fmt: skip
 
     def leave(self) -> None:
+        """Wait until the others have what this island has, leave the run, and close the session."""
         self.driver.leave()
         self.session.close()

@@ -20,7 +20,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the result of this fragment's round into the island."""
+    """Take the result of this fragment's round into the island's parameters."""
 
     fragment: int
 
@@ -30,8 +30,8 @@ Action = Launch | Apply
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which fragment is launched or applied after which step of the run's clock. A pass over the fragments takes
-    `every` steps; each is launched once in it, at its own time, and applied `delay` steps later.
+    """Map the steps of the run's clock to the fragments that are launched or applied after them. A pass over the
+    fragments takes `every` steps; each is launched once in it, at its own time, and applied `delay` steps later.
 
     When training has ended, every fragment is launched once more, so that the outer state contains all of it.
     """
@@ -43,7 +43,10 @@ class Schedule:
 
     @classmethod
     def of(cls, sync: SyncConfig, inner: InnerConfig) -> "Schedule":
-        """Phases are equally long, or grow as the learning rate falls: max(every, (growth / lr)^2)."""
+        """Build the schedule of a configuration.
+
+        Phases are equally long, or grow as the learning rate falls: max(every, (growth / lr)^2).
+        """
         launches, start = [], 0
         while start < inner.steps:
             length = sync.phase_steps
@@ -59,24 +62,28 @@ class Schedule:
 
     @property
     def steps(self) -> int:
+        """Return the step of the run's clock at which training ends."""
         return self.launches[-1]
 
     def next(self, step: int, trained: int = 0) -> int:
-        """The run's clock after the update that follows `step`, however many steps are behind it."""
+        """Return the run's clock after the update that follows `step`, however many steps are behind it."""
         return self.launches[min(bisect.bisect_right(self.launches, step), len(self.launches) - 1)]
 
     def behind(self, step: int) -> int:
-        """Launches up to there."""
+        """Count the launches up to this step, which is included."""
         return bisect.bisect_right(self.launches, step)
 
     def is_over(self, step: int, updates: int) -> bool:
-        """The clock has come to its end, and then every other fragment has had one more turn. From there on it is over,
-        however many rounds others have added before this island looks. (Alone, a run may go on with another `every`:
-        then there are fewer updates than launches.)"""
+        """Tell whether the clock has come to its end, and every other fragment has had one more turn since.
+
+        From there on the run is over, however many rounds others have added before this island looks. (Alone, a run may
+        continue with another `every`: then there are fewer updates than launches.)
+        """
         last_turn = len(self.launches) + self.fragments - 1
         return step >= self.steps and (updates >= last_turn or (updates - last_turn) % self.fragments == 0)
 
     def after(self, step: int) -> list[Action]:
+        """List what is launched and applied after this step, in order."""
         if step >= self.steps:
             return self._end()
         here, before = self._launched_at(step), self._launched_at(step - self.delay)
@@ -91,7 +98,7 @@ class Schedule:
         return [where % self.fragments] if found else []
 
     def _end(self) -> list[Action]:
-        """What is under way first; then the last launch, and everybody else's remaining progress."""
+        """List what is in flight first; then the last launch, and every other fragment's remaining progress."""
         last = len(self.launches) - 1
         order = [(last + more) % self.fragments for more in range(self.fragments)]
         flight: list[Action] = [Apply((last - back) % self.fragments) for back in range(self.fragments, 0, -1)]
@@ -99,7 +106,7 @@ class Schedule:
 
 
 class Since(NamedTuple):
-    """What has passed."""
+    """Hold the time since the last round, and the inner steps since the launch of what is in flight."""
 
     round_s: float  # of wall time since a round was over, or this island launched one
     launch: int | None  # steps since the launch of what is in flight
@@ -107,9 +114,9 @@ class Since(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """All parameters at once, when so much wall time has passed since the last round was over. Islands of any speed
-    come to a round together, each with the steps that it has done; the clock moves on by what is usual among them.
-    """
+    """Launch all parameters at once, when so much wall time has passed since the last round was over. Islands of any
+    speed come to a round together, each with the steps that it has done; the clock advances by what is usual among
+    them."""
 
     every_s: float
     steps: int
@@ -117,12 +124,15 @@ class TimedSchedule:
     eager: bool = False
 
     def next(self, step: int, trained: int = 0) -> int:
+        """Return the run's clock after an update: `trained` steps later, at least one, but not past the end."""
         return min(self.steps, step + max(1, trained))
 
     def is_over(self, step: int, updates: int) -> bool:
+        """Tell whether the clock has come to its end, however many updates there were."""
         return step >= self.steps
 
     def after(self, step: int, since: Since) -> list[Action]:
+        """List what is launched and applied after this step, by what has passed since the last round and launch."""
         if step >= self.steps:
             return [Apply(0), Launch(0), Apply(0)]
         if since.launch is not None and not self.eager:
@@ -135,6 +145,7 @@ class TimedSchedule:
 
 
 def schedule_of(sync: SyncConfig, inner: InnerConfig) -> Schedule | TimedSchedule:
+    """Build the schedule of a configuration: by wall time where `sync.every` is one, else by steps."""
     if sync.every_s is None:
         return Schedule.of(sync, inner)
     eager = sync.apply == "eager"
@@ -142,13 +153,14 @@ def schedule_of(sync: SyncConfig, inner: InnerConfig) -> Schedule | TimedSchedul
 
 
 def usual_steps(contributions: Iterable[Contribution]) -> int:
-    """Of those who are on time, if any are; the upper median, so that a few cannot end a run for all."""
+    """Return the usual number of inner steps behind contributions that are on time, or behind all if none is. It is the
+    upper median, so that a few cannot end a run for all."""
     offers = [contribution.offer for contribution in contributions]
     return median_high([offer.steps for offer in offers if not offer.late] or [offer.steps for offer in offers])
 
 
 def fair_share(every: int, step_ms: int, others_ms: Iterable[int]) -> int:
-    """Inner steps until the fastest island has done `every`; at least one."""
+    """Return the inner steps until the fastest island has done `every`, at least one; `every` if speeds are unknown."""
     known = [ms for ms in others_ms if ms > 0]
     if not step_ms or not known:
         return every
@@ -156,7 +168,10 @@ def fair_share(every: int, step_ms: int, others_ms: Iterable[int]) -> int:
 
 
 def learning_rate(config: InnerConfig, step: int) -> float:
-    """For inner step 1, 2, …: linear warm-up, then the schedule's shape, down to `final_lr` of the peak at the end."""
+    """Return the learning rate of inner step 1, 2, …
+
+    A linear warm-up is followed by the schedule's shape, down to `final_lr` of the peak at the end.
+    """
     if step <= config.warmup:
         return config.lr * step / config.warmup
     final = config.lr * config.final_lr

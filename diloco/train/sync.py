@@ -1,5 +1,5 @@
-"""Carries out what the sync policy decides: draws samples, waits, keeps the time. `policy.py` decides when an island
-contributes and what it waits for, `exchange.py` moves the parameters.
+"""The loop that carries out what the sync policy decides: it draws samples, waits, and keeps the time. `policy.py`
+decides when an island contributes and what it waits for, `exchange.py` moves the parameters.
 
 All processes of an island call the same methods in the same order; only the leader has rounds.
 """
@@ -29,15 +29,18 @@ LOOK_S = 0.1  # how often an island without samples looks again
 
 
 def never() -> bool:
+    """Return False: the default for callers that never ask an island to stop."""
     return False
 
 
 def samples_ahead(config: Config, per_step: int) -> int:
-    """How many samples an island would like to hold."""
+    """Return how many samples an island would like to hold: what it trains on in two phases."""
     return PHASES_AHEAD * config.sync.phase_steps * per_step
 
 
 class SyncLoop:
+    """Carry out the decisions of the sync policy on a real island: draw samples, wait, and keep the time."""
+
     def __init__(
         self, shards: Shards, place: ProcessMesh, config: Config, rounds: Rounds | None, after_round: Callable[[], None]
     ) -> None:
@@ -59,24 +62,26 @@ class SyncLoop:
 
     @property
     def config(self) -> Config:
-        """With what the run's owner has changed by now. (Not how islands meet: that stays.)"""
+        """Return the configuration with what the run's owner has changed so far. (How islands meet does not change.)"""
         return self._config.now
 
     @property
     def passes(self) -> int:
-        """Over all fragments."""
+        """Return the number of complete passes over all fragments."""
         return self.view.updates // len(self.exchange.fragments)
 
     @property
     def view(self) -> View:
+        """Return what the policy has last seen of the run."""
         return self.policy.view
 
     @property
     def finished(self) -> bool:
+        """Tell whether the run has ended: its schedule is complete, or its samples are consumed."""
         return self.policy.over or self._exhausted
 
     def refresh_samples(self) -> None:
-        """What only the leader knows, for all processes: the samples, and this island's share of a phase."""
+        """Share with all processes what only the leader knows: the samples, and this island's share of a phase."""
         seen = None
         if self.rounds is not None:
             last = self.rounds.session.last_round() if self.elastic.adaptive else ()
@@ -85,12 +90,13 @@ class SyncLoop:
         self.pool, self._exhausted, self._share = self.place.share(seen)
 
     def _heed(self, amendments: tuple[Amendment, ...]) -> None:
+        """Apply the amendments that the log contains now: the schedule follows them."""
         if amendments != self.amendments:
             self.amendments, now = amendments, self._config.at(amendments)
             self.policy.schedule = schedule_of(now.sync, now.inner)
 
     def draw(self, count: int, tokens: int) -> Ranges:
-        """Samples for one inner step of so many tokens; none, if fewer are leased to this island."""
+        """Take the samples for one inner step of so many tokens, and count the step; none if fewer are leased."""
         batch = first(self.pool, count)
         if size(batch) < count:
             return ()
@@ -98,13 +104,13 @@ class SyncLoop:
         return batch
 
     def trained(self, batch: Ranges, tokens: int) -> None:
-        """One inner step on these samples."""
+        """Count one inner step on these samples, which leave the pool."""
         self.pool = minus(self.pool, batch)
         self.policy.trained(batch, tokens)
         self._phase_steps += 1
 
     def sync_if_due(self, should_stop: Callable[[], bool] = never) -> None:
-        """After an inner step: whatever the schedule wants, and a look at what others have done."""
+        """Do what the schedule wants after an inner step, and look at what others have done."""
         round_s = 0.0
         if isinstance(self.policy.schedule, TimedSchedule):  # by the leader's clock
             round_s = self.place.share(time.perf_counter() - max(self._launched_at, self._updated_at))
@@ -113,13 +119,13 @@ class SyncLoop:
         self._follow()
 
     def finish_step(self, should_stop: Callable[[], bool] = never) -> None:
-        """What an earlier life of this island was waiting for after its last step."""
+        """Carry out what an earlier life of this island was waiting for after its last step."""
         if self.policy.left:
             self.wait_out(self.policy.finish_step(), should_stop)
             self._follow()
 
     def without_samples(self, count: int, should_stop: Callable[[], bool] = never) -> None:
-        """Fewer than `count` are leased to this island: contribute what it has, or wait until more are."""
+        """Contribute what there is, or wait a moment. Called when fewer than `count` samples are leased here."""
         if self.policy.owes_something:
             self.wait_out(self.policy.without_samples(lambda: self._may_continue(count)), should_stop)
             self.refresh_samples()
@@ -130,13 +136,13 @@ class SyncLoop:
         self._follow()
 
     def _may_continue(self, count: int) -> bool:
-        """If there will be no more samples, nobody comes to rounds."""
+        """Tell whether there are enough samples, or there will be no more, in which case nobody comes to rounds."""
         rounds, used = self.rounds, self.policy.used
         enough = rounds is not None and (rounds.exhausted() or size(rounds.session.available(used)) >= count)
         return self.place.any(enough)
 
     def wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
-        """Carry out a decision to its end. False: asked to stop before."""
+        """Carry out a decision to its end. Return False if asked to stop before."""
         for head in waits:
             with self._waiting():
                 news = self.rounds.session.wait_for_news(head, should_stop) if self.rounds is not None else None
@@ -147,7 +153,10 @@ class SyncLoop:
         return True
 
     def _follow(self) -> None:
-        """What is done between rounds comes when all is done: a save in the middle of it could not be gone on from."""
+        """Apply what others have done, then do what is due between rounds.
+
+        That comes last: a save in the middle could not be resumed from.
+        """
         taken, head = self.policy.follow(), self.policy.view.head
         if taken or head != self._reported:
             with self._waiting():
@@ -157,7 +166,7 @@ class SyncLoop:
                 self._after_round()
 
     def leave(self) -> None:
-        """Contribute what is trained so far, if rounds come in time; then say goodbye."""
+        """Contribute what is trained so far, if rounds come within `elastic.grace_s`; then leave the run."""
         if self.policy.owes_something and not self.policy.over:
             deadline = time.monotonic() + self.elastic.grace_s
             self.wait_out(self.policy.contribute_all(), lambda: time.monotonic() > deadline)
@@ -166,12 +175,12 @@ class SyncLoop:
             self.rounds.leave()
 
     def pause(self) -> None:
-        """Go without a word, to come back and go on from a save. What is in flight is not waited for."""
+        """Stop without notifying anyone, to resume from a save later. What is in flight is not waited for."""
         if self.rounds is not None:
             self.rounds.driver.pause()
 
     def facts(self) -> dict[str, Any]:
-        """What a save must hold for the same island to go on among the others."""
+        """Return what a save must hold for the same island to continue among the others."""
         now = time.perf_counter()
         return {
             "synced": self.policy.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
@@ -180,6 +189,7 @@ class SyncLoop:
         }  # fmt: skip
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Restore what `facts` returned; the time away does not count towards a phase or a round."""
         now = time.perf_counter()
         self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
         self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
@@ -190,6 +200,7 @@ class SyncLoop:
     # what the policy has done
 
     def refresh(self) -> View:
+        """Return the leader's view of the run on every process, and apply new amendments."""
         before, seen = self.policy.view, None
         if self.rounds is not None:
             seen = self.rounds.refresh(), self.rounds.session.state.amendments
@@ -202,6 +213,7 @@ class SyncLoop:
         return view
 
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
+        """Contribute a fragment's progress, and start to time the next phase."""
         if self.place.device.type == "cuda" and not self.sync.delay:
             torch.cuda.synchronize()  # steps still queued belong to training, not to the round that is waited for
         now = time.perf_counter()
@@ -214,17 +226,19 @@ class SyncLoop:
         self._phase_steps, self._phase_began = 0, time.perf_counter()
 
     def _ask_for_a_phase(self, samples: int, seconds: float) -> None:
-        """How many steps fit into a phase that lasts a given time is known when some are done."""
+        """Request samples for a phase of a given time: how many steps fit into it is known when some are done."""
         schedule = self.policy.schedule
         if isinstance(schedule, TimedSchedule) and self.rounds is not None and samples:
             self.rounds.session.request_samples(math.ceil(PHASES_AHEAD * samples * schedule.every_s / seconds))
 
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
+        """Apply a fragment's result to the parameters; the time for it counts as waiting."""
         with self._waiting():
             return self.exchange.apply_result(fragment, steps, launched=launched)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting, and not as part of the phase."""
         began = time.perf_counter()
         yield
         waited = time.perf_counter() - began

@@ -36,6 +36,8 @@ from diloco.train.sync import never
 
 @dataclass(frozen=True)
 class Outcome:
+    """Describe how a session of training has ended."""
+
     step: int
     round: int
     finished: bool  # False: stopped early, saved, can be resumed
@@ -46,10 +48,12 @@ class Outcome:
 
 
 class Trainer(Participant):
+    """Train the configured model by DiLoCo: inner steps, with launches and applies in between."""
+
     samples: Samples
 
     def __init__(self, config: Config, place: ProcessMesh, events: Events, *, slowness: float = 1.0) -> None:
-        """`slowness`: inner steps take so many times longer, in a simulation."""
+        """Build the model, its island and its data. In a simulation, inner steps take `slowness` times as long."""
         samples = open_samples(config)
         torch.manual_seed(config.seed + place.data_rank)  # dropout, where a model has it
         vocab, sequence = samples.source.vocab, config.data.sequence
@@ -108,7 +112,7 @@ class Trainer(Participant):
 
     @property
     def _learning_rate(self) -> float:
-        """A newcomer's optimizer starts empty: its first steps are smaller."""
+        """Return this step's learning rate. A newcomer's optimizer starts empty: its first steps are smaller."""
         ramp = min(1.0, self.sync.policy.steps / max(1, self.ramp_steps))
         return learning_rate(self.sync.config.inner, self.step_count) * ramp
 
@@ -117,10 +121,11 @@ class Trainer(Participant):
         return self.config.island.batch * self.config.data.sequence
 
     def after_amendments(self) -> None:
+        """Set gradient clipping and weight decay anew; learning rate and schedule follow by themselves."""
         self.island.tune(self.sync.config.inner)
 
     def after_pass(self) -> None:
-        """Validate now and then, and notice a run that is beyond help."""
+        """Validate every `evaluate.every` passes, and stop a run whose gradients are no longer finite."""
         self._refuse_divergence()
         every = self.config.evaluate.every
         if every and (self.finished or self.sync.passes % every == 0) and self.place.any(self._speaks):
@@ -128,11 +133,11 @@ class Trainer(Participant):
 
     @property
     def _speaks(self) -> bool:
-        """All islands hold the same outer parameters: one of them validates."""
+        """Tell whether this island validates for all: they hold the same outer parameters, so one is enough."""
         return self.rounds is not None and self.rounds.first
 
     def _validate(self) -> None:
-        """Loss of the outer parameters, which the island holds in between for as long as that takes."""
+        """Compute the loss of the outer parameters, which the island holds for as long as that takes."""
         count = min(self.config.evaluate.samples, self.samples.validation_count)
         with self.sync.exchange.outer_parameters():
             loss = self.island.evaluate(validation_batches(self.samples, self.config.island, self.place, count))
@@ -141,7 +146,7 @@ class Trainer(Participant):
         self.events.emit("validation", step=view.step, round=view.head.round, validation_loss=loss)
 
     def _refuse_divergence(self) -> None:
-        """A whole phase without one finite gradient will not get better by itself."""
+        """Raise TrainingDiverged after a whole phase without one finite gradient: it will not get better by itself."""
         skipped = int(self.island.skipped.item())
         steps, (steps_before, skipped_before) = self.sync.policy.steps, self._checked_at
         phase = steps - steps_before

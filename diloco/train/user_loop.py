@@ -1,6 +1,6 @@
-"""A run, as a training loop of one's own sees it: batches to train on, a step after each, everything else in between.
+"""A run, as a user's own training loop sees it: batches to train on, a step after each, everything else in between.
 
-What `Trainer` is for the built-in model, `Run` is for somebody else's: the loop belongs to them, the rounds to us.
+What `Trainer` is for the built-in model, `Run` is for a user's: the loop belongs to the user, the rounds to diloco.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from diloco.train.sync import samples_ahead
 
 
 class Run(Participant):
-    """Made by `diloco.connect`; for one thread."""
+    """Connect a user's own training loop to a run. Made by `diloco.connect`; for one thread."""
 
     ticket: str | None = None  # what others join with, where they can
 
@@ -46,15 +46,17 @@ class Run(Participant):
 
     @property
     def steps(self) -> int:
-        """Where that ends."""
+        """Return the step of the run's clock at which the run ends, with what its owner has changed."""
         return self.sync.config.inner.steps
 
     @property
     def round(self) -> int:
+        """Return the number of the last committed round that this island has seen."""
         return self.sync.view.head.round
 
     @property
     def folder(self) -> Path:
+        """Return where this island keeps its saves and its log."""
         return Path(self.config.dir)
 
     def batches(
@@ -66,11 +68,11 @@ class Run(Participant):
         shuffle: bool = True,
         per_step: int = 1,
     ) -> Iterator[Any]:
-        """Batches until the run ends; over all islands, each sample once in an epoch.
+        """Yield batches until the run ends; over all islands, each sample comes once in an epoch.
 
-        `dataset` is anything with a length and an index. Islands share the work by position, so they need the same
-        data in the same order. Each epoch has an order of its own that follows from the run's seed, unless `shuffle`
-        is off. `per_step` is the number of batches that make up one optimizer step.
+        `dataset` is anything with a length and an index. Islands share the work by position, so they need the same data
+        in the same order. Each epoch has an order of its own that follows from the run's seed, unless `shuffle` is off.
+        `per_step` is the number of batches that make up one optimizer step.
         """
         batch_size = batch_size or self.config.island.batch
         _refuse_unfit(dataset, batch_size, per_step)
@@ -97,7 +99,7 @@ class Run(Participant):
                 self.sync.without_samples(size(self._drawn) + count)
 
     def step(self, tokens: int | None = None, loss: Tensor | float | None = None) -> bool:
-        """After each step of the optimizer: what is due is sent, what has come is applied. True while the run goes on.
+        """Send what is due and apply what has come, after each optimizer step. Return False when the run has ended.
 
         `tokens` is the weight of what was trained, by default the number of samples.
         """
@@ -113,7 +115,8 @@ class Run(Participant):
         return not self.finished
 
     def outer_parameters(self) -> AbstractContextManager[None]:
-        """What all islands agree on is in the model inside, for evaluation; what is trained here is put back."""
+        """Evaluate inside this context: the model holds what all islands agree on, and gets its own values back after
+        it."""
         return self.sync.exchange.outer_parameters()
 
     def inner_state(self) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class Run(Participant):
         restore_inner(save, self._model.module, self.optimizer)
 
     def begin(self) -> None:
-        """Report what is trained, and from where."""
+        """Report what is trained and from where, then carry out what an earlier life of this island was waiting for."""
         module = self._model.module
         self.report_start(
             module, model=type(module).__name__, data=OWN_LOOP, data_tokens=None, dtype="float32",
@@ -133,12 +136,13 @@ class Run(Participant):
 
 
 def indices(batch: Ranges, length: int, seed: int | None) -> list[int]:
-    """The samples at these positions."""
+    """Return the samples at these positions, which continue over epochs, as indices into the user's data."""
     positions = np.concatenate([np.arange(lo, hi) for lo, hi in batch])
     return [int(place) for place in over_epochs(positions, length, seed)]
 
 
 def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
+    """Raise an error for data or batch sizes that islands cannot share."""
     if batch_size < 1 or per_step < 1:
         raise LoopError(f"run.batches with batch_size={batch_size}, per_step={per_step}: both are 1 or more")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -157,6 +161,7 @@ AGAIN = "undo that, or start again with fresh=True"
 
 
 def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Collect what a save holds: the model, the state of the user's optimizer, and the random numbers' states."""
     dice = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         dice["cuda"] = torch.cuda.get_rng_state()
@@ -165,6 +170,7 @@ def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
 
 
 def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load what `inner_state` collected, except for the optimizer's settings. Another model or optimizer is refused."""
     state = _read_inner(save)
     if state["optimizer"] != _name(optimizer):
         raise SaveError(f"{save} was made with optimizer={state['optimizer']}, now it is {_name(optimizer)}: {AGAIN}")
@@ -181,7 +187,7 @@ def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _read_inner(save: Path) -> dict[str, Any]:
-    """All of it, whatever it holds: the state of somebody's optimizer has a shape of its own."""
+    """Load all of a save's inner state, whatever it holds: the state of a user's optimizer has a shape of its own."""
     state: dict[str, Any] = {}
     reader, planner = FileSystemReader(save / "inner"), _EmptyStateDictLoadPlanner()
     try:

@@ -1,6 +1,7 @@
-"""An island as coordinator: it collects promises, adopts or proposes, and commits when all members hold the result.
+"""Leading rounds: a coordinator collects promises, adopts or proposes, and commits once all members hold the result.
 
-Any island can be it: the first of the roster that is not suspected. Nothing it knows is needed by the next one.
+Any island can be the coordinator: it is the first of the roster that is not suspected. The next one needs nothing that
+it knew.
 """
 
 from diloco.elastic.protocol import messages as msg
@@ -18,11 +19,13 @@ MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
 class Coordinator:
+    """Lead rounds while this island is first in line: collect promises, begin attempts, commit."""
+
     def __init__(self, own: ProtocolState, liveness: Liveness, member: Member, proposer: Proposer) -> None:
         self.own, self.liveness, self.member, self.proposer = own, liveness, member, proposer
 
     def lead(self, now: float) -> None:
-        """Start a term if this island is first in line, and do what is next in it."""
+        """Start a term if this island is first in line, and take the next step of the term under way."""
         if self.own.term is None and self._may_lead(now):
             self.own.highest_term += 1
             self.own.term = Term(self.own.highest_term, self.own.me, resend_at=now)
@@ -51,7 +54,7 @@ class Coordinator:
     # what others say
 
     def on_heartbeat(self, sender: str, beat: msg.Heartbeat) -> None:
-        """Count another head as an answer, and ask one that has come to ours anew."""
+        """Count another head as an answer to *collect*; ask a peer that has come to our head once more."""
         term = self.own.term
         if term is None:
             return
@@ -62,6 +65,7 @@ class Coordinator:
             self.own.send(sender, msg.Collect(self.own.state.head, term.number))
 
     def on_answer(self, sender: str, answer: msg.Promise | msg.Ready | msg.Done | msg.Failed, now: float) -> None:
+        """Take in a member's answer; one of another round, term or ballot counts against its sender."""
         term = self.own.term
         if not self.own.same_key(answer.key):
             self.member.count_misfit(sender, now)  # late, or of another branch
@@ -112,6 +116,7 @@ class Coordinator:
             term.ready.pop(sender, None)
 
     def on_nack(self, nack: msg.Nack, now: float) -> None:
+        """Drop the term if a member has promised a higher ballot; the next term is numbered above that."""
         if self.own.term is None or not self.own.same_key(nack.key):
             return
         self.own.highest_term = max(self.own.highest_term, nack.promise.term)
@@ -132,12 +137,15 @@ class Coordinator:
                 self.own.send(peer, msg.Collect(self.own.state.head, term.number))
 
     def _is_due(self, term: Term, ballot: Ballot, peer: str) -> bool:
-        """Say whether to tell it again: among many, seldom if its heartbeats show that it has heard. It may be long."""
+        """Return whether to send a peer its message, which may be long, once more.
+
+        Among many peers, that is seldom for one whose heartbeats show that it has heard.
+        """
         heard = self.own.peers.views[peer].promise >= ballot
         return self.liveness.are_few() or not heard or term.resends % RESEND_EVERY == 0
 
     def _leave_out_mute(self, term: Term, now: float) -> None:
-        """Ban who lives but does not answer, or does not finish what cannot take long."""
+        """Ban peers that give signs of life but no promise, or do not confirm what cannot take long."""
         answer_s = self.own.options.answer_s
         lively = (p for p in self.liveness.alive(now) - term.answers.keys() if self.own.peers.heard_lately(p, now))
         term.asked = {peer: term.asked.get(peer, now) for peer in sorted(lively)}
@@ -150,7 +158,7 @@ class Coordinator:
                 self.own.ban(peer, "does not confirm what takes no time", now, for_s=answer_s)
 
     def _collect(self, term: Term, now: float) -> None:
-        """Begin an attempt once everybody alive has answered."""
+        """Begin an attempt once every peer that is alive has answered."""
         alive = self.liveness.alive(now) | {self.own.me}
         if term.fetching is not None and term.fetching[0] in alive:
             return
@@ -175,7 +183,10 @@ class Coordinator:
             self._begin(term, begin, now)
 
     def _is_ahead(self, peer: str) -> bool:
-        """Say whether its state is greater, and can be had: who is heard but not reached must not hold everybody up."""
+        """Return whether a peer's head is greater than ours and can be fetched.
+
+        One that is heard but cannot be reached must not block everybody.
+        """
         view, head = self.own.peers.views.get(peer), self.own.state.head
         return view is not None and view.fetches_failed < MAX_FETCHES and (view.head or head) > head
 
@@ -200,7 +211,10 @@ class Coordinator:
             self.own.send(member, begin)
 
     def _member_lost(self, term: Term, begin: msg.Begin, now: float) -> bool:
-        """End the attempt if somebody died, or if it has failed and those who could have died were missed."""
+        """End the attempt if a member died, or if it has failed; return whether it has ended.
+
+        After a failure it waits a little, so that members that died meanwhile are noticed.
+        """
         lost = sorted(set(begin.members) - self.liveness.alive(now) - {self.own.me})
         if not lost and not (term.settle_at and now >= term.settle_at):
             return False
@@ -214,7 +228,7 @@ class Coordinator:
         return True
 
     def _again(self, term: Term, now: float) -> None:
-        """Make another attempt in the same term; those who are gone have no part in it."""
+        """Make another attempt in the same term, without those that are gone."""
         term.begin, term.fetching, term.settle_at = None, None, 0.0
         term.attempt += 1
         self._collect(term, now)
@@ -233,10 +247,10 @@ class Coordinator:
             self._commit(term, Record(begin.proposal, right), now)
 
     def _commit(self, term: Term, record: Record, now: float) -> None:
-        """Append and tell everybody, once the result is held here.
+        """Append the record and send it to all, once the result is held here.
 
-        A coordinator that has not contributed fetches it first: else only those would know of the commit who may be
-        gone the next moment.
+        A coordinator that has not contributed fetches the result first: otherwise only members that may be gone the
+        next moment would know of the commit.
         """
         if self.own.holds(record.digest):
             self.proposer.reunite(set(record.proposal.islands))
@@ -253,6 +267,7 @@ class Coordinator:
         self.own.effects.append(msg.FetchResult(holder, record))
 
     def fetched(self, record: Record, now: float) -> None:
+        """Take in that a result has arrived: begin to adopt it, or hold it so that it can be committed."""
         term = self.own.term
         if term is None or term.fetching is None or term.fetching[1].digest != record.digest:
             return
@@ -263,6 +278,11 @@ class Coordinator:
             self.own.hold(term.begin.ballot, record)
 
     def fetch_failed(self, holder: str, record: Record, now: float) -> None:
+        """Take in that a result could not be fetched.
+
+        One to be adopted is asked for again if its holder is alive; one to be committed is fetched from the next
+        member.
+        """
         term = self.own.term
         if term is None or term.fetching != (holder, record):
             return

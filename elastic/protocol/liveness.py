@@ -1,9 +1,9 @@
-"""Signs of life: whom an island tells that it lives, and whom it thinks alive.
+"""Signs of life: to whom an island sends heartbeats, and which peers it thinks alive.
 
-A few islands all tell each other. Among many that would be n² messages every time. There, the first of the roster (the
-*front*; its first leads) hear everybody, speak to everybody and report whom they miss. The rest speak to the front
-only and accept its reports about the others. Whoever belongs to the front, leads, or has lost the front *broadcasts*:
-it speaks to all and accepts no reports, so that nobody is waited for whom only others can reach.
+A few islands all send heartbeats to each other. Among many that would be n² messages every time. There, the first of
+the roster (the *front*; its first leads) hear everybody, speak to everybody and report whom they miss. The rest speak
+to the front only and accept its reports about the others. Whoever belongs to the front, leads, or has lost the front
+*broadcasts*: it speaks to all and accepts no reports, so that nobody is waited for whom only others can reach.
 """
 
 from dataclasses import replace
@@ -18,26 +18,34 @@ FRESH_HEARTBEATS = 2  # whoever was not heard for so many is reported as missed
 
 
 class Liveness:
+    """Send this island's heartbeats, and judge which peers are alive and who should lead."""
+
     def __init__(self, own: ProtocolState, now: float) -> None:
         self.own = own
         self.broadcasts = True
         self._beat_at = now
 
     def alive(self, now: float) -> set[str]:
+        """Return the peers thought alive, judged by silence, closed connections and reports of the front."""
         return self.own.peers.alive(now, self.own.state.roster)
 
     def is_alive(self, peer: str, now: float) -> bool:
+        """Return whether one peer is thought alive, by the rules of `Peers.is_alive`."""
         return self.own.peers.is_alive(peer, now, self.own.state.roster)
 
     def are_few(self) -> bool:
+        """Return whether all islands exchange heartbeats: at most `flat_up_to` are known, this one included."""
         return len(self.own.peers.views) < self.own.options.flat_up_to
 
     def voters(self) -> int:
-        """Return of how many islands a majority is needed: of all, or of the front where only that is heard."""
+        """Return of how many islands a majority is needed: the roster, or the front where only that is heard."""
         return len(self.own.state.roster) if self.broadcasts else FRONT
 
     def coordinator(self, now: float) -> str:
-        """Return the first of the roster that is not suspected; where none is left, the lowest of all."""
+        """Return the first of the roster that is not suspected; empty if nobody may lead.
+
+        Where no member of the roster is left, it is the lowest of all known islands, with `partition: merge` only.
+        """
         for peer in self.own.state.roster:
             if self._could_lead(peer, now):
                 return peer
@@ -46,7 +54,10 @@ class Liveness:
         return min((peer for peer in others if self._could_lead(peer, now)), default="")
 
     def _could_lead(self, peer: str, now: float) -> bool:
-        """Say whether it is alive, and not behind for long: then it cannot lead what follows our head."""
+        """Return whether a peer is alive and has not been behind for long.
+
+        One that is behind cannot lead the round that follows our head.
+        """
         if peer == self.own.me:
             return not self.own.leaving
         if not self.is_alive(peer, now):
@@ -55,11 +66,13 @@ class Liveness:
         return since is None or now - since <= 2 * self.own.options.heartbeat_s
 
     def tick(self, now: float) -> None:
+        """Send a heartbeat if `heartbeat_s` seconds have passed since the last one."""
         if now >= self._beat_at:
             self._beat_at = now + self.own.options.heartbeat_s
             self.beat(now)
 
     def beat(self, now: float) -> None:
+        """Send a heartbeat now, after deciding anew whether it goes to all islands or to the front only."""
         roster = self.own.state.roster
         front = list(islice((peer for peer in roster if peer == self.own.me or self.is_alive(peer, now)), FRONT))
         before, self.broadcasts = self.broadcasts, self._must_broadcast(front, now)
@@ -74,7 +87,11 @@ class Liveness:
                 self.own.send(peer, beat)
 
     def _must_broadcast(self, front: list[str], now: float) -> bool:
-        """Say whether it leads, or the front is no help: it does not hear it, or cannot fetch from it."""
+        """Return whether to send heartbeats to all islands, rather than to the front only.
+
+        That is so among few, in the front, for a leader, and where the front is no help: it is not heard, or nothing
+        can be fetched from it.
+        """
         if self.are_few() or self.own.me in front or self.own.term is not None:
             return True
         views = [self.own.peers.views[peer] for peer in front]
@@ -82,14 +99,17 @@ class Liveness:
         return not heard or any(view.fetches_failed for view in views)
 
     def _missed(self, now: float) -> tuple[int, ...]:
-        """Return the places in the roster of those it does not hear."""
+        """Return the places in the roster of members that were not heard within the last two heartbeats."""
         state, views = self.own.state, self.own.peers.views
         since = now - FRESH_HEARTBEATS * self.own.options.heartbeat_s
         heard = {peer for peer in state.roster if peer in views and views[peer].heard_at >= since} | {self.own.me}
         return tuple(place for peer, place in state.places.items() if peer not in heard)
 
     def hear(self, sender: str, beat: Heartbeat, now: float) -> None:
-        """Accept the report of one that broadcasts, and answer one that is behind: nobody else helps it on."""
+        """Accept the report of a peer that broadcasts, and answer one that is behind: nobody else would.
+
+        An island that broadcasts itself does neither.
+        """
         if self.broadcasts:
             return
         if beat.head < self.own.state.head:

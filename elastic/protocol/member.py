@@ -1,4 +1,4 @@
-"""An island as a member: it promises, takes part, holds a result, and appends what was committed."""
+"""Taking part in rounds: a member promises, takes part in attempts, holds a result, and appends what was committed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,12 +15,15 @@ MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the
 
 
 class Member:
+    """Answer coordinators: promise, offer progress, take part in attempts, hold and append results."""
+
     def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
         self.own, self.liveness = own, liveness
         self.pending: dict[int, Offer] = {}  # by fragment: to be contained
         self._frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
 
     def on_heartbeat(self, sender: str, beat: msg.Heartbeat, now: float) -> None:
+        """Take in a peer's head and promise: catch up with a greater head, yield to a higher promise."""
         view = self.own.peers.view(sender, now)
         if view.head is not None and beat.incarnation == view.incarnation and beat.head < view.head:
             return  # very late: within a life, heads only grow
@@ -37,7 +40,7 @@ class Member:
                 self.own.drop_term(now)
 
     def _meet(self, sender: str, head: Head, now: float) -> None:
-        """Catch up with a head that is greater, or the same where this island's vectors are damaged."""
+        """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
         wanted = head > self.own.state.head or (self.own.diverged and head == self.own.state.head)
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
@@ -47,7 +50,10 @@ class Member:
             self.own.catch_up(sender, head)
 
     def _compare_digests(self) -> None:
-        """Notice other bits on the same chain: whoever is alone with its vectors has damaged ones."""
+        """Compare the digests of vectors on the same chain, and fetch the others' if ours are damaged.
+
+        They are if a majority has other bits; of two islands, the first of the roster is believed.
+        """
         roster = self.own.state.roster
         if self.own.diverged or not self.own.state_digest:
             return
@@ -62,6 +68,10 @@ class Member:
         self.own.catch_up(min(peer for peer in said if said[peer] == digest), self.own.state.head)
 
     def on_collect(self, sender: str, collect: msg.Collect, now: float) -> None:
+        """Answer a coordinator that starts a term: with a promise and what is ready, or with a refusal.
+
+        The refusal is a nack after a higher promise, and a heartbeat where this island has another head.
+        """
         self._meet(sender, collect.head, now)
         ballot = Ballot(collect.term, sender, 0)
         if not self.own.same_key(Key(collect.head.round + 1, collect.head.digest)):
@@ -80,7 +90,7 @@ class Member:
         self.own.send(sender, answer)
 
     def count_misfit(self, sender: str, now: float) -> None:
-        """Ban who sends many messages of other rounds: one late message is nobody's fault."""
+        """Count a message of another round, and ban a peer that sends many: one late message is no fault."""
         view = self.own.peers.view(sender, now)
         if now - view.misfits_since > self.own.options.silence_s:
             view.misfits, view.misfits_since = 0, now
@@ -89,7 +99,7 @@ class Member:
             self.own.ban(sender, "keeps sending ballots and answers of other rounds", now)
 
     def _promise(self, ballot: Ballot, now: float) -> None:
-        """Finish and serve nothing below this ballot from here on."""
+        """Promise a ballot durably: from here on nothing below it is finished or served."""
         if ballot == self.own.promise:
             return
         self.own.promise = ballot
@@ -101,12 +111,12 @@ class Member:
             self.own.drop_term(now)
 
     def promise_again(self) -> None:
-        """Tell the coordinator what has changed, as if it had asked once more."""
+        """Send the promise again because its content has changed, as if the coordinator had asked anew."""
         if coordinator := self.own.promise.coordinator:
             self.own.send(coordinator, self.own.promise_for(self.own.promise.term))
 
     def say_ready(self) -> None:
-        """Make this island's offers to whomever it has promised."""
+        """Send this island's offers to the coordinator it has promised; they stay the same for this round."""
         for fragment, offer in self.pending.items():
             if self.own.state.fits(self.own.me, offer) or not self.own.rules.marks_decide:
                 self._frozen.setdefault(fragment, offer)
@@ -116,6 +126,7 @@ class Member:
             self.own.send(self.own.promise.coordinator, ready)
 
     def on_begin(self, sender: str, begin: msg.Begin, now: float) -> None:
+        """Take part in an attempt, or refuse it. A *begin* that comes again gets the same answer again."""
         current = self.own.current
         if not self.own.same_key(begin.key):
             self._refuse(sender, self.own.heartbeat(), now)
@@ -167,9 +178,9 @@ class Member:
         return ""
 
     def _refusal(self, begin: msg.Begin) -> msg.Failed | None:
-        """Return why this island takes no part: it has not offered that, or could not follow the change of settings.
+        """Return why this island takes no part: it has not offered that, or could not follow the new settings.
 
-        What is adopted may be decided already: who cannot follow that ends with an error instead.
+        An adopted result may be decided already: an island that cannot follow that one ends with an error instead.
         """
         proposal, amendment = begin.proposal, begin.proposal.amendment
         if begin.adopted:
@@ -182,6 +193,7 @@ class Member:
         return None
 
     def hold(self, current: CurrentAttempt, record: Record) -> None:
+        """Store the result of an attempt and answer *done*, which is sent only when the result is durable."""
         begin = current.begin
         current.done = msg.Done(begin.key, begin.ballot, record.payload)
         self.own.held = msg.Held(begin.ballot, record)
@@ -190,11 +202,13 @@ class Member:
         self.own.send(current.sender, current.done)
 
     def give_up(self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False) -> None:
+        """Answer *failed* to the coordinator: the attempt did not succeed here, and `blamed` may be why."""
         current.reducing = False
         current.failed = msg.Failed(current.begin.key, current.begin.ballot, blamed, reason, refused)
         self.own.send(current.sender, current.failed)
 
     def on_commit(self, sender: str, record: Record, now: float) -> None:
+        """Append a committed record if its result is held here; otherwise catch up with its sender."""
         if not self.own.same_key(record.proposal.key):
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(record.digest):
@@ -203,6 +217,7 @@ class Member:
             self.own.catch_up(sender, self.own.state.head_after(record))
 
     def append(self, record: Record, now: float) -> None:
+        """Move to the state after a committed record, and ask the driver to append it to the log."""
         try:
             state = self.own.state.after(record)
         except RecordInvalid:
@@ -215,6 +230,10 @@ class Member:
         self._move(state, now, switched=False)
 
     def caught_up(self, state: RunState, now: float, *, whole: bool) -> None:
+        """Move to a state that was fetched, if its head is greater than this island's.
+
+        With the whole state, the same head will do where this island's vectors are damaged.
+        """
         donor, self.own.catching_up = self.own.catching_up, None
         if state.head > self.own.state.head or (self.own.diverged and whole and state.head >= self.own.state.head):
             if donor is not None:
@@ -224,7 +243,7 @@ class Member:
             self.liveness.beat(now)  # whoever collects can ask it now
 
     def _move(self, state: RunState, now: float, *, switched: bool) -> None:
-        """Go to another head, and forget what was about the round that followed the last one."""
+        """Move to another head, and forget everything about the round that followed the last one."""
         own = self.own
         own.amendments = {a.number: a for a in own.state.amendments} | own.amendments  # a new branch may lack them
         if state.amendments != own.state.amendments:

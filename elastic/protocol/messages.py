@@ -1,4 +1,4 @@
-"""What islands say to each other about rounds, and what a node asks its driver to do. ARCHITECTURE.md has the table."""
+"""Messages between islands about rounds, and effects that a node asks its driver for. ARCHITECTURE.md has the table."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Offer, 
 
 @dataclass(frozen=True)
 class Held:
-    """A result that its holder has stored, and the ballot it was stored under."""
+    """Name a result that its holder has stored, and the ballot under which it was stored."""
 
     ballot: Ballot
     record: Record
@@ -15,6 +15,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Heartbeat:
+    """Announce that the sender is alive, and its head; also the answer to a peer with another head."""
+
     head: Head
     promise: Ballot  # for the round that follows this head
     leading: bool
@@ -25,7 +27,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Collect:
-    """The sender starts a term for the round that follows its head."""
+    """Start a term of the sender for the round that follows its head, and ask for promises."""
 
     head: Head
     term: int
@@ -33,6 +35,8 @@ class Collect:
 
 @dataclass(frozen=True)
 class Promise:
+    """Promise a coordinator to take part in no ballot below its own for this key; the answer to *collect*."""
+
     key: Key
     term: int
     incarnation: int
@@ -43,13 +47,15 @@ class Promise:
 
 @dataclass(frozen=True)
 class Nack:
+    """Refuse a *collect* or *begin*, because a higher ballot is promised already."""
+
     key: Key
     promise: Ballot
 
 
 @dataclass(frozen=True)
 class Ready:
-    """At the sync point, or with progress that an earlier round did not contain."""
+    """Offer progress at the sync point, or progress that an earlier round did not contain."""
 
     key: Key
     term: int
@@ -59,6 +65,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begin:
+    """Specify one attempt at a round completely: a proposal to reduce, or a result to adopt."""
+
     key: Key
     ballot: Ballot
     proposal: Proposal
@@ -70,6 +78,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class Done:
+    """Report that the sender has stored the result of an attempt."""
+
     key: Key
     ballot: Ballot
     payload: str  # digest of the result's bytes
@@ -77,7 +87,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """An attempt did not come about at the sender."""
+    """Report that an attempt did not succeed at the sender, and which peer it blames."""
 
     key: Key
     ballot: Ballot
@@ -89,11 +99,15 @@ class Failed:
 
 @dataclass(frozen=True)
 class Commit:
+    """Announce that a record is final: all members of its attempt hold the result."""
+
     record: Record
 
 
 @dataclass(frozen=True)
 class Goodbye:
+    """Announce that the sender leaves, so that the others stop waiting for it at once."""
+
     reason: str = ""
 
 
@@ -105,7 +119,7 @@ Message = Heartbeat | Collect | Promise | Nack | Ready | Begin | Done | Failed |
 
 @dataclass(frozen=True)
 class Memory:
-    """What a restart must not forget about the round that follows `key.parent`."""
+    """Hold what a restart must not forget about the round that follows `key.parent`."""
 
     key: Key
     promise: Ballot
@@ -115,30 +129,36 @@ class Memory:
 
 @dataclass(frozen=True)
 class Remember:
+    """Ask the driver to store a memory; messages that come after it, but heartbeats, wait until it is durable."""
+
     memory: Memory
 
 
 @dataclass(frozen=True)
 class Send:
+    """Ask the driver to send a message to one peer, once everything asked for before is durable."""
+
     to: str
     message: Message
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Take part in the all-reduce; answer with `reduced` or `reduce_failed`."""
+    """Ask the driver to take part in an all-reduce, and to answer with `reduced` or `reduce_failed`."""
 
     begin: Begin
 
 
 @dataclass(frozen=True)
 class Cancel:
+    """Ask the driver to give up the all-reduce of a ballot that is no longer of use."""
+
     ballot: Ballot
 
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Get these bytes from their holder; answer with `fetched` or `fetch_failed`."""
+    """Ask the driver to get a result's bytes from their holder, and to answer with `fetched` or `fetch_failed`."""
 
     holder: str
     record: Record
@@ -146,8 +166,10 @@ class FetchResult:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Get the state at this head, or a later one, from this peer and others; answer with `caught_up` or
-    `catch_up_failed`."""
+    """Ask the driver to get the state at this head, or a later one, from this peer and others.
+
+    The driver answers with `caught_up` or `catch_up_failed`.
+    """
 
     peer: str
     head: Head
@@ -155,21 +177,24 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Append:
-    """Committed: into the log, then into the outer state."""
+    """Ask the driver to append a committed record to the log, then to apply it to the outer state."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class Moved:
-    """The head is another one: by a commit, or by a move to a heavier branch."""
+    """Report that the head has changed, by a commit or by catching up.
+
+    `switched`: to a state that is not one round further, such as one of a heavier branch.
+    """
 
     switched: bool
 
 
 @dataclass(frozen=True)
 class Note:
-    """For people: what happened, and to whom."""
+    """Report to people what happened, and to which island."""
 
     kind: str
     peer: str

@@ -1,8 +1,8 @@
 """One island's part in the protocol (its rules: ARCHITECTURE.md). No sockets, clocks, threads or randomness inside.
 
-Every input is a method that takes `now` and returns effects, to be carried out in order. `ProtocolState` is what an
-island knows, `Liveness` whom it thinks alive, `Member` how it answers, `Coordinator` how it leads when it is first in
-line. What is decided is a `Record`; what follows from records is a `RunState`.
+Every input is a method that takes `now`, where it needs the time, and returns effects, to be carried out in order.
+`ProtocolState` is what an island knows, `Liveness` whom it thinks alive, `Member` how it answers, `Coordinator` how it
+leads when it is first in line. What is decided is a `Record`; what follows from records is a `RunState`.
 """
 
 from collections.abc import Iterable
@@ -23,6 +23,8 @@ __all__ = ["Node", "Options"]
 
 
 class Node:
+    """Run one island's part in the protocol: inputs with a time go in, effects to carry out come back."""
+
     def __init__(
         self, me: str, state: RunState, options: Options, *, now: float, incarnation: int = 0,
         memory: msg.Memory | None = None, rules: Rules = ALL, peers: Peers | None = None,
@@ -45,6 +47,7 @@ class Node:
     # inputs
 
     def tick(self, now: float) -> list[msg.Effect]:
+        """Let time pass: send a heartbeat if one is due, notice a sleep, and take the next step as coordinator."""
         if self.own.leaving:
             return []
         self.liveness.tick(now)
@@ -53,6 +56,7 @@ class Node:
         return effects
 
     def receive(self, sender: str, message: msg.Message, now: float) -> list[msg.Effect]:
+        """Handle a message from a peer, unless that peer is banned or this island is leaving."""
         if not self.peers.banned(sender, now) and not self.own.leaving:
             self.peers.hear(sender, now)
             self._handle(sender, message, now)
@@ -62,11 +66,12 @@ class Node:
         return self._take_effects() if can_wait else self._finish(now)
 
     def know(self, peers: Iterable[str], now: float) -> list[msg.Effect]:
+        """Add peers to speak to. A new one counts as alive until it has been silent for too long."""
         self.peers.know(set(peers) - {self.me}, now)
         return self._finish(now)
 
     def closed(self, peer: str, now: float) -> list[msg.Effect]:
-        """Take in that its connection broke and that it cannot be reached again."""
+        """Take in that a peer's connection broke and that it cannot be reached again."""
         if (view := self.peers.views.get(peer)) is not None:
             view.closed = True
         return self._finish(now)
@@ -78,24 +83,30 @@ class Node:
         return self._finish(now)
 
     def withdraw(self, fragment: int) -> list[msg.Effect]:
-        """Take an offer back: more progress will be offered instead. What was said for the present round stands."""
+        """Take an offer back, because more progress will be offered instead.
+
+        What was said for the present round stands.
+        """
         self.pending.pop(fragment, None)
         return []
 
     def request_samples(self, want: int, now: float) -> list[msg.Effect]:
-        """Ask for so many samples to hold."""
+        """Ask for a lease of `want` samples in all, in a promise that is sent again."""
         self.own.want = want
         self.member.promise_again()
         return self._finish(now)
 
     def amend(self, amendment: Amendment, now: float) -> list[msg.Effect]:
-        """Take a change of the run's settings that its owner has made to rounds, until one contains it."""
+        """Bring a change of settings that the run's owner has made to rounds, until one contains it."""
         self.bring(amendment)
         self.member.promise_again()
         return self._finish(now)
 
     def bring(self, amendment: Amendment) -> None:
-        """Take a change of settings along with the next promise."""
+        """Carry a change of settings along with the next promise.
+
+        It is refused, with a note, if it is not the owner's or cannot be followed here.
+        """
         if not amendment.is_by(self.state.owner):
             self.own.note("refused", self.me, f"change {amendment.number} of settings: not signed by the run's owner")
         elif self.state.accepts(amendment) and (reason := self.own.options.objection(self.state, amendment)):
@@ -104,6 +115,7 @@ class Node:
             self.own.amendments[amendment.number] = amendment
 
     def reduced(self, ballot: Ballot, payload: str, now: float) -> list[msg.Effect]:
+        """Hold the result of an all-reduce and answer *done*, unless a higher ballot was promised meanwhile."""
         current = self.own.current
         if current is not None and current.begin.ballot == ballot and ballot >= self.own.promise:
             current.reducing = False
@@ -113,13 +125,14 @@ class Node:
     def reduce_failed(
         self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False
     ) -> list[msg.Effect]:
+        """Answer *failed* for an all-reduce; `refused` means that what the blamed peer contributed is bad."""
         current = self.own.current
         if current is not None and current.begin.ballot == ballot:
             self.member.give_up(current, blamed, reason, refused=refused)
         return self._finish(now)
 
     def fetched(self, record: Record, now: float) -> list[msg.Effect]:
-        """Take in that the result's bytes are here."""
+        """Take in that a result's bytes have arrived, as a member that adopts it or as coordinator."""
         current = self.own.current
         if current is not None and current.adopts(record):
             self.member.hold(current, record)
@@ -128,6 +141,7 @@ class Node:
         return self._finish(now)
 
     def fetch_failed(self, holder: str, record: Record, reason: str, now: float) -> list[msg.Effect]:
+        """Take in that a result's bytes could not be fetched: a member answers *failed*, a coordinator retries."""
         current = self.own.current
         if current is not None and current.adopts(record):
             self.member.give_up(current, holder, reason)
@@ -138,13 +152,17 @@ class Node:
     def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[msg.Effect]:
         """Move to a state that was fetched completely, if its head is strictly greater.
 
-        `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors.
+        `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors, and
+        for these the same head will do.
         """
         self.member.caught_up(state, now, whole=whole)
         return self._finish(now)
 
     def catch_up_failed(self, peer: str, now: float) -> list[msg.Effect]:
-        """Fetch from it later. It stays alive in our eyes: who is behind must not go its own way for that."""
+        """Fetch from this peer later, after a pause that doubles up to eight heartbeats.
+
+        It still counts as alive: an island that is behind must not decide rounds of its own for that.
+        """
         self.own.catching_up = None
         view = self.peers.view(peer, now)
         view.fetch_at = now + self.own.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
@@ -152,6 +170,7 @@ class Node:
         return self._finish(now)
 
     def ban(self, peer: str, reason: str, now: float) -> list[msg.Effect]:
+        """Exclude a peer for 20 times `silence_s`, because it sent garbage or was not admitted."""
         self.own.ban(peer, reason, now)
         return self._finish(now)
 
@@ -161,12 +180,13 @@ class Node:
         return self._finish(now)
 
     def leave(self, now: float) -> list[msg.Effect]:
+        """Send goodbye to all peers. After that, this island sends and answers nothing."""
         self.own.send_all(msg.Goodbye("leaves"))
         self.own.leaving = True  # and nothing more is said
         return self._finish(now)
 
     def pause(self, now: float) -> list[msg.Effect]:
-        """Go without a word, to come back the same: from here on nothing is led, answered or finished."""
+        """Stop without a message, to return as the same incarnation: nothing more is led, answered or finished."""
         self.own.leaving, self.own.term = True, None
         self.own.stop_attempt()
         return self._finish(now)
@@ -200,7 +220,10 @@ class Node:
         return self._take_effects()
 
     def _notice_sleep(self, now: float) -> None:
-        """Begin anew if this island was stopped, or swapped out: what it has not heard, it could not hear."""
+        """Begin anew if this island was stopped or swapped out: it could not hear what it has not heard.
+
+        Everybody's silence is forgotten, and a term under way is dropped.
+        """
         if now - self._awake_at <= self.own.options.silence_s / 2:
             return
         self._awake_at = now
@@ -217,12 +240,15 @@ class Node:
 
     @property
     def state(self) -> RunState:
+        """Return what all islands agree on at this island's head."""
         return self.own.state
 
     @property
     def pending(self) -> dict[int, Offer]:
+        """Return this island's offers that are to be contained in a round, by fragment."""
         return self.member.pending
 
     @property
     def due(self) -> int:
+        """Return the fragment whose turn it is in the next round with contributions."""
         return self.own.due

@@ -1,4 +1,4 @@
-"""What a run's settings say to the protocol. All times follow from `silence_s`."""
+"""The run's settings as the protocol needs them. All times follow from `silence_s`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ Decide = Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int
 
 @dataclass(frozen=True)
 class Options:
+    """Hold the run's settings that the protocol depends on; an amendment of the run replaces them."""
+
     decide: Decide
     silence_s: float = 5.0
     straggler: float = 1.5
@@ -26,9 +28,10 @@ class Options:
 
     @property
     def heartbeat_s(self) -> float:
+        """Return the seconds between two heartbeats: five of them fit into `silence_s`."""
         return self.silence_s / 5
 
     @property
     def answer_s(self) -> float:
-        """Return how long an island may give signs of life but no answer, before it is left out."""
+        """Return for how many seconds an island may live but not answer, before it is left out."""
         return 2 * self.silence_s

@@ -1,4 +1,4 @@
-"""Who is alive, as far as one island can tell. Silence is weak evidence, a closed and refused connection is quick."""
+"""Which peers are alive, as far as one island can tell. Silence is weak evidence, a refused connection a quick sign."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ MINORITY_PATIENCE = 3  # times silence_s, before silence of a majority is believ
 
 @dataclass
 class PeerView:
+    """Hold what this island knows of one peer, from its messages and from what has failed with it."""
+
     heard_at: float
     head: Head | None = None
     behind_since: float | None = None  # its head is less than ours
@@ -28,37 +30,43 @@ class PeerView:
 
 @dataclass(frozen=True)
 class LivenessReport:
-    """What one that hears everybody but for some says of the others."""
+    """Hold what a peer that hears everybody reports: when, and which places of the roster it misses."""
 
     at: float
     missed: frozenset[int]
     places: dict[str, int]
 
     def hears(self, peer: str) -> bool:
+        """Return whether the reporter hears a peer; False for one that is not in the roster."""
         return peer in self.places and self.places[peer] not in self.missed
 
 
 @dataclass
 class Peers:
+    """Judge which peers are alive, by silence, closed connections and the reports of others."""
+
     silence_s: float
     views: dict[str, PeerView] = field(default_factory=dict)
     reports: dict[str, LivenessReport] = field(default_factory=dict)  # of the front, where they are accepted
     expected: dict[str, float] = field(default_factory=dict)  # until when those count as alive who are to come back
 
     def know(self, peers: Iterable[str], now: float) -> None:
+        """Add peers that are not known yet, as if they had been heard just now."""
         for peer in sorted(peers):
             self.view(peer, now)
 
     def view(self, peer: str, now: float) -> PeerView:
+        """Return what is known of a peer; a new one counts as heard just now."""
         return self.views.setdefault(peer, PeerView(now))
 
     def hear(self, peer: str, now: float) -> None:
+        """Note a sign of life of a peer: it is neither closed nor gone any more."""
         view = self.view(peer, now)
         view.heard_at, view.closed, view.left = now, False, False
         self.expected.pop(peer, None)
 
     def expect(self, peers: Iterable[str], until: float) -> None:
-        """Count these as alive until then: all were stopped and start again, and some are slower."""
+        """Count these as alive until then: all islands were stopped and start again, and some are slower."""
         self.expected = dict.fromkeys(peers, until)
 
     def reset(self, now: float) -> None:
@@ -67,26 +75,36 @@ class Peers:
             view.heard_at = max(view.heard_at, now)
 
     def judge_alone(self, now: float, but: Collection[str]) -> None:
-        """Drop all reports. Those whom they said to be alive are given time to speak to this island."""
+        """Drop all reports, because this island now hears everybody itself.
+
+        Peers that the reports called alive, other than those in `but`, are given time to speak to this island.
+        """
         reports, self.reports = self.reports, {}
         for peer, view in self.views.items():
             if peer not in but and any(report.hears(peer) for report in reports.values()):
                 view.heard_at = max(view.heard_at, now)
 
     def accept_report(self, sender: str, said: LivenessReport) -> None:
+        """Store a peer's report, and drop reports that are more than `silence_s` older than it."""
         self.reports[sender] = said
         if any(said.at - report.at > self.silence_s for report in self.reports.values()):
             self.reports = {peer: one for peer, one in self.reports.items() if said.at - one.at <= self.silence_s}
 
     def banned(self, peer: str, now: float) -> bool:
+        """Return whether a peer is excluded at this time, so that its messages are ignored."""
         view = self.views.get(peer)
         return view is not None and now < view.banned_until
 
     def alive(self, now: float, roster: tuple[str, ...]) -> set[str]:
-        """Return who is thought alive. May be called on any thread, all else here only on the one that changes it."""
+        """Return who is thought alive. Any thread may call it; all else here is for the thread that changes it."""
         return {peer for peer in list(self.views) if self.is_alive(peer, now, roster)}
 
     def is_alive(self, peer: str, now: float, roster: tuple[str, ...]) -> bool:
+        """Return whether a peer is thought alive: it is neither closed nor banned, and not silent for too long.
+
+        Silence does not count against a peer that is expected back, or that a fresh report has heard. It takes three
+        times as long while most of the roster is silent.
+        """
         view = self.views.get(peer)
         if view is None or view.closed or now < view.banned_until:
             return False
@@ -98,10 +116,14 @@ class Peers:
         return silent_s <= MINORITY_PATIENCE * self.silence_s and self._majority_is_silent(now, roster)
 
     def heard_lately(self, peer: str, now: float) -> bool:
+        """Return whether this island itself has heard a peer within `silence_s`; reports do not count."""
         return now - self.views[peer].heard_at <= self.silence_s
 
     def _majority_is_silent(self, now: float, roster: tuple[str, ...]) -> bool:
-        """Say whether more than half are silent: then perhaps it is this island that is cut off."""
+        """Return whether more than half of the roster is silent: then perhaps this island is cut off.
+
+        A fresh report that misses less than half says otherwise.
+        """
         fresh = (report for report in self.reports.values() if now - report.at <= self.silence_s)
         if any(2 * len(report.missed) < len(roster) for report in fresh):
             return False

@@ -1,5 +1,7 @@
-"""When a coordinator that has everybody's promise begins a round, and of whom: `Proposer`, after pure functions over
-offers, the state, and who is alive."""
+"""Proposals: when a coordinator that has everybody's promise begins a round, and with whom.
+
+First come pure functions over offers, the state, and who is alive; then the `Proposer`, which uses them.
+"""
 
 from collections.abc import Collection, Iterable
 from statistics import median
@@ -20,7 +22,10 @@ MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apa
 
 
 def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: float) -> float | None:
-    """Return when to go on without the rest: after `straggler` times what half of the live members have needed."""
+    """Return when to begin without the rest: after `straggler` times what half of the live members have needed.
+
+    None until half of them are ready.
+    """
     times, half = sorted(ready_at), -(-live // 2)
     if len(times) < half or not times:
         return None
@@ -28,18 +33,25 @@ def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: 
 
 
 def weigh(offers: dict[str, Offer]) -> dict[str, int]:
+    """Return each offer's weight in the mean: its tokens, but at least 1 and at most twice the round's median."""
     cap = WEIGHT_CAP * median([offer.tokens for offer in offers.values()])
     return {peer: max(1, min(offer.tokens, int(cap))) for peer, offer in offers.items()}
 
 
 def outsize(offers: dict[str, Offer]) -> list[str]:
-    """Return those whose progress is far larger than the others': one that has diverged would take the rest along."""
+    """Return the peers whose progress is far larger than the others' (100 times the median norm).
+
+    One that has diverged would take the rest along. Nobody is outsize among one or two.
+    """
     usual = median([offer.norm for offer in offers.values()]) if len(offers) > 2 else 0.0
     return [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
 
 
 def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:
-    """Return many that can all reach each other. Whose turn it is goes first, so that nobody is left out for ever."""
+    """Return many members that can all reach each other; `pairs` are those that cannot.
+
+    The member whose turn it is comes first, so that nobody is left out for ever.
+    """
     order, kept = sorted(members), dict[str, None]()
     apart = [tuple(pair) for pair in pairs]
     for index in range(len(order)):
@@ -53,7 +65,7 @@ def propose(
     state: RunState, fragment: int, offers: dict[str, Offer], alive: dict[str, int], wants: dict[str, int],
     decide: Decide, amendment: Amendment | None = None,
 ) -> Proposal:  # fmt: skip
-    """Make a fresh proposal.
+    """Make a fresh proposal: contributions, the next roster, leases of samples, and the round's settings.
 
     `alive` has the incarnation of all who stay, `wants` the samples each would like to hold.
     """
@@ -82,13 +94,16 @@ def _grants(ledger: Ledger, wanted: dict[str, int]) -> tuple[Grant, ...]:
 
 
 def quorum(roster: tuple[str, ...], present: Iterable[str]) -> bool:
-    """Say whether a majority is present, or exactly half with the first member."""
+    """Return whether a majority of the roster is present, or exactly half of it with its first member."""
     there = set(present) & set(roster)
     return 2 * len(there) > len(roster) or (2 * len(there) == len(roster) and roster[0] in there)
 
 
 def culprits(failures: list[tuple[str, Failed]]) -> tuple[str, str] | None:
-    """Return the pair that could not reach each other: two that accuse each other, or the first that were reported."""
+    """Return the pair that could not reach each other: two that accuse each other, or else the first reported.
+
+    None if nobody blames another member.
+    """
     accused = [(reporter, failed.blamed) for reporter, failed in failures if failed.blamed not in ("", reporter)]
     for reporter, blamed in sorted(accused):
         if (blamed, reporter) in accused:
@@ -97,20 +112,22 @@ def culprits(failures: list[tuple[str, Failed]]) -> tuple[str, str] | None:
 
 
 class Separation(NamedTuple):
-    """How long two islands that could not reach each other are not put into one ballot."""
+    """Keep two islands that could not reach each other out of one ballot, until a round."""
 
     until: int  # round
     rounds: int
 
 
 class Proposer:
+    """Decide when this coordinator begins an attempt, with which offers, and what it proposes."""
+
     def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
         self.own, self.liveness = own, liveness
         self._objections: set[tuple[str, int, str]] = set()  # islands, in this life of theirs, to amendments
         self._separations: dict[frozenset[str], Separation] = {}
 
     def next_attempt(self, term: Term, now: float) -> Begin | None:
-        """Return the attempt to begin with, if it is time for one."""
+        """Return the attempt to begin now, or None if it is not time for one."""
         own, fragment, promised = self.own, self.own.due, term.promised()
         ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
         offers = self._without_stuck_pairs(ready)
@@ -134,7 +151,7 @@ class Proposer:
         return Begin(own.state.key, term.ballot, proposal, members, rates)
 
     def has_quorum(self, members: Iterable[str]) -> bool:
-        """Say whether these may decide: with `partition: merge` anybody may."""
+        """Return whether these members may decide; with `partition: merge` any may."""
         return self.own.options.partition != "pause" or quorum(self.own.state.roster, members)
 
     def _are_enough(self, members: Collection[str]) -> bool:
@@ -160,14 +177,17 @@ class Proposer:
         return bool(promise.want) and not size(self.own.state.ledger.lease_of(holder))
 
     def _is_anybody_starving(self, promised: dict[str, Promise]) -> bool:
-        """Say whether somebody cannot begin to train: it is given samples now, not at the next sync point."""
+        """Return whether a member cannot begin to train for lack of samples.
+
+        It is given some now, not at the next sync point.
+        """
         ledger = self.own.state.ledger
         if ledger.limit is not None and ledger.next >= ledger.limit and not ledger.free:
             return False
         return self.has_quorum(promised) and any(self._is_starving(*each) for each in promised.items())
 
     def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
-        """Return the owner's next change of settings, if somebody brings one and all can follow it.
+        """Return the owner's next change of settings, if a member brings one and all can follow it.
 
         At the end of the clock there is none: others have seen the run end.
         """
@@ -181,7 +201,10 @@ class Proposer:
         return None
 
     def _is_followed(self, amendment: Amendment, promised: dict[str, Promise]) -> bool:
-        """Say whether nobody objects: it waits rather than to end an island. One that comes back is asked again."""
+        """Return whether no member objects to a change: it waits rather than end an island.
+
+        An island that comes back is asked again.
+        """
         lives = ((peer, promise.incarnation) for peer, promise in promised.items())
         if any((*life, amendment.signature) in self._objections for life in lives):
             return False
@@ -190,6 +213,7 @@ class Proposer:
         return not reason
 
     def add_objection(self, promised: dict[str, Promise], peer: str, amendment: Amendment, reason: str) -> None:
+        """Note that a peer's present incarnation cannot follow a change of settings, and report why, once."""
         if peer not in promised:
             return
         objection = peer, promised[peer].incarnation, amendment.signature
@@ -198,7 +222,10 @@ class Proposer:
             self.own.note("refused", peer, f"it waits: {reason}")
 
     def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
-        """Return offers of some who can all reach each other and are enough. If there are no such, all try again."""
+        """Return the offers of members that can all reach each other and are enough.
+
+        If there are no such members, all try again.
+        """
         turn = self.own.state.head.round
         pairs = [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
         if not pairs or not self.own.rules.leave_out_stuck_pairs:
@@ -208,17 +235,18 @@ class Proposer:
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 
     def separate(self, one: str, other: str) -> None:
+        """Keep two islands that cannot reach each other apart for 2 rounds, the next time for 4, then for 8."""
         self.own.note("cut off", one, f"{one} and {other} cannot reach each other")
         pair = frozenset((one, other))
         rounds = min(2 * self._separations[pair].rounds, MAX_ROUNDS_APART) if pair in self._separations else 2
         self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds)
 
     def reunite(self, islands: set[str]) -> None:
-        """Forget the separations among those who have just been in one round."""
+        """Forget the separations among islands that have just been in one round."""
         self._separations = {pair: apart for pair, apart in self._separations.items() if not pair <= islands}
 
     def note_lost(self, peers: Iterable[str]) -> None:
-        """Say who is gone: not of those who said goodbye, and of each once."""
+        """Report that peers are gone, each once, and not those that said goodbye."""
         for peer in sorted(peers):
             view = self.own.peers.views[peer]
             if not view.left:

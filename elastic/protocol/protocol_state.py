@@ -1,4 +1,4 @@
-"""What an island knows while it takes part in rounds, and how it speaks. Shared by the parts of a `Node`."""
+"""What an island knows while it takes part in rounds, and how it sends. Shared by the parts of a `Node`."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ BAN = 20  # times silence_s
 
 @dataclass
 class Term:
-    """One term of this coordinator. `begin` is the attempt under way; without one, it collects."""
+    """Hold one term of this coordinator. `begin` is the attempt under way; without one, it collects."""
 
     number: int
     coordinator: str
@@ -38,13 +38,15 @@ class Term:
 
     @property
     def ballot(self) -> Ballot:
+        """Return the ballot of the present attempt in this term."""
         return Ballot(self.number, self.coordinator, self.attempt)
 
     def promised(self) -> dict[str, msg.Promise]:
+        """Return the promises received, by peer, without those peers that have another head."""
         return {peer: answer for peer, answer in self.answers.items() if answer is not None}
 
     def highest_held(self) -> tuple[str, msg.Held] | None:
-        """Return who holds the result of the highest ballot, and that result.
+        """Return who holds the result of the highest ballot, and that result; None if nobody holds one.
 
         Attempts of this term do not count: only its coordinator could have committed them.
         """
@@ -53,6 +55,7 @@ class Term:
         return max(held, key=lambda pair: (pair[1].ballot, pair[0])) if held else None
 
     def offers(self, fragment: int) -> dict[str, Offer]:
+        """Return the offers for one fragment, by the peer that is ready with it."""
         return {
             peer: offer for peer, ready in self.ready.items() for offer in ready.offers if offer.fragment == fragment
         }
@@ -60,7 +63,7 @@ class Term:
 
 @dataclass
 class CurrentAttempt:
-    """The attempt that this island takes part in."""
+    """Hold the attempt that this island takes part in, and the answer it has given."""
 
     begin: msg.Begin
     sender: str
@@ -69,12 +72,15 @@ class CurrentAttempt:
     failed: msg.Failed | None = None  # once it has come to nothing here
 
     def adopts(self, record: Record) -> bool:
+        """Return whether this attempt adopts exactly this record, rather than reducing anew."""
         adopted = self.begin.adopted
         return bool(adopted) and Record(self.begin.proposal, adopted).digest == record.digest
 
 
 @dataclass
 class ProtocolState:
+    """Hold what an island knows while it takes part in rounds, and the effects that wait to be carried out."""
+
     me: str
     incarnation: int
     rules: Rules
@@ -101,53 +107,67 @@ class ProtocolState:
 
     @property
     def due(self) -> int:
-        """Return the fragment of the next round."""
+        """Return the fragment of the next round with contributions; fragments take turns."""
         return self.state.updates % self.options.fragments
 
     def same_key(self, key: Key) -> bool:
+        """Return whether a message's key is that of the round which follows this island's head."""
         return key == self.state.key if self.rules.key_names_the_parent else key.round == self.state.key.round
 
     def heartbeat(self) -> msg.Heartbeat:
+        """Return this island's present head, promise and state digest, to be sent as a sign of life."""
         return msg.Heartbeat(self.state.head, self.promise, self.term is not None, self.incarnation, self.state_digest)
 
     def promise_for(self, term: int) -> msg.Promise:
+        """Return the promise for a term, with the result held and the owner's next change of settings."""
         amendment = self.amendments.get(len(self.state.amendments) + 1)
         return msg.Promise(self.state.key, term, self.incarnation, self.want, self.held, amendment)
 
     def send(self, peer: str, message: msg.Message) -> None:
+        """Queue a message to a peer, or to this island itself. One that is leaving sends nothing to others."""
         if peer == self.me:
             self.to_self.append(message)
         elif not self.leaving:
             self.effects.append(msg.Send(peer, message))
 
     def send_all(self, message: msg.Message) -> None:
+        """Queue a message to every known peer, alive or not."""
         for peer in self.peers.views:
             self.send(peer, message)
 
     def note(self, kind: str, peer: str, text: str) -> None:
+        """Queue a note to people about what happened to a peer."""
         self.effects.append(msg.Note(kind, peer, text))
 
     def ban(self, peer: str, reason: str, now: float, for_s: float | None = None) -> None:
+        """Exclude a peer for `for_s` seconds, 20 times `silence_s` if not given, and report why."""
         if peer != self.me:
             self.peers.view(peer, now).banned_until = now + (BAN * self.options.silence_s if for_s is None else for_s)
             self.note("excluded", peer, reason)
 
     def remember(self) -> None:
+        """Queue the promise, the held result and the highest term to be stored on disk."""
         self.effects.append(msg.Remember(msg.Memory(self.state.key, self.promise, self.held, self.highest_term)))
 
     def holds(self, digest: str) -> bool:
+        """Return whether the result held here is that of the record with this digest."""
         return self.held is not None and self.held.record.digest == digest
 
     def hold(self, ballot: Ballot, record: Record) -> None:
+        """Store a result under a ballot, durably, so that whoever collects next hears of it."""
         self.held = msg.Held(ballot, record)
         self.remember()
 
     def catch_up(self, peer: str, head: Head) -> None:
+        """Ask the driver to fetch the state at a head from a peer, and note that this is under way."""
         self.catching_up = peer
         self.effects.append(msg.CatchUp(peer, head))
 
     def drop_term(self, now: float) -> None:
-        """Stop leading for a while: others have promised more than this coordinator asked for."""
+        """Stop leading for a while: others have promised more than this coordinator asked for.
+
+        The pause doubles with every term dropped since the last commit, up to 16 times the shortest.
+        """
         if not self.rules.yield_to_higher_promises:
             return
         if not self.rules.new_term_after_sleep and self.term is not None and self.term.begin is not None:
@@ -160,6 +180,7 @@ class ProtocolState:
         self.lead_at = now + self.options.heartbeat_s * (0.5 + spread) * min(2**self.drops, LONGEST_BACKOFF)
 
     def stop_attempt(self) -> None:
+        """Leave the attempt that this island takes part in, and cancel its all-reduce if one is running."""
         if self.current is not None and self.current.reducing:
             self.effects.append(msg.Cancel(self.current.begin.ballot))
         self.current = None

@@ -9,7 +9,7 @@ Ranges = tuple[Range, ...]
 
 
 def normal(ranges: Iterable[Range]) -> Ranges:
-    """Sorted, without empty ones, neighbours joined; also the union of ranges that overlap."""
+    """Return the ranges sorted, without empty ones, and joined where they touch or overlap."""
     joined: list[Range] = []
     for lo, hi in sorted(ranges):
         if joined and lo <= joined[-1][1]:
@@ -20,14 +20,17 @@ def normal(ranges: Iterable[Range]) -> Ranges:
 
 
 def is_normal(ranges: Ranges) -> bool:
+    """Return whether ranges are sorted, not empty, not negative, and apart from each other."""
     return all(0 <= lo < hi for lo, hi in ranges) and all(one[1] < other[0] for one, other in pairwise(ranges))
 
 
 def size(ranges: Ranges) -> int:
+    """Return how many positions the ranges contain together."""
     return sum(hi - lo for lo, hi in ranges)
 
 
 def minus(ranges: Ranges, others: Ranges) -> Ranges:
+    """Return the positions that are in `ranges` but not in `others`; both must be normal."""
     left: list[Range] = []
     for lo, hi in ranges:
         for place in range(bisect_right(others, lo, key=lambda other: other[1]), len(others)):
@@ -43,11 +46,12 @@ def minus(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def both(ranges: Ranges, others: Ranges) -> Ranges:
+    """Return the positions that are in `ranges` as well as in `others`."""
     return minus(ranges, minus(ranges, others))
 
 
 def first(ranges: Ranges, count: int) -> Ranges:
-    """The first `count` positions, or all there are."""
+    """Return the lowest `count` positions, or all if there are fewer."""
     taken: list[Range] = []
     for lo, hi in ranges:
         if count <= 0:

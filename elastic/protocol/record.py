@@ -14,7 +14,10 @@ CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can neve
 
 
 class Head(NamedTuple):
-    """The end of a branch. Branches are compared in this order; nobody moves to one that is not greater."""
+    """Identify the end of a branch.
+
+    Branches are compared by these fields, in this order; no island moves to one that is not greater.
+    """
 
     tokens: int  # contributed since the beginning
     round: int
@@ -22,13 +25,15 @@ class Head(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a round decides: the record that follows this parent. The number alone would mix branches up."""
+    """Identify what a round decides: the record that follows this parent. The number alone would mix up branches."""
 
     round: int
     parent: str
 
 
 class Ballot(NamedTuple):
+    """Number an attempt at a round. Ballots are compared by term, then coordinator, then attempt."""
+
     term: int
     coordinator: str
     attempt: int
@@ -39,9 +44,10 @@ NO_BALLOT = Ballot(0, "", 0)
 
 @dataclass(frozen=True)
 class Amendment:
-    """A change of a run's settings while it goes on: only its owner can make one, a record makes it so for everybody.
+    """Change a run's settings while it runs: only its owner can make an amendment, a record puts it into force.
 
-    What it changes is opaque here. They are numbered; whoever holds one brings it to rounds until one contains it.
+    What it changes is opaque here. Amendments are numbered; whoever holds one brings it to rounds until one contains
+    it.
     """
 
     number: int  # 1, 2, …: each follows the one before
@@ -50,7 +56,10 @@ class Amendment:
 
     @classmethod
     def sign(cls, owner: Identity, number: int, changes: str) -> "Amendment":
-        """The run is its owner's key, so that this is for no other run."""
+        """Make an amendment that carries the owner's signature.
+
+        A run is identified by its owner's key, so the amendment is valid for no other run.
+        """
         draft = cls(number, changes)
         return replace(draft, signature=owner.sign(draft._signed).hex())
 
@@ -59,7 +68,7 @@ class Amendment:
         return CONTEXT + json.dumps([self.number, self.changes], separators=(",", ":")).encode()
 
     def is_by(self, owner: str) -> bool:
-        """`owner`: a public key in hex."""
+        """Return whether the signature is that of `owner`, a public key in hex."""
         try:
             key, signature = bytes.fromhex(owner), bytes.fromhex(self.signature)
         except ValueError:
@@ -69,7 +78,7 @@ class Amendment:
 
 @dataclass(frozen=True)
 class Offer:
-    """Progress of the sender between two of its cuts, (lo, hi], for one fragment."""
+    """Describe progress of the sender between two of its cuts, (lo, hi], for one fragment."""
 
     fragment: int
     lo: int
@@ -85,6 +94,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Contribution:
+    """Describe one island's part in a round: what it offered, and its weight in the mean."""
+
     island: str
     offer: Offer
     weight: int  # its tokens, capped
@@ -92,13 +103,18 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Grant:
+    """Lease samples to a holder, by the record that contains this."""
+
     holder: str
     samples: Ranges
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Scalars are fixed here and stored: libm differs between platforms."""
+    """Specify the outer optimizer's scalars and the codecs of a round.
+
+    Scalars are computed once and stored, because libm differs between platforms.
+    """
 
     lr: float = 0.0
     momentum: float = 0.0
@@ -112,12 +128,13 @@ class Settings:
 
     @property
     def result_codec(self) -> str:
+        """Return the codec of the mean: that of the contributions unless `result` names another."""
         return self.result or self.codec
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """All that *begin* fixes. The result's bytes follow from it and from the contributions alone."""
+    """Specify all that *begin* fixes. The result's bytes follow from it and from the contributions alone."""
 
     key: Key
     fragment: int  # -1: no contributions; the record only leases samples and amends settings
@@ -131,30 +148,35 @@ class Proposal:
 
     @cached_property
     def digest(self) -> str:
+        """Return the SHA-256 of the proposal's canonical text, in hex."""
         return hashlib.sha256(canonical(self)).hexdigest()
 
     @cached_property
     def islands(self) -> tuple[str, ...]:
+        """Return who contributes, in order; empty for a record that only leases samples or amends settings."""
         return tuple(contribution.island for contribution in self.contributions)
 
     @property
     def tokens(self) -> int:
+        """Return the tokens behind all contributions, not capped as their weights are."""
         return sum(contribution.offer.tokens for contribution in self.contributions)
 
 
 @dataclass(frozen=True)
 class Record:
+    """Hold one entry of the log: a proposal, and the digest of its result."""
+
     proposal: Proposal
     payload: str  # SHA-256 of the result's bytes
 
     @cached_property
     def digest(self) -> str:
-        """The chain digest: it covers the parent's, and so everything before."""
+        """Return the chain digest: it covers the parent's, and so everything before."""
         return hashlib.sha256(f"{self.proposal.digest} {self.payload}".encode()).hexdigest()
 
 
 def canonical(value: object) -> bytes:
-    """One text for one value, on every machine."""
+    """Return the one JSON text of a value, the same on every machine, so that it can be hashed."""
     return json.dumps(value, default=_by_name, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -163,5 +185,8 @@ def _by_name(value: Any) -> dict[str, object]:
 
 
 def holder_name(island: str, incarnation: int) -> str:
-    """Leases belong to a life of an island: what it held when it died returns although it is back."""
+    """Return the name under which an incarnation of an island leases samples.
+
+    Leases belong to an incarnation: what an island held when it died returns to the pool, although the island is back.
+    """
     return f"{island}#{incarnation}"

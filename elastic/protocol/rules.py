@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rules:
-    """Each closes a hole; H1 to H10 are scenarios in tests/scenarios."""
+    """Switch rules of the protocol on or off. Each closes a hole; H1 to H10 are scenarios in tests/scenarios."""
 
     adoption_survives_retries: bool = True  # H1
     adopting_is_not_committing: bool = True  # H2

@@ -1,4 +1,7 @@
-"""What all islands agree on besides vectors: who, how far, and whose progress is contained. A fold over the log."""
+"""What all islands agree on besides vectors: who takes part, how far the run is, and whose progress is contained.
+
+It is a fold over the log.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +16,7 @@ Mark = tuple[str, int, int]  # island, incarnation, fragment
 
 
 class Version(NamedTuple):
-    """The last update of a fragment."""
+    """Identify the last update of a fragment."""
 
     digest: str
     step: int  # the run's clock after it
@@ -21,6 +24,8 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class RunState:
+    """Hold what all islands at one head agree on besides vectors; records alone change it."""
+
     head: Head
     roster: tuple[str, ...]
     ledger: Ledger
@@ -33,10 +38,11 @@ class RunState:
 
     @property
     def key(self) -> Key:
-        """What is to be decided next."""
+        """Return what is to be decided next: the record that follows this head."""
         return Key(self.head.round + 1, self.head.digest)
 
     def mark(self, island: str, incarnation: int, fragment: int) -> int:
+        """Return the highest cut of an island's progress that this state contains; 0 if it contains none."""
         return self._contained.get((island, incarnation, fragment), 0)
 
     @cached_property
@@ -45,27 +51,39 @@ class RunState:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Of members in the roster."""
+        """Return each member's index in the roster."""
         return {member: place for place, member in enumerate(self.roster)}
 
     def version(self, fragment: int) -> Version:
+        """Return the last update of a fragment; its digest is empty before the first."""
         return dict(self.versions).get(fragment, Version("", 0))
 
     def fits(self, island: str, offer: Offer) -> bool:
+        """Return whether an offer begins exactly at the island's mark and is not empty."""
         return offer.lo == self.mark(island, offer.incarnation, offer.fragment) and offer.lo < offer.hi
 
     def accepts(self, amendment: Amendment) -> bool:
+        """Return whether an amendment is the owner's next one."""
         return amendment.number == len(self.amendments) + 1 and amendment.is_by(self.owner)
 
     def is_of(self, owner: str) -> bool:
-        """Nobody else has amended it. What records lead to is so by itself; a state that a peer gives may not be."""
+        """Return whether this is a run of `owner` that nobody else has amended.
+
+        For a state that records lead to this always holds; for one that a peer gives it may not.
+        """
         numbered = all(number == each.number for number, each in enumerate(self.amendments, start=1))
         return self.owner == owner and numbered and all(each.is_by(owner) for each in self.amendments)
 
     def head_after(self, record: Record) -> Head:
+        """Return the head that the log would have with this record appended."""
         return Head(self.head.tokens + record.proposal.tokens, record.proposal.key.round, record.digest)
 
     def after(self, record: Record) -> "RunState":
+        """Return the state that follows from a record; raise RecordInvalid if the record cannot follow this state.
+
+        Its parent must be this head, every contribution must begin at its island's mark, and what it leases and amends
+        must be next in line.
+        """
         proposal = record.proposal
         amendments = () if proposal.amendment is None else (proposal.amendment,)
         if proposal.key != self.key:

@@ -1,4 +1,4 @@
-"""Typed values as JSON and back: messages, records, states. What comes from a peer is held to its type."""
+"""Typed values as JSON and back: messages, records, states. What comes from a peer is checked against its type."""
 
 import json
 import lzma
@@ -24,12 +24,16 @@ T = TypeVar("T")
 
 
 def encode_message(message: Message) -> bytes:
-    """What names many islands names each several times, far apart: packed, a fifth is left."""
+    """Encode a message for a peer, and compress it if it is larger than 16 KiB.
+
+    A message about many islands names each of them several times, far apart: compressed, a fifth is left.
+    """
     raw = dump([type(message).__name__, to_plain(message)])
     return PACKED + lzma.compress(raw, preset=0) if len(raw) > PACK_BYTES else raw
 
 
 def unpack(raw: bytes) -> bytes:
+    """Decompress a message if it is compressed; raise MessageRefused if it is damaged or larger than 16 MiB."""
     if not raw.startswith(PACKED):
         return raw
     unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_UNPACK_MEMORY)
@@ -43,6 +47,7 @@ def unpack(raw: bytes) -> bytes:
 
 
 def decode_message(raw: bytes) -> Message:
+    """Decode what a peer has sent, and raise MessageRefused unless it is a message of ours."""
     match parse(unpack(raw)):
         case [str(kind), body] if kind in KINDS:
             return typing.cast(Message, from_plain(KINDS[kind], body))
@@ -50,18 +55,22 @@ def decode_message(raw: bytes) -> Message:
 
 
 def encode(value: object) -> bytes:
+    """Return a typed value as JSON, for `decode` to read back."""
     return dump(to_plain(value))
 
 
 def decode(kind: type[T], raw: bytes) -> T:
+    """Build a value of type `kind` from JSON, and raise MessageRefused if it does not fit the type."""
     return typing.cast(T, from_plain(kind, parse(raw)))
 
 
 def dump(plain: object) -> bytes:
+    """Return plain values as compact JSON, and raise ValueError for NaN and infinity."""
     return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse(raw: bytes) -> Any:
+    """Return the plain values in a JSON text, and raise MessageRefused if it is none."""
     try:
         return json.loads(raw, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -73,6 +82,7 @@ def _no_number(text: str) -> float:
 
 
 def to_plain(value: object) -> Any:
+    """Convert dataclasses and tuples to lists of their values, at every depth."""
     if is_dataclass(value):
         return [to_plain(getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, tuple):
@@ -81,6 +91,7 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(kind: Any, plain: Any) -> Any:
+    """Build a value of type `kind` from lists and scalars, and raise MessageRefused if they do not fit."""
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         (other,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
@@ -107,7 +118,7 @@ def _tuple(items: tuple[Any, ...], plain: Any) -> tuple[Any, ...]:
 
 @cache
 def _hints(kind: Any) -> tuple[Any, ...]:
-    """Of its fields, in order: our dataclasses and named tuples annotate nothing else."""
+    """Return the types of a class's fields, in order: our dataclasses and named tuples annotate nothing else."""
     return tuple(typing.get_type_hints(kind).values())
 
 

@@ -1,4 +1,4 @@
-"""What an island keeps of its run: the log, the vectors that follow from it, and results that nobody has committed yet.
+"""What an island keeps of its run: the log, the vectors that follow from it, and results that are not committed yet.
 
 Records are appended in order by the driver's thread and applied by a thread of the applier's own, which also makes the
 copies that snapshots are written from. What peers may ask for is served from here.
@@ -36,7 +36,7 @@ DigestReport = Callable[[RunState, str], None]
 
 @dataclass(frozen=True)
 class RunContext:
-    """What an island needs to know of its run besides who it is."""
+    """Hold what an island needs to know of its run besides its own identity."""
 
     genesis: bytes
     genesis_digest: str
@@ -45,20 +45,21 @@ class RunContext:
     snapshot_every: int = 0  # updates; 0: only where there is no other way
 
     def result_bytes(self, record: Record) -> int:
+        """Return the size of a record's encoded result in bytes; 0 if it has no contributions."""
         proposal = record.proposal
         if not proposal.contributions:
             return 0
         return codec_named(proposal.settings.result_codec).size(self.fragments.counts[proposal.fragment])
 
     def wants_snapshot_of(self, state: RunState, record: Record) -> bool:
-        """At the same rounds on every island that is set alike."""
+        """Return whether a snapshot is due here: at the same rounds on all islands with the same settings."""
         due = self.snapshot_every and state.updates % self.snapshot_every == 0
         return bool(due and record.proposal.contributions)
 
 
 @dataclass(frozen=True)
 class SnapshotMeta:
-    """What a snapshot holds besides vectors: with it, records can be replayed by whoever has their bytes."""
+    """Hold what a snapshot has besides vectors: with it, whoever has the bytes of later records can replay them."""
 
     genesis: str
     state: RunState
@@ -66,10 +67,12 @@ class SnapshotMeta:
 
 
 class Applier:
+    """Append committed records, apply them to the vectors, and serve both to peers."""
+
     def __init__(
         self, run: RunContext, state: RunState, vectors: Vectors, store: Store, report_digest: DigestReport
     ) -> None:
-        """`report_digest` is told the digest of the vectors now and then, in the thread that applies."""
+        """Start from a state; `report_digest` gets the vectors' digest every ten rounds, on the applying thread."""
         self.run, self.store, self._report_digest = run, store, report_digest
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
@@ -92,7 +95,7 @@ class Applier:
     # called by the driver's thread
 
     def hold(self, payload: str, result: Tensor) -> None:
-        """A result, before *done* is said: whoever takes over may ask for it."""
+        """Store a result before *done* is sent, since whoever takes over as coordinator may ask for it."""
         self._results[payload] = result
         if payload != EMPTY:
             view = memoryview(result.numpy())  # type: ignore[arg-type]
@@ -100,6 +103,7 @@ class Applier:
             self.store.put(payload, view)
 
     def append(self, record: Record) -> None:
+        """Append a committed record to the log, and queue it to be applied. Its result must be held by now."""
         state = self._logged = self._logged.after(record)
         payload = self._results[record.payload]
         self._forget_results()
@@ -110,7 +114,10 @@ class Applier:
         self._to_apply.put(lambda: self._apply(record, payload, state))
 
     def mend(self, record: Record, result: Tensor) -> None:
-        """Of long ago; it is written when this returns. Also called by other threads."""
+        """Write a record of long ago that is damaged here, and its result; both are written when this returns.
+
+        Also called on other threads than the driver's.
+        """
         if record.payload != EMPTY:
             self.store.put(record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
         self.store.mend(entry_of(record))
@@ -119,7 +126,7 @@ class Applier:
         done.wait()
 
     def switch(self, snapshot: FetchedState) -> None:
-        """All at once: nobody ever sees a state between two branches."""
+        """Replace log and vectors by a fetched state, all at once: nobody sees a state between two branches."""
         state = self._logged = snapshot.state
         self._forget_results()
         self.store.follow(state.head.digest, state.head.round)
@@ -138,11 +145,13 @@ class Applier:
         self._results = {EMPTY: self._results[EMPTY]}
 
     def stop(self) -> None:
+        """End `apply_all` once everything that is queued by now has been applied."""
         self._to_apply.put(None)
 
     # the thread that applies
 
     def apply_all(self) -> None:
+        """Apply what is queued, in order, until `stop`. This is the body of the applying thread."""
         while (work := self._to_apply.get()) is not None:
             work()
 
@@ -161,7 +170,7 @@ class Applier:
             self._report_digest(state, digest)
 
     def _announce(self, state: RunState) -> None:
-        """Together with the vectors: whoever reads them holds their lock."""
+        """Publish a state together with its vectors: whoever reads them holds their lock."""
         with self.changed:
             self.applied = state
             self.applied_at[state.head.round] = time.time()
@@ -169,7 +178,7 @@ class Applier:
             self.changed.notify_all()
 
     def _take_snapshot(self, state: RunState) -> None:
-        """Only the copy is made here."""
+        """Copy the vectors for a snapshot. Only the copy is made here; the store writes it later."""
         if not self.store.keeps:
             return
         with self.replica.reading() as vectors:

@@ -1,7 +1,7 @@
-"""Runs a `Node` on real transports: one thread takes every input in turn and carries out what the node asks for.
+"""The driver runs a `Node` on real transports: one thread takes every input in turn and carries out the node's effects.
 
-Whatever may block has threads of its own (all-reduces, fetching, sending, applying updates) and posts what came of it.
-The trainer's side is in `session.py`.
+Whatever may block has threads of its own (all-reduces, fetching, sending, applying updates) and posts its outcome. The
+trainer's side is in `session.py`.
 """
 
 import logging
@@ -42,10 +42,12 @@ FETCH_ERRORS = (errors.TransferFailed, errors.TransportError, errors.MessageRefu
 
 
 class Driver:
+    """Run an island's node: feed it messages and time, and carry out the effects that it asks for."""
+
     def __init__(
         self, node: Node, run: RunContext, vectors: Vectors, network: Network, report: Report, store: Store | None
     ) -> None:
-        """`store` is where the log is kept; its owner closes it. None: in memory only."""
+        """Start the threads. `store` is where the log is kept, its owner closes it; None: in memory only."""
         self.node, self.run, self.network, self.report = node, run, network, report
         self.failure: BaseException | None = None
         self.addresses: dict[str, PeerAddress] = {}
@@ -76,11 +78,11 @@ class Driver:
 
     @property
     def applied(self) -> RunState:
-        """What the vectors contain."""
+        """Return the state that the vectors contain; the node may be at a later one already."""
         return self.applier.applied
 
     def know(self, addresses: Addresses) -> None:
-        """Peers that the directory lists. Called from any thread."""
+        """Add peers that the directory lists, with their addresses. Called on any thread."""
         others = {peer: address for peer, address in addresses.items() if peer != self.node.me}
         self.addresses = {**self.addresses, **others}
         self.mailbox.know(others)
@@ -88,20 +90,21 @@ class Driver:
 
     @property
     def bytes_sent(self) -> int:
-        """For rounds: all-reduces, failed ones too, and control messages."""
+        """Return the bytes sent for rounds so far: all-reduces, failed ones too, and control messages."""
         return self._bytes_reduced + self.mailbox.bytes_sent
 
     def post(self, step: Input) -> None:
+        """Queue an input for the driver's thread, which calls it with the time. Called on any thread."""
         self._inputs.put(step)
 
     def amend(self, amendment: Amendment) -> None:
-        """Called from any thread."""
+        """Hand a change of settings to the node, which brings it to rounds. Called on any thread."""
         self.post(partial(self.node.amend, amendment))
 
     # the loop
 
     def guarded(self, work: Callable[[], None]) -> None:
-        """A thread that dies is noticed: whoever waits for it gets its error."""
+        """Run the work of a thread and keep its error: whoever waits for the driver gets it."""
         try:
             work()
         except BaseException as error:
@@ -220,7 +223,7 @@ class Driver:
         self.post(step)
 
     def _catch_up(self, peer: str, head: str, *, anew: bool) -> None:
-        """The records that were missed where that is less, else the whole state."""
+        """Fetch the records that were missed, or the whole state where that is less."""
         donors, sizes = self._donors(peer), dict.fromkeys(self.applier.vector_names, self.run.fragments.count)
         if peer not in donors:  # it was heard before its record came
             self.post(partial(self.node.catch_up_failed, peer))
@@ -238,12 +241,12 @@ class Driver:
             self.post(partial(self.node.catch_up_failed, peer))
 
     def _missed(self, peer: str, donors: Addresses, since: str, **options: Any) -> Iterator[tuple[Record, Tensor]]:
-        """Never more than a whole state."""
+        """Fetch the records after `since` with their results, unless they are more bytes than a whole state."""
         at_most = 4 * len(self.applier.vector_names) * self.run.fragments.count
         return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
     def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[msg.Effect]:
-        """By records: one after the other, as far as they follow what is here by now."""
+        """Append fetched records one after the other, as far as they follow what this island has by now."""
         state = self.node.state
         try:
             for record, result in missed:
@@ -269,7 +272,7 @@ class Driver:
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
-        """Records of long ago that are damaged here: others may have them."""
+        """Fetch records of long ago that are damaged here: other islands may have them."""
         asked = ""
         while (since := self.store.broken_after()) not in (None, asked):
             asked = since or ""
@@ -287,11 +290,11 @@ class Driver:
     # the end
 
     def pause(self) -> None:
-        """At once, and without a word to anybody. Also called by a signal's handler."""
+        """Stop taking part at once, without a message to anybody. Also called by a signal handler."""
         self.post(self.node.pause)
 
     def leave(self, timeout_s: float = 2.0) -> None:
-        """Wait until the others have what this island has, say goodbye, and wait until that has gone out."""
+        """Wait until the others have what this island has, say goodbye, and wait until that has been sent."""
         self._linger(2 * self.node.own.options.silence_s)
         said = threading.Event()
 
@@ -320,6 +323,7 @@ class Driver:
         self.close()
 
     def close(self) -> None:
+        """Cancel all-reduces and end the threads. The store stays open for its owner to close."""
         if self._ended:
             return
         self._ended = True
@@ -334,6 +338,7 @@ class Driver:
 
 
 def check(driver: Driver) -> None:
+    """Raise the error that ended one of the driver's threads, if one has ended so."""
     if isinstance(driver.failure, errors.ConfigError):  # the run's settings do not work here
         raise driver.failure
     if driver.failure is not None:
@@ -341,7 +346,7 @@ def check(driver: Driver) -> None:
 
 
 def ignore(_: object) -> None:
-    """Do nothing with it."""
+    """Do nothing with the argument: the default for callbacks that nobody has set."""
 
 
 def open_island(

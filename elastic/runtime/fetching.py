@@ -1,6 +1,6 @@
-"""Getting what others have: the bytes of a result, the records this island missed, or a whole state.
+"""Fetching what other islands have: the bytes of a result, the records this island missed, or a whole state.
 
-All of it runs in threads of its own; nobody waits for it. What comes from peers is checked against digests that the
+All of it runs on threads of its own, and nobody waits for it. What comes from peers is checked against digests that the
 protocol has agreed on.
 """
 
@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class StateManifest:
-    """What a state consists of."""
+    """Describe a state that can be fetched: what is agreed on, the sizes of its vectors, and its run."""
 
     state: RunState
     sizes: tuple[tuple[str, int], ...]  # elements of each vector
@@ -47,23 +47,27 @@ class StateManifest:
 
     @property
     def version(self) -> str:
+        """Return the digest of the head that the state belongs to."""
         return self.state.head.digest
 
 
 @dataclass(frozen=True)
 class FetchedState:
+    """Hold a state that was fetched from peers, with its vectors and how much each donor gave."""
+
     state: RunState
     vectors: dict[str, Tensor]
     donors: dict[str, int]  # bytes from each
 
     def of(self, owner: str) -> "FetchedState":
+        """Return this state if its run is `owner`'s and only they amended it; otherwise raise TransferFailed."""
         if not self.state.is_of(owner):
             raise TransferFailed("the state that a peer gave was amended by somebody else than the run's owner")
         return self
 
 
 def fetch_bytes(transport: Transport, donors: Addresses, digest: str, size: int) -> Tensor:
-    """A result by its digest, from whoever has it."""
+    """Fetch a result of `size` bytes by its digest, from whoever has it; raise TransferFailed if nobody does."""
     if digest == EMPTY and size == 0:
         return torch.empty(0, dtype=torch.uint8)
     name = payload_name(digest)
@@ -104,8 +108,10 @@ def fetch_missed(
     at_most: int,
     known: Callable[[str], bool] = lambda digest: False,
 ) -> Iterator[tuple[Record, Tensor]]:
-    """What this peer has after `since`, up to what is known, one after the other; nothing where it does not know that,
-    no longer has the bytes, or they are more than `at_most`."""
+    """Yield the records that a peer has after `since`, each with its result, up to the first that is known here.
+
+    Yields nothing if the peer does not know `since`, no longer has the bytes, or they are more than `at_most`.
+    """
     try:
         raw = request(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
@@ -124,8 +130,10 @@ def fetch_state(
     sizes: Mapping[str, int],
     download: PartialDownload | None = None,
 ) -> FetchedState:
-    """The present state of this peer, or the one that was begun to be fetched if somebody still has it; taken from
-    several who have the same one."""
+    """Fetch a peer's present state, from several peers that have the same one.
+
+    A download that has begun earlier is continued instead if any peer still has that state.
+    """
     others = {peer: others[peer]} | dict(others)  # it is asked first
     raw, donors = _resume(transport, others, download)
     if not donors:
@@ -147,7 +155,7 @@ def fetch_state(
 
 
 def _resume(transport: Transport, others: Addresses, download: PartialDownload | None) -> tuple[bytes, Addresses]:
-    """What was begun a while ago, and those who still have that version."""
+    """Return the manifest of a download begun earlier, and the peers that still have that version."""
     raw = (download.about if download is not None else None) or b""
     try:
         version = decode(StateManifest, raw).version
@@ -159,7 +167,7 @@ def _resume(transport: Transport, others: Addresses, download: PartialDownload |
 
 
 def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
-    """Where it has moved on, or is busy, others give."""
+    """Return whether a peer still has a version. Where it has moved on or is busy, others give the state."""
     try:
         request(transport, address, f"pin/{version}", limit=200, timeout_s=ASK_S)
     except TransferFailed:
@@ -168,7 +176,7 @@ def _has(transport: Transport, address: PeerAddress, version: str) -> bool:
 
 
 class _Fetch:
-    """Of one state. What is to be worked out, there and here, is worked out while bytes are on their way."""
+    """Fetch one state. Digests, at the donors and here, are computed while bytes are on their way."""
 
     def __init__(
         self, transport: Transport, donors: Addresses, manifest: StateManifest, download: PartialDownload | None
@@ -179,7 +187,7 @@ class _Fetch:
         self._found = hashlib.sha256()  # of all vectors
 
     def run(self) -> FetchedState | None:
-        """None where it is not what its digest says."""
+        """Return the state, or None if its vectors are not what its digest says."""
         sizes, version = sorted(self._manifest.sizes), self._manifest.version
         pool = ThreadPoolExecutor(2)
         try:
@@ -218,7 +226,7 @@ class _Fetch:
             self._taken[donor] += size
 
     def _pin_again(self) -> None:
-        """Donors drop a copy that nobody has asked for in a while: a slow fetch asks now and then."""
+        """Ask for the version now and then during a slow fetch: donors drop copies that nobody asks for."""
         if time.monotonic() - self._asked > REPIN_S:
             self._asked = time.monotonic()
             for address in self._donors.values():
@@ -226,10 +234,11 @@ class _Fetch:
 
 
 def tensor_of(data: Buffer) -> Tensor:
-    """A copy."""
+    """Copy bytes into a uint8 tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def entry_of(record: Record) -> Entry:
+    """Return a record as the log stores it: encoded, with its round, its digests and its parent's."""
     key = record.proposal.key
     return Entry(key.round, record.digest, key.parent, encode(record), record.payload)

@@ -1,4 +1,4 @@
-"""The fixed parts of the outer vectors that are synchronised one after the other. One part is all of it."""
+"""The fixed parts of the outer vectors that are synchronised one after the other. A single fragment is all of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from diloco.elastic.protocol.ranges import Ranges, normal, size
 
 @dataclass(frozen=True)
 class Fragments:
+    """Divide the flat outer vectors into fragments, which cover every value exactly once."""
+
     ranges: tuple[Ranges, ...]  # of each fragment, in the flat vectors
 
     def __post_init__(self) -> None:
@@ -18,6 +20,7 @@ class Fragments:
 
     @classmethod
     def whole(cls, count: int) -> "Fragments":
+        """Return the division into a single fragment of `count` values."""
         return cls((((0, count),),))
 
     def __len__(self) -> int:
@@ -25,18 +28,21 @@ class Fragments:
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """Return the number of values in each fragment."""
         return tuple(size(ranges) for ranges in self.ranges)
 
     @property
     def count(self) -> int:
+        """Return the number of values in all fragments together."""
         return sum(self.counts)
 
     def scatter(self, values: Tensor, vector: Tensor, fragment: int) -> None:
+        """Copy a fragment's own values to their places in a full vector."""
         for lo, hi, part in self.pieces(values, fragment):
             vector[lo:hi].copy_(part)
 
     def pieces(self, values: Tensor, fragment: int, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield where the values of a fragment's own vector belong; `values` may be those from `start` on only."""
+        """Yield lo, hi and the values that belong there in a full vector; `values` may begin at `start` only."""
         at = -start
         for lo, hi in self.ranges[fragment]:
             first, last = max(0, at), min(len(values), at + hi - lo)

@@ -1,6 +1,6 @@
-"""Control messages between islands: one stream to each peer for what is said, one from each for what is heard.
+"""Control messages between islands: one stream to each peer for sending, one from each for receiving.
 
-A stream begins with a greeting that proves admission to the run. A stream that breaks is looked into at once: a peer
+A stream begins with a greeting that proves admission to the run. When a stream breaks, its peer is probed at once: one
 that refuses connections is gone, one that merely does not answer may be stopped or slow.
 """
 
@@ -37,7 +37,10 @@ Input = Callable[[float], list[Effect]]  # of a node, lacking only the time
 
 @dataclass(frozen=True)
 class Network:
-    """`bulk` reuses connections, for all-reduces; `plain` is for everything that goes both ways."""
+    """Hold the transports of an island, and what admits it and its peers to the run.
+
+    `bulk` reuses connections, for all-reduces; `plain` is for everything that goes both ways.
+    """
 
     plain: Transport
     bulk: Transport
@@ -46,8 +49,10 @@ class Network:
 
 
 class Mailbox:
+    """Send messages to peers, and post the messages of admitted peers to the node."""
+
     def __init__(self, network: Network, node: Node, post: Callable[[Input], None]) -> None:
-        """`post` is called from the mailbox's threads."""
+        """Begin to accept streams; `post` is called on the mailbox's threads."""
         self.network, self.node, self.post = network, node, post
         self._lines: dict[str, PeerLine] = {}
         self._lock = threading.Lock()
@@ -57,6 +62,7 @@ class Mailbox:
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
     def know(self, addresses: Addresses) -> None:
+        """Open a line to each peer that is new, and give known ones their present address."""
         for peer, address in addresses.items():
             with self._lock:
                 line = self._lines.get(peer)
@@ -66,11 +72,12 @@ class Mailbox:
                 line.address = address
 
     def send(self, peer: str, message: Message) -> None:
+        """Queue a message to a peer. It is dropped if the peer's address is not known."""
         if (line := self._lines.get(peer)) is not None:
             line.put(self._encoded(message))
 
     def _encoded(self, message: Message) -> bytes:
-        """One message goes to many, and a *begin* of many islands is large."""
+        """Encode a message once for all its receivers: a *begin* of many islands is large."""
         said, raw = self._last
         if said is not message:
             raw = encode_message(message)
@@ -79,15 +86,17 @@ class Mailbox:
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes of control messages sent to all peers so far."""
         return sum(line.bytes_sent for line in list(self._lines.values()))
 
     def flush(self, timeout_s: float) -> None:
-        """Until what was said has gone out, or the time is over."""
+        """Wait until everything that is queued has been sent, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(not line.idle for line in list(self._lines.values())):
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Stop accepting streams, and close all lines without sending what is still queued."""
         with self._lock:
             self._closed = True
             lines = list(self._lines.values())
@@ -128,7 +137,7 @@ class Mailbox:
 
 
 class PeerLine:
-    """What is said to one peer, in order, by a thread of its own."""
+    """Send messages to one peer, in order, on a thread of its own that connects again when a stream breaks."""
 
     def __init__(self, mailbox: Mailbox, address: PeerAddress) -> None:
         self.mailbox, self.address = mailbox, address
@@ -141,15 +150,18 @@ class PeerLine:
 
     @property
     def idle(self) -> bool:
+        """Return whether nothing is queued or being sent."""
         return self._queue.empty() and not self._busy
 
     def put(self, raw: bytes) -> None:
+        """Queue an encoded message; an empty one only probes the peer. It is dropped if 1000 are waiting."""
         try:
             self._queue.put_nowait(raw)
         except queue.Full:  # nobody reads: what it missed is sent again, or no longer matters
             log.debug("%s does not keep up", self.address.identity)
 
     def close(self) -> None:
+        """End the thread and the stream, and drop the messages that are still queued."""
         self._closed = True
         if self._stream is not None:
             self._stream.close()
@@ -186,7 +198,7 @@ class PeerLine:
             raise
 
     def _drain(self) -> None:
-        """What was to be said to a peer that is not there is out of date when it is back."""
+        """Drop what is queued for a peer that cannot be reached: it is out of date when the peer is back."""
         while True:
             try:
                 if self._queue.get_nowait() is None:
@@ -197,6 +209,7 @@ class PeerLine:
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes sent to this peer so far, those of streams that broke included."""
         stream = self._stream
         return self._sent_before + (stream.bytes_sent if stream is not None else 0)
 
@@ -208,7 +221,7 @@ class PeerLine:
 
 
 def greet(transport: Transport, address: PeerAddress, greeting: bytes) -> None:
-    """Be admitted without having anything to say yet: before a newcomer has a mailbox, it asks for the state."""
+    """Greet a peer to be admitted, without a message: a newcomer asks for the state before it has a mailbox."""
     stream = transport.connect(address, CHANNEL, timeout_s=CONNECT_S)
     try:
         stream.send(GREETING, b"", greeting, timeout_s=CONNECT_S)

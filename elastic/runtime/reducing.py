@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """`payload` is the result's digest, or "" after a failure; `blamed` is whom this member could not work with."""
+    """Describe how an attempt at an all-reduce ended at this member.
+
+    `payload` is the result's digest, or "" after a failure; `blamed` is the member that this one could not work with.
+    """
 
     payload: str
     result: Tensor | None = None
@@ -43,6 +46,8 @@ class Outcome:
 
 
 class Attempt:
+    """Run one all-reduce on a thread of its own, and report its outcome to `done` on that thread."""
+
     def __init__(
         self, begin: Begin, reduction: Reduction | TwoLevelReduction, done: Callable[[Begin, Outcome], None]
     ) -> None:
@@ -68,10 +73,11 @@ class Attempt:
         self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent))
 
     def cancel(self) -> None:
+        """Give up the all-reduce, because another ballot takes its place."""
         self.reduction.cancel("another ballot")
 
     def watch(self, stall_s: float) -> None:
-        """Give it up when somebody's chunks have not come for so long; the one who is behind longest is to blame."""
+        """Cancel the all-reduce if a member's chunks do not come for `stall_s`; blame the one longest behind."""
         level = self.reduction.level
         stall_s += level.began - self.started  # others may need as long again for what comes before
         last = {
@@ -88,7 +94,7 @@ class Attempt:
 def reduction_of(
     begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Addresses
 ) -> Reduction | TwoLevelReduction:
-    """Build the all-reduce that *begin* asks for. PlanRefused: what peers propose is checked here."""
+    """Build the all-reduce that *begin* asks for; raise PlanRefused if what a peer has proposed cannot be right."""
     plan = plan_of(begin, count)
     if len(contribution) != plan.codec.size(count):
         raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
@@ -98,7 +104,10 @@ def reduction_of(
 
 
 def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
-    """The same on all members: all of it follows from *begin*. Many reduce in two levels."""
+    """Return the plan for an all-reduce, which has two levels if there are more than 64 members.
+
+    It is the same on all members, because all of it follows from *begin*.
+    """
     proposal = begin.proposal
     if len(begin.bytes_per_s) != len(begin.members):
         raise PlanRefused("a rate for each member was due")
@@ -115,7 +124,10 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
 
 
 def stall_after(silence_s: float, last: Outcome | None, chunks: int, stalls: int = 0) -> float:
-    """A deadline from measured rates: silence, plus several times what a chunk took in the last round. After stalls in
-    a row it may be the deadline that is wrong: it doubles each time."""
+    """Return after how many seconds without a chunk an attempt is given up, from measured rates.
+
+    That is `silence_s`, plus several times what a chunk took in the last round. After stalls in a row it may be the
+    deadline that is wrong: it doubles each time.
+    """
     usual_s = max(silence_s, FIRST_STALL_S) if last is None else silence_s + SLACK * last.seconds / max(1, chunks)
     return usual_s * 2 ** min(stalls, MOST_PATIENT)

@@ -1,7 +1,7 @@
-"""What an island's own disk gives back: a snapshot that is whole, and the log replayed from there.
+"""Restoring an island from its own disk: a snapshot that is whole, and the log replayed from there.
 
 Of several snapshots the one counts whose log leads furthest; one that is damaged is set aside, and an older one, with
-more of the log, gives the same.
+more of the log, gives the same state.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an island begins: what all agree on at that point, the vectors, and the promises of an earlier life."""
+    """Hold where an island begins: the agreed state at that point, the vectors, and an earlier life's promises."""
 
     state: RunState
     vectors: dict[str, Tensor]
@@ -37,7 +37,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """A snapshot, and where its log leads. `refused`: why it leads no further, though there is another record."""
+    """Describe a snapshot, and where its log leads.
+
+    `refused` says why it leads no further, although there is another record.
+    """
 
     manifest: Manifest
     path: Path
@@ -48,7 +51,10 @@ class ReplayPoint:
 
 
 def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> Origin | None:
-    """None where there is nothing, or nothing that is whole. Damaged snapshots are told of and set aside."""
+    """Return the furthest state that a folder's snapshots and log lead to.
+
+    None if there is nothing, or nothing that is whole. Damaged snapshots are reported and set aside.
+    """
     for path in snapshots(folder):
         with _setting_aside(path, report):
             read_manifest(path)
@@ -74,6 +80,7 @@ def _setting_aside(path: Path, report: Report) -> Iterator[None]:
 
 
 def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
+    """Yield each readable snapshot of a folder, with the records of the log that can follow it."""
     for manifest, path in manifests(folder):
         kept = kept_in(manifest, path)
         records, state, refused = [], kept.state, ""
@@ -89,6 +96,7 @@ def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
 
 
 def kept_in(manifest: Manifest, path: Path) -> SnapshotMeta:
+    """Return what a snapshot holds besides vectors; raise SaveError if another version of diloco wrote it."""
     try:
         kept: SnapshotMeta = from_plain(SnapshotMeta, manifest.meta)
     except MessageRefused as refused:
@@ -97,6 +105,7 @@ def kept_in(manifest: Manifest, path: Path) -> SnapshotMeta:
 
 
 def record_of(entry: Entry) -> Record:
+    """Decode the record of a log entry, and raise MessageRefused if it is not what its digests say."""
     record = decode(Record, entry.header)
     if record.digest != entry.digest or record.payload != entry.payload:
         raise MessageRefused(f"the record of round {entry.round} is not what its digest says")
@@ -106,7 +115,11 @@ def record_of(entry: Entry) -> Record:
 def replay(
     point: ReplayPoint, vectors: Vectors, journal: Journal, run: RunContext, report: Report, *, until: int | None = None
 ) -> RunState | None:
-    """Into the vectors. None where it gives another state than the island had at the time."""
+    """Apply the records after a snapshot to its vectors, in place, and return the state that they lead to.
+
+    It stops after round `until`, or where a result's bytes are missing. None if the vectors become other ones than the
+    island had at the time.
+    """
     state, fragments = point.kept.state, Fragments(point.kept.fragments)
     for record in point.records:
         number = record.proposal.key.round
@@ -124,6 +137,10 @@ def replay(
 
 
 def memory_of(journal: Journal, report: Report) -> Memory | None:
+    """Return the promises and the result that an earlier life of this island held; None if there was none.
+
+    A result whose bytes are lost is left out, with a report: others have it.
+    """
     if journal.memory is None:
         return None
     memory = decode(Memory, journal.memory)

@@ -1,4 +1,4 @@
-"""The trainer's side of a driver: hand in progress, learn where the outer state went, draw leased samples."""
+"""The trainer's side of a driver: hand in progress, learn how the outer state has changed, draw leased samples."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,11 +25,11 @@ WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
 
 def at_once() -> None:
-    """Nothing has to be waited for."""
+    """Return immediately: nothing has to be waited for."""
 
 
 class Update(NamedTuple):
-    """Where a fragment is now."""
+    """Describe where a fragment is after its outer parameters were taken."""
 
     step: int  # the run's clock after the update that brought it there
     owed: Tensor | None = None  # the sum of this island's progress up to its last cut that it does not contain
@@ -37,10 +37,13 @@ class Update(NamedTuple):
 
 
 class Session:
-    """For one trainer thread."""
+    """Connect one trainer thread with the driver: offer progress, take outer parameters, draw samples."""
 
     def __init__(self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None) -> None:
-        """`feedback`: what encoding loses is added to the next contribution; so much of it is left by then."""
+        """Begin a session for one trainer thread.
+
+        With `feedback`, what encoding loses is added to the next contribution, multiplied by that factor.
+        """
         self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
         self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
         if feedback is not None:
@@ -75,7 +78,10 @@ class Session:
         return PendingProgress(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
 
     def owes(self, fragment: int = 0) -> bool:
-        """Progress of earlier phases is not contained: it can be offered without training first."""
+        """Return whether progress of earlier phases is not contained yet.
+
+        It can be offered without training first.
+        """
         work = self.works[fragment]
         return bool(work.owed(work.mark))
 
@@ -87,8 +93,11 @@ class Session:
     def start(
         self, fragment: int, progress: Tensor, done: StepsDone, *, step_ms: int = 0, ready: Callable[[], None] = at_once
     ) -> None:
-        """Contribute what was trained since the last cut, and what is owed from before. Returns before it is encoded:
-        `progress` holds its values when `ready` has been called, and is not to be changed after that."""
+        """Contribute what was trained since the last cut, and what is owed from before.
+
+        It returns before anything is encoded: `progress` holds its values when `ready` has been called, and must not be
+        changed after that.
+        """
         check(self.driver)
         work = self.works[fragment]
         last = self.last_round()
@@ -104,12 +113,15 @@ class Session:
         self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]
 
     def last_round(self) -> tuple[Contribution, ...]:
-        """Who contributed what to the last round that had contributions."""
+        """Return the contributions of the last round that had any; empty if no such round is known."""
         rounds = (record.proposal.contributions for record in reversed(self.records()))
         return next((contributions for contributions in rounds if contributions), ())
 
     def finish(self, fragment: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until its round is over, with or without this island's part. False: asked to stop before."""
+        """Wait until the fragment's round is over, with or without this island's part.
+
+        Returns False if asked to stop before.
+        """
         with self.driver.changed:
             while not self.over(fragment):
                 if not self.wait_for_news(self.driver.applied.head, should_stop):
@@ -117,7 +129,7 @@ class Session:
         return True
 
     def wait_for_news(self, seen: Head, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for another head than this one. False: asked to stop before."""
+        """Wait for another head than `seen`; return False if asked to stop before."""
         with self.driver.changed:
             while self.driver.applied.head == seen:
                 check(self.driver)
@@ -127,7 +139,10 @@ class Session:
         return True
 
     def over(self, fragment: int) -> bool:
-        """A round of it was committed, or the offer no longer stands: it is contained, or another branch is."""
+        """Return whether a round of the fragment was committed since the last offer, or the offer no longer stands.
+
+        It does not if it is contained, or if another branch is followed now.
+        """
         state = self.driver.applied
         return (state.version(fragment).digest, self._mark(state, fragment)) != self._offered_at[fragment]
 
@@ -136,7 +151,10 @@ class Session:
         return state.mark(node.me, node.incarnation, fragment)
 
     def refresh(self) -> None:
-        """Samples behind progress that is late are held besides those that it wants to train on."""
+        """Take over the latest applied state, and adapt the lease to progress that is late.
+
+        Samples behind late progress are held besides those that the island wants to train on.
+        """
         check(self.driver)
         self.state = self.driver.applied
         late = size(self._used()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
@@ -145,28 +163,31 @@ class Session:
             self.request_samples(self._wanted)
 
     def request_samples(self, samples: int) -> None:
-        """How many this island would like to hold to train on."""
+        """Ask for this many samples to train on; those behind late progress are held in addition."""
         self._wanted, both = samples, samples + self._late
         self.driver.post(lambda now: self.driver.node.request_samples(both, now))
 
     def has_changed(self, fragment: int) -> bool:
-        """Its outer parameters are not those that were last taken."""
+        """Return whether a fragment's outer parameters are no longer those that were last taken."""
         return self.driver.applied.version(fragment).digest != self._taken[fragment]
 
     def forget_taken(self, fragments: Iterable[int]) -> None:
-        """Count these as changed: the trainer does not hold what they are now."""
+        """Count these fragments as changed, because the trainer does not hold their present values."""
         for fragment in fragments:
             self._taken[fragment] = ""
 
     def wait(self, seconds: float) -> None:
+        """Wait for another head than the one last seen, for so many seconds at most."""
         with self.driver.changed:
             check(self.driver)
             if self.driver.applied.head == self.state.head:
                 self.driver.changed.wait(seconds)
 
     def apply_result(self, fragment: int, base: Tensor) -> Update:
-        """Where this fragment is now: its parameters are written to their place in `base`. What was on offer is no
-        longer: contained or owed."""
+        """Write a fragment's outer parameters to their place in `base`, and return what it still owes.
+
+        What was on offer is withdrawn: it is contained now, or owed.
+        """
         with self.driver.replica.reading() as vectors, self.driver.changed:
             for lo, hi in self.fragments.ranges[fragment]:
                 base[lo:hi].copy_(vectors["parameters"][lo:hi])
@@ -179,22 +200,29 @@ class Session:
         return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
 
     def available(self, used: Ranges) -> Ranges:
-        """Samples that this island may train on, besides those it has used since its last cut."""
+        """Return the samples that this island may train on: leased, and not used yet.
+
+        `used` are those since its last cut; samples behind progress that is not contained do not count either.
+        """
         node = self.driver.node
         lease = self.state.ledger.lease_of(holder_name(node.me, node.incarnation))
         return minus(minus(lease, self._used()), used)
 
     def _used(self) -> Ranges:
-        """By progress that is not contained."""
+        """Return the samples behind progress that is not contained."""
         return normal(part for work in self.works for part in work.used(self._mark(self.state, work.fragment)))
 
     def records(self) -> list[Record]:
-        """The last ones, oldest first."""
+        """Return the last records that were committed, oldest first."""
         return list(self.driver.records)
 
     # what a save holds of it, for the same incarnation to go on
 
     def facts(self) -> dict[str, Any]:
+        """Return what a save holds besides `tensors`, for the same incarnation to resume from.
+
+        It waits until everything is encoded.
+        """
         self._finish_encoding()
         return {
             "incarnation": self.driver.node.incarnation, "wanted": self._wanted, "taken": list(self._taken),
@@ -203,7 +231,7 @@ class Session:
         }  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """Encoded progress that is not contained, and what its encoding has lost."""
+        """Return encoded progress that is not contained, and what its encoding has lost, for a save."""
         self._finish_encoding()
         payloads = {
             f"piece.{work.fragment}.{lo}.{hi}": payload
@@ -214,7 +242,10 @@ class Session:
         return payloads | residuals
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """What was on offer is offered again, with the same bytes, unless a round has contained it meanwhile."""
+        """Resume from a save of the same incarnation.
+
+        What was on offer is offered again, with the same bytes, unless a round has contained it meanwhile.
+        """
         assert facts["incarnation"] == self.driver.node.incarnation
         self._taken, self._offered_at = list(facts["taken"]), [(version, mark) for version, mark in facts["offered_at"]]
         for work, known in zip(self.works, facts["works"], strict=True):
@@ -234,4 +265,5 @@ class Session:
         check(self.driver)
 
     def close(self) -> None:
+        """Stop encoding, without waiting for an offer that is not made yet."""
         self._encoding.shutdown(wait=False, cancel_futures=True)

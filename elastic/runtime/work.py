@@ -28,7 +28,7 @@ Encode = Callable[[Tensor, int], Tensor]
 
 
 class StepsDone(NamedTuple):
-    """What was done between two cuts."""
+    """Count what was done between two cuts: tokens, samples and inner steps."""
 
     tokens: int
     samples: Ranges
@@ -36,18 +36,22 @@ class StepsDone(NamedTuple):
 
 
 def trained(plain: list[Any]) -> StepsDone:
-    """As it was written to a save."""
+    """Read back the counts of a piece as they were written to a save."""
     tokens, samples, steps = plain
     return StepsDone(tokens, normal((lo, hi) for lo, hi in samples), steps)
 
 
 class Encoded(NamedTuple):
+    """Hold the bytes of a piece, and the norm that its vector had before it was encoded."""
+
     payload: Tensor  # uint8
     norm: float
 
 
 @dataclass
 class EncodedCut:
+    """Hold the progress between two cuts: a vector until it is first encoded, bytes from then on."""
+
     lo: int
     hi: int
     done: StepsDone
@@ -56,6 +60,7 @@ class EncodedCut:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def encoded(self, encode: Encode) -> Encoded:
+        """Return the bytes of this piece, encoded by the first call only. Any thread may call it."""
         with self._lock:
             if self._encoded is None:
                 assert self.vector is not None
@@ -65,7 +70,11 @@ class EncodedCut:
 
 
 class PendingProgress:
-    """`encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer."""
+    """Keep this island's pieces of progress for one fragment, and make offers of those not contained yet.
+
+    `encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer. Contained pieces are
+    kept up to `keep_bytes`.
+    """
 
     def __init__(
         self,
@@ -86,8 +95,10 @@ class PendingProgress:
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
     def cut(self, progress: Tensor, done: StepsDone, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
-        """What was trained since the last cut is a piece. Returned is what makes the offer of all that is owed: of the
-        oldest phases only, where some is late."""
+        """Make a piece of what was trained since the last cut, and return a function that makes the offer.
+
+        The offer is of all that is owed, but only of the oldest phases where some is late.
+        """
         if done.tokens:
             self.hi += 1
             self.pieces.append(EncodedCut(self.hi - 1, self.hi, done, progress))
@@ -99,9 +110,9 @@ class PendingProgress:
         return lambda: self._offer(oldest, late, usual_norm)
 
     def _offer(self, oldest: list[EncodedCut], late: bool, usual_norm: float) -> Offer:
-        """Pieces stay apart: another branch may contain the first only.
+        """Make the offer of these pieces, which stay apart: another branch may contain the first only.
 
-        Late progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
+        Joined progress is scaled to at most twice the usual norm, so that momentum is not hit by one huge step.
         """
         encoded = oldest[0].encoded(self._encode) if len(oldest) == 1 else self._joined(oldest, usual_norm)
         lo, hi = oldest[0].lo, oldest[-1].hi
@@ -119,35 +130,40 @@ class PendingProgress:
         return Encoded(self._encode(vector, late[-1].hi), norm)
 
     def payload(self, offer: Offer) -> Tensor:
-        """The bytes of an offer, the same in every ballot."""
+        """Return the bytes of an offer, which are the same in every ballot."""
         return self._offered[offer.lo, offer.hi]
 
     def owed(self, mark: int) -> list[EncodedCut]:
+        """Return the pieces that a state with this mark does not contain, oldest first."""
         return [piece for piece in self.pieces if piece.lo >= mark]
 
     def used(self, mark: int) -> Ranges:
-        """Samples behind progress that a state with this mark does not contain."""
+        """Return the samples behind progress that a state with this mark does not contain."""
         return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
     def rebase(self, mark: int) -> Tensor | None:
-        """The island's parameters move to a state with this mark: the sum of what that does not contain."""
+        """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
+
+        That is the sum of the pieces owed; None if there are none.
+        """
         self.mark = mark
         self._forget()
         owed = self.owed(mark)
         return self._sum(owed) if owed else None
 
     def facts(self) -> dict[str, Any]:
-        """With `payloads`: what a save holds of it. What is contained is left out."""
+        """Return what a save holds of this besides `payloads`. Pieces that are contained are left out."""
         owed = [(piece, piece.encoded(self._encode).norm) for piece in self.owed(self.mark)]
         pieces = [[piece.lo, piece.hi, norm, *piece.done] for piece, norm in owed]
         return {"hi": self.hi, "mark": self.mark, "pieces": pieces}
 
     def payloads(self) -> dict[tuple[int, int], Tensor]:
-        """Encoded progress by its cuts. An offer of one piece has the piece's bytes."""
+        """Return encoded progress by its cuts, for a save. An offer of one piece has the piece's bytes."""
         pieces = {(piece.lo, piece.hi): piece.encoded(self._encode).payload for piece in self.owed(self.mark)}
         return {**self._offered, **pieces}
 
     def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
+        """Take over the pieces and offers of a save, with the same bytes."""
         self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
         self.pieces = [
             EncodedCut(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))

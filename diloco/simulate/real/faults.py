@@ -1,5 +1,8 @@
-"""What befalls islands and their network, and when: `--kill 1@60s`, `--stop 2@30s..45s`, `--cut eu|us@90s..120s`,
-`--join 1@100s`, `--slow 3x2.5`. Pure. Time counts from the moment when the first islands all train."""
+"""Parse what hits islands and their network, and when. Pure.
+
+`--kill 1@60s`, `--stop 2@30s..45s`, `--cut eu|us@90s..120s`, `--join 1@100s`, `--slow 3x2.5`. Time counts from the
+moment when the first islands all train.
+"""
 
 import math
 import re
@@ -24,6 +27,8 @@ MAX_SLOW = 1000.0
 
 @dataclass(frozen=True)
 class Fault:
+    """Describe one fault: its kind, the islands that it hits (counted from 1), and when, in seconds."""
+
     kind: str  # a key of HOW
     said: str  # as it was given
     islands: tuple[int, ...]
@@ -34,12 +39,15 @@ class Fault:
 
     @property
     def pairs(self) -> set[frozenset[int]]:
+        """Return the pairs of islands that a cut separates."""
         return between(self.islands, self.others)
 
     def overlaps(self, other: "Fault") -> bool:
+        """Return whether there is a moment at which both faults are in effect."""
         return self.at_s < other.until_s and other.at_s < self.until_s
 
     def describe(self) -> str:
+        """Describe the fault in words, with islands' names, for the output and the report."""
         names, until = ", ".join(map(island_name, self.islands)), f" until {self.until_s:g} s"
         match self.kind:
             case "kill":
@@ -54,12 +62,15 @@ class Fault:
 
 
 def joining(texts: Iterable[str]) -> int:
-    """How many islands come later."""
+    """Count the islands that `--join` starts later."""
     return sum(_count(text) for text in texts)
 
 
 def parse_faults(given: Mapping[str, Iterable[str]], topology: Topology) -> tuple[Fault, ...]:
-    """By kind, what was given for each; islands that join are the topology's last."""
+    """Parse the texts of each kind into faults, earliest first.
+
+    Islands that join are the topology's last. What cannot happen together is refused.
+    """
     first = topology.islands - joining(given.get("join", ()))
     if first < 1:
         raise ConfigError(f"--join: of {topology.islands} islands at least one has to be there from the beginning")
@@ -100,7 +111,7 @@ def _cut(said: str, text: str, who: str, at_s: float, until_s: float, topology: 
 
 
 def _side(text: str, names: str, topology: Topology) -> tuple[int, ...]:
-    """Regions and islands, with commas."""
+    """Parse one side of a cut: regions and islands, separated by commas."""
     found: list[int] = []
     for name in (name.strip() for name in names.split(",")):
         found += topology.in_region(name) if name else ()
@@ -110,6 +121,7 @@ def _side(text: str, names: str, topology: Topology) -> tuple[int, ...]:
 
 
 def _island(kind: str, text: str, name: str, topology: Topology) -> int:
+    """Parse an island's number, or its name; ConfigError if there is none such."""
     number = name.strip().removeprefix("island-")
     if not is_whole(number) or not 1 <= int(number) <= topology.islands:
         regions = sorted({site.region for site in topology.sites} - {""})
@@ -119,6 +131,7 @@ def _island(kind: str, text: str, name: str, topology: Topology) -> int:
 
 
 def _count(text: str) -> int:
+    """Parse how many islands a `--join` starts."""
     number = text.partition("@")[0].strip()
     if not is_whole(number) or int(number) < 1:
         _refuse("join", text, f"{number!r} is no number of islands")
@@ -126,6 +139,7 @@ def _count(text: str) -> int:
 
 
 def _times(kind: str, text: str) -> tuple[float, float]:
+    """Parse when a fault begins and ends, in seconds; one that happens at a moment ends never."""
     _, at, when = text.partition("@")
     if not at:
         _refuse(kind, text, "it does not say when")
@@ -148,7 +162,7 @@ def _seconds(kind: str, text: str, moment: str) -> float:
 
 
 def _refuse_nonsense(faults: list[Fault]) -> None:
-    """What cannot happen after, or during, what else happens."""
+    """Refuse faults that cannot happen after, or during, other faults."""
     joins = {island: fault for fault in faults if fault.kind == "join" for island in fault.islands}
     for fault in faults:
         late = [joins[island] for island in fault.islands if island in joins and fault.kind in ("kill", "stop")]
@@ -172,4 +186,5 @@ def _refuse_nonsense(faults: list[Fault]) -> None:
 
 
 def _refuse(kind: str, text: str, reason: str) -> NoReturn:
+    """Raise ConfigError with the reason, and how this option is written."""
     raise ConfigError(f"--{kind} {text}: {reason}; write --{kind} {HOW[kind]}")

@@ -1,4 +1,4 @@
-"""Islands that are started, killed, stopped, cut off and slowed down by a script, over links that a file describes."""
+"""Start, kill, stop, cut off and slow down islands by a script, over links that a file describes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NETWORK = "network.json"
 
 @dataclass(frozen=True)
 class World:
-    """What a simulation is given besides a configuration."""
+    """Hold what a simulation is given besides a configuration."""
 
     topology: Topology
     faults: tuple[Fault, ...] = ()
@@ -29,14 +29,17 @@ class World:
 
 @dataclass(frozen=True)
 class SimulatedPlan(Plan):
+    """Plan islands that find the simulated network by an environment variable."""
+
     @property
     def environment(self) -> dict[str, str]:
+        """Return the variables of an island's process, with the path of the network's file."""
         return {**super().environment, VARIABLE: str((self.folder / NETWORK).resolve())}
 
 
 @dataclass
 class FleetHistory:
-    """What the fleet saw and did, in seconds of the clock of all machines."""
+    """Record what the fleet saw and did, in Unix time, which is the same on all machines."""
 
     zero: float | None = None  # when all first islands that had not gone for good trained; faults count from there
     ended: float = 0.0
@@ -46,6 +49,8 @@ class FleetHistory:
 
 
 class SimulatedFleet(Fleet):
+    """Run islands, and inflict the world's faults on them at their times."""
+
     def __init__(self, plan: Plan, view: IslandsView, world: World, namespaces: Namespaces | None = None) -> None:
         super().__init__(plan, view)
         self.world, self.happened, self._namespaces = world, FleetHistory(), namespaces
@@ -57,6 +62,7 @@ class SimulatedFleet(Fleet):
         self._write_network(0.0)
 
     def poll(self, asked: int) -> None:
+        """Run one turn of the fleet, and carry out the faults that are due; none any more once the run ends."""
         super().poll(asked)
         if self._ending:
             self._ahead.clear()
@@ -67,14 +73,16 @@ class SimulatedFleet(Fleet):
 
     @property
     def asked(self) -> bool:
-        """To stop, by a signal."""
+        """Return whether a signal has asked the fleet to stop."""
         return self._asked_at is not None
 
     @property
     def _ending(self) -> bool:
+        """Return whether the run is over or asked to stop: then no more faults come."""
         return self.asked or self._over_at is not None
 
     def _begin_if_all_train(self) -> None:
+        """Start the clock of faults once all first islands train, but for those gone for good."""
         rows = [row for row in self.board.rows.values() if row.name not in self._waiting]
         away = [row.name for row in rows if row.state in ("gone", "left") and row.name not in self._again_at]
         if len(away) < len(rows) and all(row.state == "training" or row.name in away for row in rows):
@@ -86,6 +94,7 @@ class SimulatedFleet(Fleet):
                     self.happened.faults[fault] = self.happened.zero
 
     def _play(self, seconds: float) -> None:
+        """Resume stopped islands, carry out faults and change the network, as is due at that time."""
         for name, until_s in list(self._stopped.items()):
             if seconds >= until_s or self._ending:
                 del self._stopped[name]
@@ -97,6 +106,7 @@ class SimulatedFleet(Fleet):
         self._write_network(seconds)
 
     def _carry_out(self, fault: Fault, seconds: float) -> None:
+        """Carry out one fault; a kill or a stop of an island that is not running does nothing."""
         names = [island_name(island) for island in fault.islands]
         if fault.kind in ("kill", "stop") and names[0] not in self._running:
             self.view.say(f"{seconds:.0f} s: {fault.said}: it is not running, so nothing happens")
@@ -116,12 +126,14 @@ class SimulatedFleet(Fleet):
                     self._start(name, self.plan.joiner(name))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to an island's whole process group."""
         pid = self.children[name].pid
         if pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(pid, number)
 
     def _write_network(self, seconds: float) -> None:
+        """Write the network's file if it has changed, and shape the namespaces."""
         topology = self.world.topology
         faults = tuple(fault for fault in self.world.faults if fault.kind == "slow" or fault in self.happened.faults)
         if self._namespaces is not None:
@@ -133,6 +145,7 @@ class SimulatedFleet(Fleet):
             self._written = text
 
     def _start(self, name: str, arguments: list[str]) -> None:
+        """Start an island, unless it waits for its time to join."""
         if name in self._waiting:  # its time will come
             return
         self.happened.lives.setdefault(name, []).append([time.time()])
@@ -143,12 +156,14 @@ class SimulatedFleet(Fleet):
         super()._ended(name, now)
 
     def _close_life(self, name: str) -> None:
+        """Record the end of an island's process, and of its stop if it was stopped."""
         self._stopped.pop(name, None)
         for spans in (self.happened.lives, self.happened.stops):
             if (mine := spans.get(name)) and len(mine[-1]) == 1:
                 mine[-1].append(time.time())
 
     def end(self) -> None:
+        """End all islands, and record when that was."""
         super().end()
         for name in self.plan.names:
             self._close_life(name)
@@ -156,7 +171,10 @@ class SimulatedFleet(Fleet):
 
 
 def simulate(plan: SimulatedPlan, view: IslandsView, world: World, *, netns: bool = False) -> SimulatedFleet:
-    """Until the run is finished, or everybody has left. An earlier run in that folder is kept under another name."""
+    """Run until the run is finished, or all islands have left.
+
+    An earlier run in that folder is kept under another name.
+    """
     plan = replace(plan, islands=world.topology.islands)
     open_run(plan, view, fresh=True)
     with Namespaces(plan.islands).opened() if netns else nullcontext() as namespaces:

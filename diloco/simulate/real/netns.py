@@ -1,4 +1,4 @@
-"""Each island in a network namespace of its own (Linux, root), where the kernel holds its rates: tc's token bucket.
+"""Put each island into a network namespace (Linux, root), where the kernel holds its rates: tc's token bucket.
 
 So everything counts: the directory's traffic, TCP's acknowledgements and retransmissions. A bridge connects the
 namespaces. Delays, jitter, stalls and cuts of pairs are still made by the islands: not every kernel has netem.
@@ -20,7 +20,7 @@ QUEUE_S, BURST_S, MIN_BURST_BYTES = 0.2, 0.01, 16384
 
 
 class Namespaces:
-    """Of so many islands, while it is open."""
+    """Manage the namespaces of so many islands, which exist while `opened` is entered."""
 
     def __init__(self, islands: int) -> None:
         self._prefix = f"dl{os.getpid() % 10**6}"
@@ -28,13 +28,16 @@ class Namespaces:
         self._rates: dict[int, Rates] = {}
 
     def name(self, island: int) -> str:
+        """Return the name of an island's namespace; it contains this process's id."""
         return f"{self._prefix}-{island}"
 
     def host(self, island: int) -> str:
+        """Return an island's IPv4 address on the bridge."""
         return f"10.213.0.{island}"
 
     @contextmanager
     def opened(self) -> Iterator["Namespaces"]:
+        """Make the bridge and all namespaces, and delete them in the end, also after an error."""
         try:
             _run("ip", "link", "add", self._prefix, "type", "bridge")
             _run("ip", "link", "set", self._prefix, "up")
@@ -47,6 +50,7 @@ class Namespaces:
             subprocess.run(["ip", "link", "delete", self._prefix], capture_output=True)
 
     def _open(self, island: int) -> None:
+        """Make an island's namespace and the cable from it to the bridge."""
         name = self.name(island)
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", self._cable(island), "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -59,7 +63,7 @@ class Namespaces:
         return f"{self._prefix}.{island}"
 
     def shape(self, island: int, rates: Rates) -> None:
-        """From now on."""
+        """Hold an island's link to these rates from now on; nothing is done if it has them already."""
         if self._rates.get(island) != rates:
             _run("tc", "-n", self.name(island), *_bucket("eth0", rates.up_bits_per_s))
             _run("tc", *_bucket(self._cable(island), rates.down_bits_per_s))
@@ -67,13 +71,14 @@ class Namespaces:
 
 
 def _bucket(device: str, bits_per_s: float) -> list[str]:
+    """Return the arguments of tc for a token bucket of this rate, with a queue of 0.2 s."""
     burst = int(max(MIN_BURST_BYTES, bits_per_s / 8 * BURST_S))
     limits = ["rate", f"{int(bits_per_s)}bit", "burst", str(burst), "latency", f"{int(1000 * QUEUE_S)}ms"]
     return ["qdisc", "replace", "dev", device, "root", "tbf", *limits]
 
 
 def enter(name: str) -> None:
-    """This thread, and all it starts from now on."""
+    """Move this thread, and all that it starts from now on, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
@@ -81,7 +86,7 @@ def enter(name: str) -> None:
 
 
 def refuse_if_not_permitted() -> None:
-    """Before anything is started."""
+    """Raise ConfigError where namespaces cannot be made, before anything is started; one is tried out."""
     if not sys.platform.startswith("linux"):
         raise ConfigError("--backend netns: network namespaces are Linux's; leave --backend out")
     if os.geteuid() != 0:
@@ -93,6 +98,7 @@ def refuse_if_not_permitted() -> None:
 
 
 def _run(*command: str) -> None:
+    """Run a command; ConfigError with its last line if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"

@@ -1,8 +1,8 @@
-"""The network of a simulated island, as a file says it is right now.
+"""Follow the network of a simulated island, as a file describes it right now.
 
 `diloco simulate` writes the file (rates of each island, paths of each pair, who is cut off from whom) and changes it as
-time passes; each island's process finds it by an environment variable and follows it. It also writes down what has
-passed its link, for the report.
+time passes; each island's process finds it by an environment variable and follows it. It also records what has passed
+its link, for the report.
 """
 
 import json
@@ -39,7 +39,7 @@ def network_at(
     seconds: float,
     namespaces: Namespaces | None = None,
 ) -> dict[str, Any]:
-    """What the file holds at that time. `ids` are the islands' peer ids, by name."""
+    """Return what the file holds at that time, in seconds. `ids` are the islands' peer ids, by name."""
     slow = {fault.islands[0]: fault.factor for fault in faults if fault.kind == "slow"}
     cut = set(topology.unconnected)
     for fault in faults:
@@ -61,7 +61,7 @@ def _names(pair: frozenset[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class OwnLink:
-    """What one island reads in it."""
+    """Describe what the file holds for one island."""
 
     id: str
     up_bits_per_s: float
@@ -72,7 +72,7 @@ class OwnLink:
 
 
 class SimulatedNetwork:
-    """On the island's side."""
+    """Apply the file to an island's transport, on the island's side."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         self._file, self._folder, self._name = file, folder, folder.name
@@ -82,13 +82,14 @@ class SimulatedNetwork:
         self.own = self._read()[0]
 
     def _read(self) -> tuple[OwnLink, dict[str, Any]]:
+        """Read the file, and return this island's link and the whole tree."""
         self._seen = self._file.stat().st_mtime_ns
         tree = json.loads(self._file.read_text())
         self._ids = {name: island["id"] for name, island in tree["islands"].items()}
         return OwnLink(**tree["islands"][self._name]), tree
 
     def shape(self, transport: Transport) -> Transport:
-        """The transport over this network, for as long as the process lives."""
+        """Return the transport over this network, which is followed for as long as the process lives."""
         own, tree = self._read()
         link = Link() if own.namespace else Link(own.up_bits_per_s, own.down_bits_per_s)
         paths = Paths()
@@ -100,6 +101,7 @@ class SimulatedNetwork:
         return ShapedTransport(transport, link, paths, by_stamp=not own.namespace)
 
     def _watch(self, link: Link, paths: Paths) -> None:
+        """Follow changes of the file and record the traffic, on a thread of its own."""
         sampled = 0.0
         with (self._folder / TRAFFIC).open("a", buffering=1) as traffic:
             while True:
@@ -112,6 +114,7 @@ class SimulatedNetwork:
                 time.sleep(LOOK_S)
 
     def _follow(self, tree: dict[str, Any], link: Link, paths: Paths) -> None:
+        """Change rates, and cut and heal paths, as the file says."""
         own = OwnLink(**tree["islands"][self._name])
         if not own.namespace:
             link.up.change(own.up_bits_per_s)
@@ -125,7 +128,7 @@ class SimulatedNetwork:
 
 
 def as_simulated(connection: Connection, folder: Path) -> Connection:
-    """The connection of the island in this folder: as it is, unless this process belongs to a simulation."""
+    """Return the connection of the island in this folder: changed only if this process belongs to a simulation."""
     file = os.environ.get(VARIABLE)
     if file is None:
         return connection

@@ -1,5 +1,7 @@
-"""What came of a simulation, in numbers: for the summary, the page and report.json. What an island did at each moment
-follows from what it told and what was seen of its processes."""
+"""Compute what came of a simulation, in numbers: for the summary, the page and report.json.
+
+What an island did at each moment follows from the events it reported and from what was seen of its processes.
+"""
 
 import json
 import math
@@ -31,18 +33,21 @@ Told = Mapping[str, Sequence[Event]]  # by island
 
 @dataclass(frozen=True)
 class Span:
+    """Describe a stretch of time that an island spent in one of STATES."""
+
     begin_s: float
     end_s: float
     state: str
 
     @property
     def seconds(self) -> float:
+        """Return how long it lasted."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Between two looks at a link."""
+    """Hold the bytes that passed an island's link between two looks at it."""
 
     begin_s: float
     end_s: float
@@ -51,15 +56,19 @@ class Flow:
 
     @property
     def up_bits_per_s(self) -> float:
+        """Return the mean rate of sending in that time."""
         return 8 * self.sent / (self.end_s - self.begin_s)
 
     @property
     def down_bits_per_s(self) -> float:
+        """Return the mean rate of receiving in that time."""
         return 8 * self.received / (self.end_s - self.begin_s)
 
 
 @dataclass(frozen=True)
 class LossPoint:
+    """Hold a validation loss, and the steps, tokens, seconds and bytes until then."""
+
     step: int
     tokens: int
     seconds: float
@@ -69,6 +78,8 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class IslandOutcome:
+    """Describe what one island did, sent and received."""
+
     name: str
     region: str
     spans: list[Span]
@@ -84,6 +95,8 @@ class IslandOutcome:
 
 @dataclass(frozen=True)
 class FaultOutcome:
+    """Describe a fault as it was given, and whether it happened."""
+
     said: str
     text: str
     kind: str
@@ -95,7 +108,10 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Computed:
-    """Not run: from the planner, with the step time of the slowest island and the slowest link at its slowest."""
+    """Hold what was not run but computed by the planner.
+
+    It assumes the step time of the slowest island, and the slowest link at its slowest.
+    """
 
     step_s: float
     data_parallel_utilisation: float
@@ -106,7 +122,10 @@ class Computed:
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """Times are seconds since all islands of the beginning trained; what came before is negative."""
+    """Describe one whole simulation.
+
+    Times are seconds since all islands of the beginning trained; what came before is negative.
+    """
 
     name: str
     setting: str
@@ -126,6 +145,7 @@ class SimulationOutcome:
 
 
 def outcome_of(config: Config, world: World, fleet: SimulatedFleet) -> SimulationOutcome:
+    """Read the islands' events and traffic from their folders, and compute the outcome of a fleet's run."""
     happened, board = fleet.happened, fleet.board
     told = {name: Tail(fleet.plan.folder / name / "events.jsonl").read() for name in fleet.plan.names}
     everything = sorted((event for events in told.values() for event in events), key=lambda event: event["time"])
@@ -148,6 +168,7 @@ def outcome_of(config: Config, world: World, fleet: SimulatedFleet) -> Simulatio
 
 
 def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero: float, end: float) -> IslandOutcome:
+    """Compute one island's outcome; `zero` and `end` are Unix times of the simulation's beginning and end."""
     name, site, happened = island_name(number), fleet.world.topology.site(number), fleet.happened
     lives, stops = happened.lives.get(name, []), happened.stops.get(name, [])
     spans = [Span(s.begin_s - zero, s.end_s - zero, s.state) for s in timeline(lives, stops, events, end)]
@@ -167,13 +188,13 @@ def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero
 
 
 def _share(islands: Sequence[IslandOutcome]) -> float:
-    """Of the time of all of them that was spent on training."""
+    """Return the share of all islands' time that was spent on training."""
     there = sum(sum(island.seconds.values()) for island in islands)
     return sum(island.seconds["computing"] for island in islands) / there if there else 0.0
 
 
 def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandOutcome], zero: float) -> list[LossPoint]:
-    """Of the outer parameters; each step once, by whoever tells it first."""
+    """Return the losses of the outer parameters, each step once: that of the first island to report it."""
     tokens = {event["round"]: event["tokens"] for event in board.rounds}
     points: dict[int, LossPoint] = {}
     for event in events:
@@ -194,7 +215,7 @@ def _fault(fault: Fault, *, took_effect: bool) -> FaultOutcome:
 def computed(
     config: Config, topology: Topology, told: Told, islands: Sequence[IslandOutcome], *, steps: int
 ) -> Computed | None:
-    """Of all who came to train, the late ones among them."""
+    """Predict utilisation and round time for all islands that came to train, late ones included."""
     step_s = slowest_step_s(config.island.batch * config.data.sequence, told)
     if step_s is None:
         return None
@@ -208,15 +229,21 @@ def computed(
 
 
 def slowest_step_s(tokens: int, told: Told) -> float | None:
-    """By the median of each island. Its first report has its start in it: that counts where nobody has another."""
+    """Return the seconds of a step on the slowest island, by each island's median; None: nobody trained.
+
+    An island's first report includes its start: it counts only where no island has another.
+    """
     reports = [[tokens / event["tokens_per_s"] for event in _told_of(events, "step")] for events in told.values()]
     usual = [times[1:] for times in reports if len(times) > 1] or [times for times in reports if times]
     return max(map(median, usual), default=None)
 
 
 def usual_round_s(told: Told) -> float | None:
-    """From the last launch, since who is ready early waits for the others, until all have applied it. An island alone
-    sends nothing: its rounds do not count."""
+    """Return the median seconds from a round's last launch until all have applied it; None: no such round.
+
+    The last launch counts, since an island that is ready early waits for the others. An island alone sends nothing: its
+    rounds do not count.
+    """
     rounds: dict[str, list[tuple[float, float]]] = {}
     for name, events in told.items():
         for event in _told_of(events, "round"):
@@ -227,24 +254,29 @@ def usual_round_s(told: Told) -> float | None:
 
 
 def _host(config: Config, told: Told) -> Host:
-    """As a start tells it: a GPU has a name of its own."""
+    """Return what a round costs the leader's CPU, by the device that a `start` event names: a GPU has its own name."""
     starts = [event for events in told.values() for event in _told_of(events, "start")]
     device = next((event["device"] for event in starts if "device" in event), config.island.device)
     return Host(trains_too=True) if device == "auto" or device.startswith(CPU) else Host.of_gpus()
 
 
 def _told_of(events: Sequence[Event], *kinds: str) -> list[Event]:
+    """Return the events of these kinds."""
     return [event for event in events if event["event"] in kinds]
 
 
 def write_json(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+    """Write all outcomes to one JSON file."""
     path.write_text(json.dumps({"simulations": [asdict(outcome) for outcome in outcomes]}, allow_nan=False) + "\n")
 
 
 def timeline(
     lives: Sequence[Sequence[float]], stops: Sequence[Sequence[float]], events: Sequence[Event], end: float
 ) -> list[Span]:
-    """Up to the run's `end`, or to its own in good order. Of two that hold at a moment, the later one below counts."""
+    """Return what an island did, up to the run's `end` or its own orderly one.
+
+    Where two states hold at a moment, the one that is added later here counts: stopped over dead, dead over waiting.
+    """
     found: list[Span] = []
     for number, (begin, over) in enumerate(lives):
         mine = [event for event in events if begin <= event["time"] <= over]
@@ -261,8 +293,11 @@ def timeline(
 
 
 def untold_wait(events: Sequence[Event], until: float) -> list[Span]:
-    """Waits are told when they end, so who is killed in one tells none: it was silent for longer than its steps ever
-    took until it told of them."""
+    """Return the wait in which an island was killed, if it was in one.
+
+    Waits are reported when they end, so this one never was. The island is taken to have waited once it was silent for
+    longer than its steps ever took.
+    """
     told = [event for event in events if event["event"] in ("start", "step", "wait")]
     trained = [after["time"] - before["time"] for before, after in pairwise(told) if after["event"] == "step"]
     begin = told[-1]["time"] + max(trained) if trained else until
@@ -270,7 +305,7 @@ def untold_wait(events: Sequence[Event], until: float) -> list[Span]:
 
 
 def flat(spans: Sequence[Span]) -> list[Span]:
-    """Without overlaps, in order: the later of two in the list covers the earlier; neighbours alike become one."""
+    """Return spans without overlaps, in order: later in the list covers earlier, and equal neighbours become one."""
     made: list[Span] = []
     for begin, end in pairwise(sorted({moment for span in spans for moment in (span.begin_s, span.end_s)})):
         covering = [span.state for span in spans if span.begin_s <= begin and end <= span.end_s]
@@ -284,7 +319,7 @@ def flat(spans: Sequence[Span]) -> list[Span]:
 
 
 def flows(samples: Sequence[dict[str, Any]]) -> list[Flow]:
-    """Counters of a process that starts again begin at nothing."""
+    """Return the bytes between successive samples; the counters of a process that starts again begin at zero."""
     made: list[Flow] = []
     for before, after in pairwise(samples):
         again = after["sent"] < before["sent"] or after["received"] < before["received"]
@@ -295,6 +330,7 @@ def flows(samples: Sequence[dict[str, Any]]) -> list[Flow]:
 
 
 def sending(seen: Sequence[Flow], up_bits_per_s: float) -> list[tuple[float, float]]:
+    """Return when an island was sending: stretches with more than 5 % of its uplink's first rate."""
     busy: list[tuple[float, float]] = []
     for flow in (flow for flow in seen if flow.up_bits_per_s > BUSY_SHARE * up_bits_per_s):
         begin = busy.pop()[0] if busy and busy[-1][1] == flow.begin_s else flow.begin_s

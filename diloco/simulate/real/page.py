@@ -1,5 +1,7 @@
-"""The report as one HTML file that needs nothing else: no script, no font, no network. Its plots are SVG with text that
-can be selected, one function for each figure."""
+"""Render the report as one HTML file that needs nothing else: no script, no font, no network.
+
+Its plots are SVG with text that can be selected, one function for each figure.
+"""
 
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +43,7 @@ STYLE: dict[str, Any] = {
 
 
 def need_matplotlib() -> None:
-    """Before anything is run for an hour."""
+    """Raise MissingExtra if matplotlib is not installed, before anything is run for an hour."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -49,10 +51,12 @@ def need_matplotlib() -> None:
 
 
 def write_page(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+    """Write the report of all outcomes as an HTML file."""
     path.write_text(page(outcomes), encoding="utf-8")
 
 
 def page(outcomes: Sequence[SimulationOutcome]) -> str:
+    """Render the report: an overview of all outcomes first, then the details of each."""
     title = "Simulated: " + ", ".join(dict.fromkeys(outcome.name for outcome in outcomes))
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -74,6 +78,7 @@ def page(outcomes: Sequence[SimulationOutcome]) -> str:
 
 
 def _summary_row(outcome: SimulationOutcome) -> list[str]:
+    """Return an outcome's cells of the overview."""
     loss = f"{outcome.losses[0].loss:.3f} → {outcome.losses[-1].loss:.3f}" if outcome.losses else "not measured"
     parallel = "" if outcome.computed is None else (
         f"{100 * outcome.computed.data_parallel_utilisation:.1f} % trained, "
@@ -89,6 +94,7 @@ def _summary_row(outcome: SimulationOutcome) -> list[str]:
 
 
 def _details(number: int, outcome: SimulationOutcome, *, several: bool) -> list[str]:
+    """Render one outcome: its islands, timeline, faults and links."""
     prefix = f": {escape(outcome.name)}" if several else ""
     same = "all who saw the end hold the same bits" if outcome.agree else "the islands' states were not seen to agree"
     size = format_count(outcome.parameters)
@@ -107,6 +113,7 @@ def _details(number: int, outcome: SimulationOutcome, *, several: bool) -> list[
 
 
 def _round(outcome: SimulationOutcome) -> str:
+    """Compare the measured time of a round with the computed one, in a sentence."""
     if outcome.measured_round_s is None or outcome.computed is None:
         return ""
     measured, planned = map(format_duration, (outcome.measured_round_s, outcome.computed.predicted_round_s))
@@ -141,6 +148,7 @@ def _faults(outcome: SimulationOutcome) -> str:
 
 
 def _figure(name: str, title: str, drawn: str, caption: str) -> str:
+    """Put a drawing into a titled figure with a caption."""
     labelled = drawn.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
     return f'<h2>{title}</h2><figure id="{name}">{labelled}<figcaption>{caption}</figcaption></figure>'
 
@@ -152,7 +160,7 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def svg(name: str, height: float, draw: Callable[["Figure"], None]) -> str:
-    """`name` keeps the ids of several drawings on one page apart."""
+    """Return what `draw` draws as SVG; `name` keeps the ids of several drawings on one page apart."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -166,6 +174,7 @@ def svg(name: str, height: float, draw: Callable[["Figure"], None]) -> str:
 
 
 def losses(outcomes: Sequence[SimulationOutcome]) -> str:
+    """Draw the validation loss of all outcomes over steps, tokens, seconds and bytes."""
     kinds: dict[str, Callable[[SimulationOutcome], list[float]]] = {
         "inner steps": lambda outcome: [float(point.step) for point in outcome.losses],
         "million tokens": lambda outcome: [point.tokens / 1e6 for point in outcome.losses],
@@ -187,12 +196,14 @@ def losses(outcomes: Sequence[SimulationOutcome]) -> str:
 
 
 def name_of(outcome: SimulationOutcome, outcomes: Sequence[SimulationOutcome]) -> str:
-    """Short, and still different from the others."""
+    """Return an outcome's name, with its setting where another outcome has the same name."""
     same = [other for other in outcomes if other.name == outcome.name]
     return outcome.name if len(same) == 1 else f"{outcome.name} {outcome.setting.removeprefix('sync: ')}"
 
 
 def timelines(outcome: SimulationOutcome) -> str:
+    """Draw what each island did over time, with the faults."""
+
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         for row, island in enumerate(outcome.islands):
@@ -207,10 +218,12 @@ def timelines(outcome: SimulationOutcome) -> str:
 
 
 def label_of(island: IslandOutcome) -> str:
+    """Return an island's name, with its region if it has one."""
     return f"{island.name} ({island.region})" if island.region else island.name
 
 
 def _row(axes: "Axes", row: int, island: IslandOutcome) -> None:
+    """Draw one island's states as bars, and when it was sending below them."""
     for state in STATES:
         bars = [(span.begin_s, span.seconds) for span in island.spans if span.state == state]
         axes.broken_barh(bars, (row - 0.32, 0.46), facecolors=COLOURS[state], linewidth=0)
@@ -219,6 +232,7 @@ def _row(axes: "Axes", row: int, island: IslandOutcome) -> None:
 
 
 def _mark_faults(axes: "Axes", outcome: SimulationOutcome) -> None:
+    """Draw the faults that happened: lines, a shaded time for cuts, a cross for kills."""
     rows = {island.name: row for row, island in enumerate(outcome.islands)}
     for fault in (fault for fault in outcome.faults if fault.happened and fault.kind != "slow"):
         axes.axvline(fault.at_s, color=CUT, linewidth=0.9, linestyle="--")
@@ -239,7 +253,7 @@ def _legend(figure: "Figure", outcome: SimulationOutcome) -> None:
 
 
 def traffic(outcome: SimulationOutcome) -> str:
-    """A row for each island's link: what it carried, and what it could have."""
+    """Draw a row for each island's link: what it carried, and what it could have carried."""
 
     def draw(figure: "Figure") -> None:
         rows = figure.subplots(len(outcome.islands), 1, sharex=True, squeeze=False).flat
@@ -265,7 +279,7 @@ def _link(axes: "Axes", island: IslandOutcome, seconds: float) -> None:
 
 
 def utilisation(outcomes: Sequence[SimulationOutcome]) -> str:
-    """Measured, island by island; below it what the planner computes."""
+    """Draw the measured share of training of each island, and below it what the planner computes."""
     bars: list[tuple[str, float, bool]] = []
     for outcome in outcomes:
         name = f"{name_of(outcome, outcomes)}: " if len(outcomes) > 1 else ""

@@ -1,6 +1,6 @@
-"""Where islands are and how they are connected: rates of each, which may change over time, paths of each pair.
+"""Describe where islands are and how they are connected: rates of each, which may change over time, paths of each pair.
 
-People write it as YAML, in which every mistake has a line:
+People write it as YAML, and every mistake is reported with its line:
 
 regions:
   eu: {up: 50mbit, down: 100mbit, delay: 5ms}       # delay: between two islands of the region
@@ -33,56 +33,65 @@ Pair = frozenset[int]
 
 
 def island_name(number: int) -> str:
+    """Return an island's name by its number, from 1."""
     return f"island-{number}"
 
 
 @dataclass(frozen=True)
 class Rates:
+    """Hold the rates of an island's link, in bits per second."""
+
     up_bits_per_s: float
     down_bits_per_s: float
 
 
 @dataclass(frozen=True)
 class Site:
-    """Of one island. `changes` are rates from a moment on, earliest first."""
+    """Describe one island's region and link. `changes` are rates from a moment on, earliest first."""
 
     region: str
     rates: Rates
     changes: tuple[tuple[float, Rates], ...] = ()
 
     def rates_at(self, seconds: float) -> Rates:
+        """Return the rates at this time, in seconds since all islands train."""
         passed = [rates for at_s, rates in self.changes if at_s <= seconds]
         return passed[-1] if passed else self.rates
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Islands count from 1, as in their names. A pair without a path is never connected."""
+    """Describe all islands and paths. Islands count from 1, as in their names; pairs without a path never connect."""
 
     sites: tuple[Site, ...]
     paths: Mapping[Pair, Path] = field(default_factory=dict)
 
     @classmethod
     def uniform(cls, islands: int, bits_per_s: float, delay_s: float) -> "Topology":
+        """Make islands with equal links, and the same one-way delay between any two of them."""
         sites = (Site("", Rates(bits_per_s, bits_per_s)),) * islands
         return cls(sites, {pair: Path(delay_s) for pair in pairs(islands)})
 
     @property
     def islands(self) -> int:
+        """Return how many there are, those that join later included."""
         return len(self.sites)
 
     def site(self, island: int) -> Site:
+        """Return where an island is; the first one has number 1."""
         return self.sites[island - 1]
 
     def in_region(self, name: str) -> tuple[int, ...]:
+        """List the numbers of a region's islands; none if there is no such region."""
         return tuple(number for number, site in enumerate(self.sites, start=1) if site.region == name)
 
     @property
     def unconnected(self) -> list[Pair]:
+        """List the pairs that can never reach each other directly."""
         return [pair for pair in pairs(self.islands) if pair not in self.paths]
 
     def reachable(self, island: int) -> set[int]:
-        """From there, by way of others too."""
+        """Return the islands that can be reached from this one, by way of others too, itself included."""
         found, new = {island}, {island}
         while new:
             new = {other for pair in self.paths if pair & new for other in pair} - found
@@ -91,21 +100,26 @@ class Topology:
 
 
 def pairs(islands: int) -> list[Pair]:
+    """List all pairs of so many islands."""
     return [frozenset(pair) for pair in combinations(range(1, islands + 1), 2)]
 
 
 def between(one: Iterable[int], other: Iterable[int]) -> set[Pair]:
+    """Return the pairs that lead from one group to the other; an island is in no pair with itself."""
     return {frozenset((a, b)) for a in one for b in other if a != b}
 
 
 @dataclass(frozen=True)
 class Region:
+    """Hold what a region sets for its islands, as it was written."""
+
     rates: dict[str, float]
     changes: tuple[tuple[float, dict[str, float]], ...]
     path: Path  # between two islands in it
 
 
 def read_topology(path: FilePath) -> Topology:
+    """Read a topology from a YAML file; ConfigError names the line of a mistake."""
     with reading_yaml(path, example="topology.yaml"):
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     if root is None:
@@ -114,6 +128,7 @@ def read_topology(path: FilePath) -> Topology:
 
 
 def positive_rate(text: str) -> float:
+    """Parse a rate in bits per second that is above zero."""
     if text.lstrip().startswith("-"):
         raise ValueError("a rate cannot be negative")
     rate = parse_rate(text)
@@ -123,6 +138,8 @@ def positive_rate(text: str) -> float:
 
 
 class Reader:
+    """Convert YAML nodes to a topology, so that every mistake can be reported with its line."""
+
     _regions: dict[str, Region]
     _bare: Topology  # without paths
 
@@ -130,6 +147,7 @@ class Reader:
         self._path = path
 
     def topology(self, root: yaml.Node) -> Topology:
+        """Convert the whole file; refuse one in which island-1 cannot reach all others, if only through others."""
         parts = self._fields(root, ("regions", "islands", "paths"), needed=("regions", "islands"))
         self._regions = {name: self._region(name, node) for name, node in self._fields(parts["regions"]).items()}
         nodes = self._items(parts["islands"])
@@ -145,12 +163,14 @@ class Reader:
         return topology
 
     def _region(self, name: str, node: yaml.Node) -> Region:
+        """Convert a region; its name must not be a number, which means an island."""
         parts = self._fields(node, (*ISLAND_KEYS, *PATH_KEYS), needed=("up",))
         if is_whole(name):
             self._refuse(node, f"region {name}: a number means an island; give it another name")
         return Region(self._rates(parts), self._changes(parts), self._path_of(parts))
 
     def _site(self, node: yaml.Node) -> Site:
+        """Convert an island: the name of its region, or a mapping that changes what the region sets."""
         own = isinstance(node, yaml.MappingNode)
         parts = self._fields(node, ("region", *ISLAND_KEYS), needed=("region",)) if own else {"region": node}
         name = self._text(parts["region"])
@@ -166,9 +186,11 @@ class Reader:
         return Site(name, first, tuple(moments))
 
     def _rates(self, parts: dict[str, yaml.Node]) -> dict[str, float]:
+        """Convert `up` and `down`, as far as they are written."""
         return {key: self._value(parts[key], key, positive_rate) for key in ("up", "down") if key in parts}
 
     def _changes(self, parts: dict[str, yaml.Node]) -> tuple[tuple[float, dict[str, float]], ...]:
+        """Convert the changes of rates, which must be in the order of time."""
         changes: list[tuple[float, dict[str, float]]] = []
         for node in self._items(parts["changes"]) if "changes" in parts else []:
             fields = self._fields(node, ("at", "up", "down"), needed=("at",))
@@ -181,13 +203,14 @@ class Reader:
         return tuple(changes)
 
     def _path_of(self, parts: dict[str, yaml.Node]) -> Path:
+        """Convert delay, jitter, stall and loss."""
         kinds: dict[str, Callable[[str], float]] = {"delay": parse_delay, "jitter": parse_delay, "stall": parse_delay}
         given = {f"{key}_s": self._value(parts[key], key, read) for key, read in kinds.items() if key in parts}
         loss = {"loss": self._value(parts["loss"], "loss", parse_share)} if "loss" in parts else {}
         return Path(**given, **loss)
 
     def _paths(self, nodes: list[yaml.Node], islands: yaml.Node) -> dict[Pair, Path]:
-        """Of two islands by themselves before that of their regions."""
+        """Return the path of each pair: one of two islands counts before that of their regions."""
         found: dict[Pair, Path | None] = {}
         for name, region in self._regions.items():
             inside = self._bare.in_region(name)
@@ -204,7 +227,7 @@ class Reader:
         return {pair: path for pair, path in found.items() if path is not None}
 
     def _listed(self, node: yaml.Node) -> tuple[int, set[Pair], Path | None]:
-        """How special it is, the pairs, their path."""
+        """Convert one entry of `paths`: how many ends are islands, the pairs, and their path; None: cut."""
         parts = self._fields(node, ("between", "cut", *PATH_KEYS), needed=("between",))
         ends = self._items(parts["between"])
         if len(ends) != 2:
@@ -219,7 +242,7 @@ class Reader:
         return special, between(*sides), None if cut else self._path_of(parts)
 
     def _refuse_twice(self, nodes: list[yaml.Node], read: list[tuple[int, set[Pair]]]) -> None:
-        """Of two that are equally special, none counts more, unless a third one does."""
+        """Refuse two entries for a pair that are equally special, unless a more special one decides."""
         most: dict[Pair, int] = {}
         for special, ends in read:
             most |= {pair: max(special, most.get(pair, 0)) for pair in ends}
@@ -233,6 +256,7 @@ class Reader:
                 lines[pair] = node.start_mark.line + 1
 
     def _side(self, node: yaml.Node) -> tuple[int, ...]:
+        """Return the islands at one end of a path: one island, or all of a region."""
         name = self._text(node)
         if is_whole(name) and 1 <= int(name) <= self._bare.islands:
             return (int(name),)
@@ -242,7 +266,7 @@ class Reader:
         return self._bare.in_region(name)
 
     def _fields(self, node: yaml.Node, allowed: Keys = (), needed: Keys = ()) -> dict[str, yaml.Node]:
-        """Nothing allowed: any."""
+        """Return a mapping's values by key; without `allowed`, any key may be there."""
         if not isinstance(node, yaml.MappingNode):
             self._refuse(node, "write `{key: value}` here")
         found: dict[str, yaml.Node] = {}
@@ -280,11 +304,12 @@ class Reader:
 
 
 def made(rates: dict[str, float]) -> Rates:
-    """Who names one rate means both."""
+    """Make rates of what was written: one rate alone means both directions."""
     return Rates(rates["up"], rates.get("down", rates["up"]))
 
 
 def yes_or_no(text: str) -> bool:
+    """Parse `true` or `false`; ValueError for anything else."""
     if text not in ("true", "false"):
         raise ValueError("write true or false")
     return text == "true"

@@ -1,4 +1,4 @@
-"""What an all-reduce costs a member: bytes, frames, connections, time. By the spans that real islands agree on."""
+"""Model what an all-reduce costs a member: bytes, frames, connections, time, by the spans of real islands."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +14,7 @@ FRAME_S = 60e-6  # of one thread's time, to send or to take in a frame; measured
 
 @dataclass(frozen=True)
 class Level:
-    """One pass of streams, of the member with the most to do."""
+    """Describe one pass of streams, for the member with the most to do."""
 
     sent: int
     received: int
@@ -24,21 +24,24 @@ class Level:
 
 @dataclass(frozen=True)
 class Cost:
+    """Describe what an all-reduce costs a member, level by level."""
+
     levels: tuple[Level, ...]
     connections: int  # of a member, to others and from others
 
     @property
     def sent(self) -> int:
+        """Return the bytes that a member sends on all levels."""
         return sum(level.sent for level in self.levels)
 
     def seconds(self, line: LinkModel, share: float) -> float:
-        """On lines of which only a share is there."""
+        """Return the duration on links of which only this share of the rate is available."""
         rest = LinkModel(line.up_bits_per_s * share, line.down_bits_per_s * share, line.delay_s)
         return sum(max(_transfer_s(level, rest), level.frames * FRAME_S) for level in self.levels)
 
 
 def _transfer_s(level: Level, line: LinkModel) -> float:
-    """Where nothing comes back, there is one delay."""
+    """Return the seconds on the link; where nothing comes back, there is one delay."""
     if level.hops == 2:
         return line.reduce_s(level.sent, level.received)
     return line.delay_s + replace(line, delay_s=0.0).reduce_s(level.sent, level.received)
@@ -46,7 +49,7 @@ def _transfer_s(level: Level, line: LinkModel) -> float:
 
 @cache
 def flat(members: int, values: int, codec: str) -> Cost:
-    """The butterfly: contributions to all owners, means from all of them."""
+    """Return the cost of the butterfly: contributions to all owners, means from all of them."""
     result = result_codec_for(codec, members)
     level = _level(spans_by_bandwidth(values, [1.0] * members), members, codec, result, hops=2)
     return Cost((level,), 2 * (members - 1))
@@ -54,7 +57,10 @@ def flat(members: int, values: int, codec: str) -> Cost:
 
 @cache
 def two_level(members: int, values: int, codec: str) -> Cost:
-    """A sum in each group, a butterfly among those who hold the same part of it, and back through the group."""
+    """Return the cost of reducing in groups first.
+
+    A sum in each group, a butterfly among those who hold the same part of it, and back through the group.
+    """
     grid, result = grid_of([1.0] * members), result_codec_for(codec, members)
     size = max(map(len, grid.groups))
     spans = spans_by_bandwidth(values, [1.0] * len(grid.columns))
@@ -69,7 +75,7 @@ def two_level(members: int, values: int, codec: str) -> Cost:
 
 
 def _level(spans: tuple[Span, ...], members: int, codec: str, result: str, *, hops: int) -> Level:
-    """ "" for what does not travel."""
+    """Return the cost of one pass; an empty codec means that this direction does not travel."""
     lengths = [span.hi - span.lo for span in spans]
     given, meant = (_sizes(lengths, name) for name in (codec, result))
     chunk = chunk_pages_for(spans) * PAGE
@@ -81,5 +87,6 @@ def _level(spans: tuple[Span, ...], members: int, codec: str, result: str, *, ho
 
 
 def _sizes(lengths: list[int], codec: str) -> list[int]:
+    """Return the encoded bytes of each length; 0 without a codec."""
     size = codec_named(codec).size if codec else lambda length: 0
     return [size(length) for length in lengths]

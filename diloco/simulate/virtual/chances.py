@@ -1,4 +1,4 @@
-"""What things take in a disaster: short times, drawn by chance. Clocks differ, and some messages come twice."""
+"""Draw how long things take in a disaster: short times, by chance. Clocks differ, and some messages come twice."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ SMOOTH_TICK_S = 0.25  # scenarios are few, and can be finer
 
 @dataclass(frozen=True)
 class DisasterConfig:
+    """Describe the world of a disaster: islands, partition policy, seed, rules and pace."""
+
     islands: int = 4
     partition: str = "merge"
     seed: int = 0
@@ -29,10 +31,13 @@ class DisasterConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Name the islands by letters: A, B, C, …"""
         return tuple(chr(ord("A") + index) for index in range(self.islands))
 
 
 class Chances(Costs):
+    """Draw all times by chance; on a smooth timeline they are fixed."""
+
     connect_s = 2 * SILENCE_S
     unreachable_s = SILENCE_S
 
@@ -42,7 +47,7 @@ class Chances(Costs):
         self._arrival: defaultdict[Pair, float] = defaultdict(float)
 
     def send(self, world: World, sender: str, to: str, message: Message) -> None:
-        """In order; some come once more, late."""
+        """Deliver messages of a pair in order; some come once more, late."""
         chance = self._chance(f"link {sender}{to}")
         delay = 0.01 if self.timeline.smooth else 0.005 + 0.1 * chance**3
         arrival = self._arrival[sender, to] = max(self._arrival[sender, to], self.timeline.now + delay)
@@ -52,43 +57,52 @@ class Chances(Costs):
             self.timeline.after(20 * self._chance("late"), deliver)
 
     def clock(self, name: str) -> float:
+        """Return the time by an island's own clock, which starts and runs differently from others."""
         start, pace = self._clocks(name)
         return start + pace * self.timeline.now
 
     def _clock_of(self, name: str) -> tuple[float, float]:
-        """Islands' clocks run at slightly different speeds from different beginnings."""
+        """Draw where an island's clock starts and how fast it runs: speeds differ slightly."""
         if self.timeline.smooth:
             return 0.0, 1.0
         skew = self._chance(f"clock {name}")
         return 10_000 * skew, 0.97 + 0.06 * skew
 
     def tick_s(self, node: Node, islands: int) -> float:
+        """Draw the time to the next tick, within 20 % of 0.35 s; fixed and finer on a smooth timeline."""
         return SMOOTH_TICK_S if self.timeline.smooth else TICK_S * (0.8 + 0.4 * self._chance(f"tick {node.me}"))
 
     def phase_s(self, name: str) -> float:
+        """Draw the duration of a phase; now and then it takes five times as long, unless the faults are over."""
         duration = PHASE_S * (0.6 + 0.8 * self._chance(f"phase {name}"))
         return duration * (5 if self._chance(f"slow {name}") < 0.05 and not self.calm else 1)
 
     def encode_s(self, name: str) -> float:
+        """Draw how long encoding takes: up to 0.5 s, and nothing on a smooth timeline."""
         return 0.0 if self.timeline.smooth else ENCODE_S * self._chance(f"encode {name}")
 
     def fetch_s(self) -> float:
         return 0.05 + 0.3 * self._chance("fetch")
 
     def catch_up_s(self, missed: int) -> float:
+        """Draw a duration that does not depend on how many rounds were missed."""
         return 0.1 + 1.5 * self._chance("catch up")
 
     def closed_s(self, gone: Node, other: Node) -> float | None:
+        """Draw when another island notices a closed connection; in a fifth of the cases it never does."""
         return 0.05 + 0.2 * self._chance("closed") if self._chance("noticed") < 0.8 else None
 
     def reduce_s(self, begin: Begin) -> list[float]:
+        """Draw for each member how long the all-reduce takes it: 0.2 to 1.2 s."""
         return [0.2 + self._chance(f"reduce {member}") for member in begin.members]
 
     def failure_s(self, *, first: bool) -> float:
+        """Draw when a member learns of a failed all-reduce; the one that noticed it knows almost at once."""
         return 0.02 if first else 0.05 + 0.1 * self._chance("fails")
 
 
 def disaster_world(setup: DisasterConfig) -> World:
+    """Build a world whose times are drawn by chance and whose transcript records every effect."""
     options = Options(
         decide, silence_s=SILENCE_S, partition=setup.partition, fragments=setup.pace.fragments, want=setup.pace.want
     )

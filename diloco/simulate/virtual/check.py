@@ -1,4 +1,4 @@
-"""The invariants I1 to I6, worked out anew from the logs: nothing here trusts what a node believes."""
+"""Check the invariants I1 to I6, worked out anew from the logs: nothing here trusts what a node believes."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,12 @@ from diloco.elastic.protocol.record import Key, Proposal, Record
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """Signal that an invariant does not hold."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a branch contains."""
+    """Hold what a branch contains: progress, samples, updates and amendments."""
 
     progress: dict[tuple[str, int, int], int]  # of an island's life, by fragment
     samples: Ranges
@@ -23,7 +23,7 @@ class Chain:
 
 @dataclass
 class Checker:
-    """`strict` demands one record per round ever (pause)."""
+    """Check every record when an island appends it; `strict` demands one record per round ever (pause)."""
 
     strict: bool
     fragments: int = 1
@@ -33,10 +33,15 @@ class Checker:
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
 
     def genesis(self, digest: str) -> None:
+        """Begin a run with this record 0, which contains nothing."""
         self.chains[digest] = Chain({}, (), ())
 
     def appended(self, island: str, record: Record, overlaps: Ranges, steady: set[str], *, calm: bool) -> None:
-        """`steady` islands were alive and reachable all the time. In a `calm` world nobody was suspected wrongly."""
+        """Check a record that an island has appended; raises Violation.
+
+        `steady` islands were alive and reachable all the time. In a `calm` world nobody was suspected wrongly.
+        `overlaps` are the samples that the ledger says were used twice.
+        """
         self._check_agreement(island, record, steady, calm)
         key = record.proposal.key
         if record.digest not in self.chains:
@@ -50,6 +55,7 @@ class Checker:
             raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
 
     def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:
+        """Check I1: no steady island has a rival of this record; if strict, its round has no rival at all."""
         key = record.proposal.key
         known, by = self.by_round.setdefault(key.round, (record.digest, island))
         if self.strict and known != record.digest:
@@ -70,6 +76,7 @@ class Checker:
                 )
 
     def _extended(self, parent: Chain, record: Record) -> Chain:
+        """Check I2 and I3 of a record that follows this branch, and return the longer branch."""
         progress = dict(parent.progress)
         self._check_turn(parent, record.proposal)
         for contribution in record.proposal.contributions:
@@ -88,7 +95,7 @@ class Checker:
         return Chain(progress, samples, twice, updates, self._amended(parent, record.proposal))
 
     def _amended(self, parent: Chain, proposal: Proposal) -> int:
-        """Each amendment once, one after the other."""
+        """Check I6: each amendment is contained once, one after the other."""
         if (amendment := proposal.amendment) is None:
             return parent.amendments
         if amendment.number != parent.amendments + 1:
@@ -96,14 +103,14 @@ class Checker:
         return amendment.number
 
     def _check_turn(self, parent: Chain, proposal: Proposal) -> None:
-        """Fragments follow each other in the log, whatever happens between the updates."""
+        """Check that fragments follow each other in the log, whatever happens between the updates."""
         turn = parent.updates % self.fragments if proposal.contributions else -1
         if {proposal.fragment, *(part.offer.fragment for part in proposal.contributions)} != {turn}:
             raise Violation(f"I2: round {proposal.key.round} is of fragment {proposal.fragment}, and {turn} is due")
 
 
 def _consumed(parent: Chain, proposal: Proposal) -> tuple[Ranges, Ranges]:
-    """The samples of the branch after it, and those that are in it twice."""
+    """Return the samples that the branch contains after this record, and those that it contains twice."""
     samples, twice = parent.samples, parent.twice
     offered = [contribution.offer.samples for contribution in proposal.contributions]
     every = tuple(part for ranges in offered for part in ranges)

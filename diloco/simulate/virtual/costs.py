@@ -1,4 +1,4 @@
-"""Virtual time, chance that is the same whenever the same seed is run, and what everything takes in a world."""
+"""Provide virtual time, chance that repeats with its seed, and the interface of what everything takes in a world."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """Chance is drawn by name, from a stream for each: taking one fault away leaves everything else as it was. That is
-    how disasters are made short. A smooth timeline knows no chance at all."""
+    """Run what was scheduled in the order of virtual time, and draw chance by name.
+
+    Each name has a stream of its own, so that taking one fault away leaves everything else as it was. That is how
+    disasters are made short. A smooth timeline has no chance at all.
+    """
 
     def __init__(self, seed: int, *, smooth: bool) -> None:
         self.now = 0.0
@@ -30,23 +33,26 @@ class Timeline:
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
 
     def chance(self, name: str) -> float:
-        """In [0, 1)."""
+        """Return the next number in [0, 1) of this name's stream; always 0.5 on a smooth timeline."""
         return 0.5 if self.smooth else self.stream(name).random()
 
     def at(self, time: float, what: Callable[[], object]) -> None:
+        """Schedule a call at this time; calls at the same time run in the order in which they were scheduled."""
         heapq.heappush(self._queue, (time, next(self._order), what))
 
     def after(self, seconds: float, what: Callable[[], object]) -> None:
+        """Schedule a call so many seconds from now."""
         self.at(self.now + seconds, what)
 
     def later(self, seconds: float, what: Callable[[], object]) -> None:
-        """As `after`, but what takes no time is done before anything else happens."""
+        """Schedule like `after`, but with 0 seconds call at once, before anything else happens."""
         if seconds:
             self.after(seconds, what)
         else:
             what()
 
     def run(self, until: float) -> None:
+        """Run everything up to this time, which is then the current one."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
             self.now, _, what = pop(queue)
@@ -55,6 +61,8 @@ class Timeline:
 
 
 class Costs(ABC):
+    """Decide how long everything takes in a world, and carry its messages."""
+
     connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
     apply_s = 0.0  # after a round
@@ -76,10 +84,11 @@ class Costs(ABC):
         return self.timeline.now
 
     def peers(self, name: str, now: float) -> Peers | None:
-        """Return an island's view of the others; None: of its own, and it is told who there is."""
+        """Return an island's view of the others; None: it keeps its own, and is given the names of all."""
         return None
 
     def first_tick_s(self, node: Node) -> float:
+        """Return the seconds from an island's start to its first tick."""
         return 0.0
 
     def ticks(self, life: Life) -> bool:
@@ -87,7 +96,8 @@ class Costs(ABC):
         return True
 
     @abstractmethod
-    def tick_s(self, node: Node, islands: int) -> float: ...
+    def tick_s(self, node: Node, islands: int) -> float:
+        """Return the seconds until a node's next tick, among so many islands."""
 
     @abstractmethod
     def phase_s(self, name: str) -> float:
@@ -95,26 +105,28 @@ class Costs(ABC):
 
     @abstractmethod
     def encode_s(self, name: str) -> float:
-        """Return how long its contribution takes it, after that."""
+        """Return how long an island then takes to encode its contribution."""
 
     @abstractmethod
-    def fetch_s(self) -> float: ...
+    def fetch_s(self) -> float:
+        """Return how long it takes to fetch one round's result from another island."""
 
     @abstractmethod
-    def catch_up_s(self, missed: int) -> float: ...
+    def catch_up_s(self, missed: int) -> float:
+        """Return how long an island needs to catch up with so many missed rounds."""
 
     @abstractmethod
     def closed_s(self, gone: Node, other: Node) -> float | None:
-        """Return when another island notices that connections closed; None: never."""
+        """Return after how long another island notices that connections closed; None: never."""
 
     @abstractmethod
     def reduce_s(self, begin: Begin) -> Sequence[float]:
         """Return how long an all-reduce takes each of its members."""
 
     def stall_s(self, begin: Begin, *, silent: bool) -> float:
-        """Return when others miss a member that is gone."""
+        """Return after how long others miss a member that is gone; `silent`: its connections do not close."""
         return 0.0
 
     @abstractmethod
     def failure_s(self, *, first: bool) -> float:
-        """Return when a member hears that an all-reduce has failed; `first`: it has noticed that itself."""
+        """Return after how long a member hears of a failed all-reduce; `first`: it has noticed that itself."""

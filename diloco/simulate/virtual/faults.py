@@ -1,5 +1,8 @@
-"""Random disasters: a schedule of faults drawn from a seed, and what must hold when it is over. A campaign is many of
-them, one after the other or in several processes, and what is said of one that violates an invariant."""
+"""Draw random disasters: a schedule of faults from a seed, and what must hold when it is over.
+
+A campaign is many of them, one after the other or in several processes, and the description of those that violate an
+invariant.
+"""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -40,7 +43,10 @@ Made = dict[str, tuple[int, tuple[int, ...]]]  # incarnation, and progress by fr
 
 @dataclass(frozen=True)
 class Fault:
-    """`moment`: the thing that somebody does next, before or after which it strikes."""
+    """Describe one fault.
+
+    `moment`: the thing that an island does next, before or after which the fault strikes.
+    """
 
     at: float
     kind: str
@@ -54,6 +60,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Disaster:
+    """Hold everything that a seed decides: the world, who joins late, the faults, the amendments."""
+
     setup: DisasterConfig
     mix: str
     late: tuple[tuple[str, float], ...]  # islands that join, and when
@@ -64,6 +72,7 @@ class Disaster:
 
 
 def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
+    """Draw the disaster of a seed; the same seed always gives the same one."""
     chance = random.Random(seed)
     partition = chance.choice(("merge", "pause"))
     setup = DisasterConfig(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
@@ -80,7 +89,7 @@ def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disas
 
 
 def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple[str, ...]], ...]:
-    """In half of the seeds. Drawn apart, as the pace is."""
+    """Draw the owner's amendments, in half of the seeds. They are drawn apart, as the pace is."""
     chance = random.Random(f"{seed}/amendments")
     if seed < FIRST_STREAMING or chance.random() < 0.5:
         return ()
@@ -89,7 +98,10 @@ def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple
 
 
 def pace_of(seed: int) -> SyncPace:
-    """A third of the seeds have fragments or overlap. Drawn apart: everything else of a disaster stays as it is."""
+    """Draw the pace: a third of the seeds have fragments or overlap.
+
+    It is drawn apart, so that everything else of a disaster stays as it is.
+    """
     chance = random.Random(f"{seed}/pace")
     if seed < FIRST_STREAMING or chance.random() > 1 / 3:
         return USUAL
@@ -98,6 +110,7 @@ def pace_of(seed: int) -> SyncPace:
 
 
 def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Fault]:
+    """Draw one fault of this mix, with the one that ends it."""
     kind, at, name = chance.choice(MIXES[mix]), chance.uniform(1, FAULTY_S), chance.choice(names)
     length = chance.uniform(0.5, 6 * SILENCE_S)
     match kind:
@@ -121,8 +134,10 @@ def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Faul
 
 
 def _cascade(chance: random.Random, at: float) -> list[Fault]:
-    """Blow upon blow, each at a moment that matters: whoever does the thing next is struck, or whom it follows. All
-    come back later."""
+    """Draw blow upon blow, each at a moment that matters; all islands come back later.
+
+    Struck is the island that does the thing next, or its coordinator.
+    """
     blows = []
     for index in range(chance.randint(1, 4)):
         kind = chance.choice(("crash at", "crash at", "crash coordinator at", "stop at"))
@@ -132,12 +147,12 @@ def _cascade(chance: random.Random, at: float) -> list[Fault]:
 
 
 def _moment(chance: random.Random) -> tuple[str, int]:
-    """0: before it; n: after it, and n - 1 more things."""
+    """Draw a moment, and when to strike. 0: before it; n: after it, and n - 1 more things."""
     return chance.choice(list(MOMENTS)), chance.choice((0, 0, 1, 1, 2, 3))
 
 
 def run(plan: Disaster) -> World:
-    """Through the faults, then a quiet time in which everything must come right. Raises Violation."""
+    """Run through the faults, then through a quiet time in which everything must recover. Raises Violation."""
     world = disaster_world(plan.setup)
     try:
         _run(world, plan)
@@ -170,10 +185,12 @@ def _run(world: World, plan: Disaster) -> None:
 
 
 def quiet_s(pace: SyncPace) -> float:
+    """Return the quiet seconds in which all must recover; more with several fragments."""
     return QUIET_S * (1 + pace.fragments) / 2
 
 
 def inflict(world: World, fault: Fault) -> None:
+    """Apply a fault to the world now, and note it in the transcript."""
     world.note(f"* {str(fault)[6:]}")
     everybody = set(world.names)
     match fault.kind:
@@ -206,11 +223,12 @@ def inflict(world: World, fault: Fault) -> None:
 
 
 def both_ways(some: Iterable[str], others: Iterable[str]) -> set[Pair]:
+    """Return the pairs between two groups, in both directions."""
     return {pair for one, other in product(some, others) for pair in ((one, other), (other, one))}
 
 
 def _orphan(world: World) -> None:
-    """All members die; those who have only just come are left."""
+    """Crash all members of the roster, so that only islands that have just joined are left."""
     roster = world.newest.roster if world.lives else ()
     if world.lives.keys() - set(roster):
         for name in roster:
@@ -218,6 +236,7 @@ def _orphan(world: World) -> None:
 
 
 def _all_back(world: World, without: tuple[str, ...] = ()) -> None:
+    """Resume and restart all islands that have been there before."""
     for name in world.names:
         world.resume(name)
         if name not in world.lives and name in world.disks and name not in without:
@@ -225,7 +244,7 @@ def _all_back(world: World, without: tuple[str, ...] = ()) -> None:
 
 
 def _strike(world: World, fault: Fault) -> None:
-    """When somebody is about to do a thing of this kind, or has just done it."""
+    """Arrange that the fault hits when an island is about to do a thing of this kind, or has just done it."""
 
     def blow(name: str) -> None:
         match fault.kind:
@@ -249,6 +268,7 @@ def _strike(world: World, fault: Fault) -> None:
 
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:
+    """Heal the network and resume all islands; those that crashed come back only with `all_return`."""
     world.note("* the faults are over")
     world.costs.calm = True
     world.watchers.clear()
@@ -260,6 +280,7 @@ def _end_of_faults(world: World, *, all_return: bool) -> None:
 
 
 def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
+    """Return whether enough islands are alive and connected for rounds to continue."""
     there = set(world.lives) - set(apart[:1])  # of two that are apart, a round has one at most
     if world.options.partition == "merge" or not there:
         return bool(set(world.lives) - set(apart))
@@ -268,6 +289,7 @@ def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
 
 
 def _check_liveness(world: World, round_then: int) -> None:
+    """Check I4 and I1: rounds continued, and all islands are at the newest head or just behind it."""
     heads = {name: life.node.state.head for name, life in world.lives.items()}
     best = max(heads.values())
     length_s = quiet_s(world.pace)
@@ -283,7 +305,7 @@ def _check_liveness(world: World, round_then: int) -> None:
 
 
 def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
-    """What somebody has who is there, and reaches everybody, is contained, unless the one before it is nowhere."""
+    """Check I6: an amendment that a reachable island has is contained, unless the one before it is nowhere."""
     there = world.lives.keys() - set(apart)
     held = {amendment.number for name in there for amendment in world.disks[name].amendments}
     if (number := len(world.newest.amendments) + 1) in held:
@@ -291,7 +313,10 @@ def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
 
 
 def _check_no_loss(world: World, made: Made) -> None:
-    """One that is behind while rounds of several fragments follow each other at once misses them: it may take long."""
+    """Check I3: all progress that was made before the quiet time is contained.
+
+    With several fragments this may take long: an island that is behind misses rounds that follow each other at once.
+    """
     for _ in range(PATIENCE if world.pace != USUAL else 0):
         if any(_lost(world, made)):
             world.timeline.run(world.now + quiet_s(world.pace))
@@ -300,6 +325,7 @@ def _check_no_loss(world: World, made: Made) -> None:
 
 
 def _lost(world: World, made: Made) -> Iterator[str]:
+    """Describe the progress of each island that should be contained, and is not."""
     best = world.newest
     for name, life in world.lives.items():
         incarnation, progress = made.get(name, (0, ()))
@@ -323,6 +349,7 @@ def shorten(plan: Disaster) -> tuple[Disaster, Violation]:
 
 
 def violation_of(plan: Disaster) -> Violation | None:
+    """Run a disaster, and return what it violates; None: nothing."""
     try:
         run(plan)
     except Violation as violation:
@@ -332,6 +359,8 @@ def violation_of(plan: Disaster) -> Violation | None:
 
 @dataclass(frozen=True)
 class Outcome:
+    """Hold what came of one seed; `violation` is empty if every invariant held."""
+
     seed: int
     commits: int
     violation: str = ""
@@ -339,14 +368,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Campaign:
+    """Run many disasters, with one rule switched off and a fixed number of islands if that is wanted."""
+
     without: str = ""  # a rule that is switched off
     islands: int | None = None
 
     def disaster(self, seed: int) -> Disaster:
+        """Draw a seed's disaster under the rules of this campaign."""
         rules = replace(ALL, **{self.without: False}) if self.without else ALL
         return disaster(seed, rules, self.islands)
 
     def run(self, seeds: Iterable[int], *, jobs: int = 1) -> Iterator[Outcome]:
+        """Yield the outcome of each seed, in order; `jobs` is the number of processes."""
         if jobs == 1:
             yield from map(self.run_one, seeds)
         else:
@@ -354,6 +387,7 @@ class Campaign:
                 yield from pool.map(self.run_one, seeds, chunksize=8)
 
     def run_one(self, seed: int) -> Outcome:
+        """Run one seed; an error that is no violation gets a note with the command that repeats it."""
         try:
             return Outcome(seed, run(self.disaster(seed)).commits)
         except Violation as violation:
@@ -363,7 +397,7 @@ class Campaign:
             raise
 
     def describe(self, seed: int) -> str:
-        """The shortest form of a violation, and how to see it again."""
+        """Describe a violation in its shortest form, with the command that shows it again."""
         plan, violation = shorten(self.disaster(seed))
         reason, world = violation.args
         setup = plan.setup
@@ -380,10 +414,12 @@ class Campaign:
         ])  # fmt: skip
 
     def _replay(self, seed: int) -> str:
+        """Return the command that runs this seed again."""
         islands = f" --islands {self.islands}" if self.islands else ""
         without = f" --without {self.without}" if self.without else ""
         return f"diloco simulate protocol --first {seed} --seeds 1{islands}{without}"
 
 
 def rule_names() -> list[str]:
+    """List the rules that `--without` can switch off."""
     return [field.name for field in fields(Rules)]

@@ -1,6 +1,6 @@
-"""What things take in virtual time: modelled compute, links and all-reduces.
+"""Model how long things take in virtual time: compute, links and all-reduces.
 
-Control messages have a weight, arrive on their sender's uplink one after the other, and take their receiver's time. A
+Control messages have a weight, leave on their sender's uplink one after the other, and take their receiver's time. A
 heartbeat that says what the last one said is taken in without asking the node, which would do nothing else (a test
 compares). Ticks with nothing to do are left out: an island that does not lead ticks when a heartbeat is due; one that
 leads looks at what has come every 20 ms, or as often as so many islands let it.
@@ -42,6 +42,8 @@ STATE_BYTES = 8  # a value: parameters and momentum
 
 @dataclass(frozen=True)
 class VirtualConfig:
+    """Describe a run in virtual time: islands, links, model, failures and the protocol's options."""
+
     islands: int
     line: LinkModel = field(default_factory=lambda: LinkModel(100e6, 100e6, 0.04))  # of each
     values: int = 150_000_000  # in one round
@@ -63,28 +65,31 @@ class VirtualConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the islands' names, which are as long as real peer ids."""
         return tuple(map(name_of, range(self.islands)))
 
     def reduces_in_two_levels(self, members: int) -> bool:
+        """Return whether so many members reduce in groups first; by default as real islands do."""
         return members > FLAT_UP_TO if self.two_level is None else self.two_level
 
     def pace(self, index: int) -> float:
-        """How much longer than the fastest this island computes: evenly spread, in no order."""
+        """Return how many times longer than the fastest an island computes: evenly spread, in no order."""
         return 1 + self.spread * ((index * 0.618034) % 1)
 
     def rate(self, index: int, now: float) -> float:
-        """What is left of its line at this time of its day."""
+        """Return the share of an island's rate that is left at this time of its day."""
         noon = now / DAY_S + (index % REGIONS) / REGIONS
         return 1 - self.diurnal * (1 - math.cos(2 * math.pi * noon)) / 2
 
 
 def name_of(index: int) -> str:
+    """Return an island's name: its index, padded to the length of a real peer id."""
     return str(index).zfill(NAME_CHARS)
 
 
 @dataclass
 class Traffic:
-    """Of one island."""
+    """Count one island's control messages and their bytes, and track when its uplink and thread are free."""
 
     sent: int = 0
     received: int = 0
@@ -95,7 +100,10 @@ class Traffic:
 
 
 class Views(dict[str, PeerView]):
-    """Of everybody in the directory; each comes into being when it is looked at, as old as the island's own life."""
+    """Hold an island's views of all others in the directory.
+
+    Each view comes into being when it is looked at, as old as the island's own life.
+    """
 
     def __init__(self, me: str, everybody: dict[str, None], since: float) -> None:
         super().__init__()
@@ -120,10 +128,13 @@ class Views(dict[str, PeerView]):
     get, keys, items, values = Mapping.get, Mapping.keys, Mapping.items, Mapping.values  # type: ignore[assignment]
 
     def seen(self) -> Iterable[tuple[str, PeerView]]:
+        """Yield only the views that were looked at so far."""
         return super().items()
 
 
 class SharedPeers(Peers):
+    """Keep an island's view of its peers without a view for each of thousands."""
+
     views: Views
 
     def __init__(self, silence_s: float, me: str, everybody: dict[str, None], now: float) -> None:
@@ -131,13 +142,13 @@ class SharedPeers(Peers):
         self.dealt_with: dict[str, tuple[Heartbeat, Head]] = {}  # the last heartbeat of each, at this head
 
     def know(self, peers: Iterable[str], now: float) -> None:
-        """Everybody is in the directory."""
+        """Do nothing: all islands are in the directory."""
 
     def view(self, peer: str, now: float) -> PeerView:
         return self.views[peer]
 
     def touch(self, peer: str, now: float) -> bool:
-        """As `hear`, unless it is banned."""
+        """Note a sign of life as `hear` does, unless the peer is banned; return whether it was noted."""
         view = self.views[peer]
         if now < view.banned_until:
             return False
@@ -145,12 +156,16 @@ class SharedPeers(Peers):
         return True
 
     def reset(self, now: float) -> None:
+        """Forget all silence, as every island does after a sleep; also that of peers never looked at."""
         self.views.since = max(self.views.since, now)
         for _, view in self.views.seen():
             view.heard_at = max(view.heard_at, now)
 
     def judge_alone(self, now: float, but: Collection[str]) -> None:
-        """As on every island; those who were never looked at are vouched for, unless somebody has missed them."""
+        """Drop all reports, as on every island.
+
+        Peers that were never looked at count as alive, unless a report has missed them or `but` names them.
+        """
         words, self.reports = self.reports, {}
         missed = [peer for word in words.values() for peer, place in word.places.items() if place in word.missed]
         for peer in (*missed, *but):
@@ -165,8 +180,8 @@ class SharedPeers(Peers):
 def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: dict[int, LivenessReport]) -> bool:
     """Take in a heartbeat that the node has dealt with at this head: its sender is heard, and that is all.
 
-    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`:
-    what the heartbeat says, once for all who hear it.
+    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`
+    holds what the heartbeat says, once for all who hear it.
     """
     peers, state, term = node.peers, node.state, node.own.term
     assert isinstance(peers, SharedPeers)
@@ -184,6 +199,8 @@ def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: d
 
 
 class Modelled(Costs):
+    """Model compute, links and all-reduces; count each island's messages."""
+
     connect_s = CONNECT_S
 
     def __init__(self, setting: VirtualConfig) -> None:
@@ -204,6 +221,7 @@ class Modelled(Costs):
         self._out_s = 8 / setting.line.up_bits_per_s  # a byte
 
     def send(self, world: World, sender: str, to: str, message: Message) -> None:
+        """Queue a message on its sender's uplink, and deliver it when its receiver has taken it in."""
         if isinstance(message, Heartbeat):
             self._beats.append((to, message))
             return
@@ -222,7 +240,7 @@ class Modelled(Costs):
         self.timeline.at(taken + WAKE_S, partial(world.deliver, sender, to, message))
 
     def flush(self, world: World, sender: str) -> None:
-        """One heartbeat to many, who hear it together when the last one does."""
+        """Send one heartbeat to many peers, who hear it together when the last one does."""
         if not self._beats:
             return
         beats, self._beats = self._beats, []
@@ -244,6 +262,7 @@ class Modelled(Costs):
         self.timeline.at(came + cost_s + WAKE_S, partial(self._hear, world, sender, peers, self._said[sender]))
 
     def _hear(self, world: World, sender: str, peers: list[str], beat: Heartbeat) -> None:
+        """Let peers take in a heartbeat; their nodes are asked only where it is news."""
         now, words = self.timeline.now, dict[int, LivenessReport]()
         for peer in peers:
             life = world.lives.get(peer)
@@ -252,7 +271,10 @@ class Modelled(Costs):
                 world.deliver(sender, peer, beat)
 
     def size(self, message: Message) -> int:
-        """Of its kind: the first one's; what says much of every island is measured each time."""
+        """Return a message's bytes on the wire.
+
+        They are those of the first message of its kind; the parts that list islands are measured each time.
+        """
         kind, extra = type(message), 0
         if isinstance(message, Heartbeat):
             extra = PLACE_BYTES * len(message.missed or ())
@@ -269,23 +291,29 @@ class Modelled(Costs):
         return size if size <= PACK_BYTES else int(PACKED * size)
 
     def _proposal_size(self, proposal: Proposal) -> int:
+        """Return a proposal's bytes, which are computed once."""
         if proposal.digest not in self._proposals:
             self._proposals[proposal.digest] = len(dump(to_plain(proposal)))
         return self._proposals[proposal.digest]
 
     def peers(self, name: str, now: float) -> SharedPeers:
+        """Return a view of the peers that shares one directory with all islands."""
         return SharedPeers(self.setting.silence_s, name, self._directory, now)
 
     def first_tick_s(self, node: Node) -> float:
+        """Draw the time to the first tick, so that islands do not send their heartbeats at once."""
         return node.own.options.heartbeat_s * self.timeline.chance("first tick")
 
     def ticks(self, life: Life) -> bool:
+        """Return whether the island does not lead, has heard something, or has not ticked for IDLE_S."""
         return life.node.own.term is None or life.heard or self.timeline.now - life.ticked_at >= IDLE_S
 
     def tick_s(self, node: Node, islands: int) -> float:
+        """Return the time between heartbeats; a leading island ticks as often as so many islands let it."""
         return node.own.options.heartbeat_s if node.own.term is None else max(TICK_S, LOOK_S * islands)
 
     def phase_s(self, name: str) -> float:
+        """Return an island's phase by its pace, with a little jitter."""
         usual_s, chance = self.setting.phase_s * self.setting.pace(int(name)), self.timeline.chance(f"phase {name}")
         return usual_s * (1 + self.setting.jitter * (2 * chance - 1))
 
@@ -293,36 +321,41 @@ class Modelled(Costs):
         return self._encode_s
 
     def fetch_s(self) -> float:
+        """Return the seconds to download one result."""
         return self._transfer_s(self.result_bytes)
 
     def catch_up_s(self, missed: int) -> float:
+        """Return the seconds to download the missed results; the whole state if they are more than KEEP_RECORDS."""
         whole = missed > KEEP_RECORDS
         return self._transfer_s(STATE_BYTES * self.setting.values if whole else missed * self.result_bytes)
 
     def _transfer_s(self, size: int) -> float:
+        """Return the seconds to download so many bytes, with two round trips."""
         line = self.setting.line
         return 8 * size / line.down_bits_per_s + 4 * line.delay_s
 
     def closed_s(self, gone: Node, other: Node) -> float | None:
-        """Only those who speak to all have a stream to each other."""
+        """Return one delay where one of the two broadcasts: only such islands have streams to all. None: otherwise."""
         return self.setting.line.delay_s if other.liveness.broadcasts or gone.liveness.broadcasts else None
 
     def allreduce(self, members: int) -> Cost:
+        """Return the cost of an all-reduce among so many members."""
         cost = two_level if self.setting.reduces_in_two_levels(members) else flat
         return cost(members, self.setting.values, self.setting.codec)
 
     def allreduce_s(self, begin: Begin, now: float) -> float:
-        """All wait for the slowest link."""
+        """Return the seconds of an all-reduce: all members wait for the slowest link, then digest the result."""
         setting = self.setting
         share = min(setting.rate(int(member), now) for member in begin.members) if setting.diurnal else 1.0
         digest_s = 1e-9 * setting.host.digest_ns * setting.values
         return self.allreduce(len(begin.members)).seconds(setting.line, share) + digest_s
 
     def reduce_s(self, begin: Begin) -> list[float]:
+        """Return the same duration for each member, since all wait for the slowest link."""
         return [self.allreduce_s(begin, self.timeline.now)] * len(begin.members)
 
     def stall_s(self, begin: Begin, *, silent: bool) -> float:
-        """Where its connections do not close, its chunks are missed."""
+        """Return the delay if connections close; else the time after which missing chunks are noticed."""
         stalled_s = self.setting.silence_s + SLACK * self.allreduce_s(begin, self.timeline.now) / CHUNKS
         return stalled_s if silent else self.setting.line.delay_s
 

@@ -1,6 +1,6 @@
-"""Islands in virtual time that fail and come back, and what came of it: the last invariants, and figures.
+"""Run islands in virtual time that fail and come back, and compute the outcome: the last invariants, and figures.
 
-`rows` says where a flat run stops to scale: what a round costs so many islands, computed by their plans and messages.
+`rows` shows where a flat run stops to scale: what a round costs so many islands, computed by their plans and messages.
 """
 
 import time
@@ -31,6 +31,8 @@ CONTROL_S = 30.0  # of a round, for messages; more islands than that suffices fo
 
 
 class Churn:
+    """Run a world in which islands fail at random and come back, and record its commits."""
+
     def __init__(self, setting: VirtualConfig) -> None:
         self.setting, self.costs = setting, Modelled(setting)
         options = Options(
@@ -48,24 +50,28 @@ class Churn:
 
     @property
     def waits(self) -> list[tuple[float, float]]:
-        """From commit to commit."""
+        """Return the intervals from commit to commit, each as two times; the run's beginning and end count, too."""
         return list(pairwise([0.0, *self.commits, self.setting.seconds]))
 
     @property
     def reduced(self) -> list[Reduction]:
+        """List the all-reduces that succeeded."""
         return [each for each in self.world.reductions.all.values() if each.over and not each.failed]
 
     def run(self) -> None:
+        """Found the run with all islands, and let virtual time pass until its end."""
         self.world.found(self.setting.names)
         if self.setting.mtbf_s is not None:
             self._fail_later(self.setting.mtbf_s)
         self.timeline.run(self.setting.seconds)
 
     def _fail_later(self, mtbf_s: float) -> None:
+        """Schedule the next failure, at an exponentially distributed time."""
         wait_s = self.timeline.stream("failures").expovariate(1 / mtbf_s)
         self.timeline.after(wait_s, partial(self._fail_one, mtbf_s))
 
     def _fail_one(self, mtbf_s: float) -> None:
+        """Crash an island at random, schedule its return, and schedule the next failure."""
         chance = self.timeline.stream("failures")
         if self.world.lives:
             name = chance.choice(list(self.world.lives))
@@ -74,6 +80,7 @@ class Churn:
         self._fail_later(mtbf_s)
 
     def _see(self, name: str, effect: Effect) -> None:
+        """Record rounds with contributions, and islands that were thought lost but were alive."""
         match effect:
             case Append(record) if record.digest not in self._seen:
                 self._seen.add(record.digest)
@@ -86,13 +93,15 @@ class Churn:
                 self.world.calm = False
 
     def _was_there(self, name: str) -> bool:
-        """One that failed, and is just back, was lost for good reason."""
+        """Return whether an island was alive; one that failed, and is just back, was lost for good reason."""
         life, patience_s = self.world.lives.get(name), MINORITY_PATIENCE * self.setting.silence_s
         return life is not None and self.timeline.now - life.since > patience_s
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Hold the figures of a run in virtual time."""
+
     islands: int
     rounds: int
     failures: int
@@ -118,7 +127,7 @@ class Outcome:
 
 
 def simulate(setting: VirtualConfig) -> Outcome:
-    """Raises Violation, of I1, I2, I3 and I5."""
+    """Simulate a run and check it; raises Violation of I1, I2, I3 and I5. I4 is reported as `standstill`."""
     began = time.perf_counter()
     run = Churn(setting)
     run.run()
@@ -127,7 +136,11 @@ def simulate(setting: VirtualConfig) -> Outcome:
 
 
 def _standstill(run: Churn) -> str:
-    """I4: a round within detection, takeover, the straggler deadline, and an all-reduce for each that was lost."""
+    """Check I4, and return where it does not hold; empty: everywhere.
+
+    A round must come within detection, takeover, the straggler deadline, and an all-reduce for each island that was
+    lost.
+    """
     setting = run.setting
     slowest_s = setting.straggler * setting.phase_s * (1 + setting.spread + setting.jitter)
     detection_s = (MINORITY_PATIENCE + 2) * setting.silence_s
@@ -140,7 +153,7 @@ def _standstill(run: Churn) -> str:
 
 
 def _check_no_loss(run: Churn) -> None:
-    """I3: of an island that stayed alive, nothing but the newest progress is not contained."""
+    """Check I3: of an island that stayed alive, all but the newest progress is contained."""
     newest = max((disk.states[-1] for disk in run.world.disks.values()), key=lambda state: state.head)
     for name in sorted(run.world.steady):
         life = run.world.lives[name]
@@ -151,7 +164,7 @@ def _check_no_loss(run: Churn) -> None:
 
 
 def _connections(run: Churn) -> int:
-    """Of an ordinary island: bulk streams, and control streams to and from those it speaks with."""
+    """Count an ordinary island's streams: those of all-reduces, and control streams to and from its contacts."""
     setting = run.setting
     few = setting.islands <= setting.flat_up_to
     streams = [run.costs.allreduce(len(each.begin.members)).connections for each in run.reduced]
@@ -159,7 +172,7 @@ def _connections(run: Churn) -> int:
 
 
 def _bytes_sent(run: Churn) -> int:
-    """Of all islands, in all-reduces."""
+    """Return the bytes that all islands sent in all-reduces; failed ones count in part."""
     total = 0
     for each in run.world.reductions.all.values():
         if each.ended < inf:
@@ -171,6 +184,7 @@ def _bytes_sent(run: Churn) -> int:
 
 
 def _figures(run: Churn, wall_s: float) -> Outcome:
+    """Compute all figures of a run that is over."""
     setting, world, traffic = run.setting, run.world, run.costs.traffic.values()
     lives = world.lives.values()
     alive_s = sum(past.alive_s for past in world.past) + sum(world.now - life.since for life in lives)
@@ -200,6 +214,8 @@ def _figures(run: Churn, wall_s: float) -> Outcome:
 
 @dataclass(frozen=True)
 class ScalingRow:
+    """Hold what a round costs so many islands, reduced flat and in two levels."""
+
     islands: int
     flat: Cost | None  # None: a plan has at most so many members
     two_level: Cost
@@ -212,6 +228,7 @@ class ScalingRow:
 
 
 def rows(setting: VirtualConfig, counts: Iterable[int] = COUNTS) -> list[ScalingRow]:
+    """Compute a row for each number of islands; nothing is simulated."""
     return [_row(replace(setting, islands=count)) for count in counts]
 
 

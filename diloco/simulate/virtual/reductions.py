@@ -1,4 +1,4 @@
-"""All-reduces of a world: who has joined, who was lost, and what each member gets to hear of it."""
+"""Simulate the all-reduces of a world: who has joined, who was lost, and what each member hears of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reduction:
+    """Track one attempt at an all-reduce, by the *begin* that started it."""
+
     begin: Begin
     joined: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)  # of these: have not heard how it ended
@@ -26,15 +28,18 @@ class Reduction:
 
     @property
     def over(self) -> bool:
+        """Return whether it began, and no member waits for its result any more."""
         return self.began < inf and not self.waiting
 
     @property
     def seconds(self) -> float:
-        """What it took, once it has ended."""
+        """Return how long it took, once it has ended; 0 if it never began."""
         return max(0.0, self.ended - self.began)
 
 
 class Reductions:
+    """Track all attempts of a world, by their ballots, and inform members of the end."""
+
     def __init__(self, world: World) -> None:
         self._world, self._timeline, self._costs = world, world.timeline, world.costs
         self.all: dict[Ballot, Reduction] = {}  # a ballot's name is used once
@@ -42,6 +47,7 @@ class Reductions:
         self.late: set[str] = set()  # who get theirs a second after the others
 
     def join(self, name: str, begin: Begin) -> None:
+        """Add a member to its attempt, which begins when all have joined and fails if one does not come in time."""
         reduction = self.all.get(begin.ballot)
         if reduction is None:
             reduction = self.all[begin.ballot] = Reduction(begin)
@@ -54,10 +60,12 @@ class Reductions:
             self._go(reduction)
 
     def _give_up(self, reduction: Reduction) -> None:
+        """Fail an attempt that has not begun, and blame a member that did not come."""
         if reduction.began == inf and not reduction.failed:
             self._fail(reduction, min(set(reduction.begin.members) - reduction.waiting), "no stream came")
 
     def _go(self, reduction: Reduction) -> None:
+        """Begin an attempt: each member finishes after its time, unless two of them cannot reach each other."""
         begin, reduction.began = reduction.begin, self._timeline.now
         if broken := [pair for pair in self._world.cut if reduction.joined.issuperset(pair)]:
             one, other = min(broken, key=lambda pair: [begin.members.index(name) for name in pair])
@@ -69,6 +77,7 @@ class Reductions:
             self._timeline.after(seconds + (member in self.late), finish)
 
     def _finish(self, reduction: Reduction, member: str) -> None:
+        """Hand a member its result, which is wrong if that was ordered."""
         if reduction.failed or member not in reduction.waiting:
             return
         reduction.waiting.remove(member)
@@ -81,12 +90,13 @@ class Reductions:
         self._world.enter(member, lambda node, now: node.reduced(reduction.begin.ballot, payload, now))
 
     def cancel(self, name: str, ballot: Ballot) -> None:
+        """Fail an attempt because a member has given it up, unless that has its result already."""
         reduction = self.all.get(ballot)
         if reduction is not None and name in reduction.waiting:
             self._fail(reduction, name, "hung up")
 
     def lost(self, name: str, *, silent: bool) -> bool:
-        """Return whether an all-reduce had counted on it."""
+        """Fail the attempts that wait for a dead member; return whether one that is not over had it as a member."""
         needed = [each for each in self.all.values() if not each.over and name in each.begin.members]
         for reduction in needed:
             if name in reduction.waiting:
@@ -96,12 +106,14 @@ class Reductions:
         return bool(needed)
 
     def severed(self, pairs: set[Pair]) -> None:
+        """Fail the attempts in which two members of a cut pair take part, if one of them still waits."""
         for reduction in list(self.all.values()):
             for one, other in sorted(pairs):
                 if {one, other} <= reduction.joined and {one, other} & reduction.waiting:
                     self._fail(reduction, other, "the connection broke", one)
 
     def _fail(self, reduction: Reduction, blamed: str, reason: str, reporter: str = "") -> None:
+        """End an attempt; each member that waits is given another one to blame."""
         if reduction.failed or reduction.over:
             return
         reduction.failed, reduction.ended = True, self._timeline.now
@@ -110,6 +122,7 @@ class Reductions:
             self._report(member, reduction, other, reason, first=member == reporter)
 
     def _report(self, member: str, reduction: Reduction, blamed: str, reason: str, *, first: bool) -> None:
+        """Let a member know of the failure when its message has arrived."""
         ballot = reduction.begin.ballot
         failed = partial(self._world.enter, member, lambda node, now: node.reduce_failed(ballot, blamed, reason, now))
         self._timeline.after(self._costs.failure_s(first=first), failed)

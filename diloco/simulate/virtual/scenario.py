@@ -1,4 +1,4 @@
-"""Disasters as small scripts that people read, on a world without chance. Below `---` is what must happen.
+"""Play disasters as small scripts that people read, on a world without chance. Below `---` is what must happen.
 
     python -m diloco.simulate.virtual.scenario [--write] FILE…
 
@@ -28,11 +28,13 @@ LIFE_S = 15.0  # within which a round must be committed
 
 
 class Unmet(AssertionError):
-    """What a scenario expects is not so."""
+    """Signal that something which a scenario expects is not so."""
 
 
 @dataclass
 class Scenario:
+    """Hold a parsed script, and the transcripts that it must give."""
+
     setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
     commands: list[str] = field(default_factory=list)
@@ -42,6 +44,7 @@ class Scenario:
 
 
 def parse(text: str) -> Scenario:
+    """Parse a script; what stands below each `---` is an expected transcript."""
     script, *parts = re.split(r"^---(.*)\n", text, flags=re.MULTILINE)
     scenario = Scenario(told={parts[i].strip().removeprefix("without "): parts[i + 1] for i in range(0, len(parts), 2)})
     names: set[str] = set()
@@ -68,7 +71,11 @@ def parse(text: str) -> Scenario:
 
 
 def play(scenario: Scenario, *, without: str = "") -> str:
-    """The transcript. Raises Unmet, or Violation with the transcript as its second argument."""
+    """Play a scenario, and return its transcript; `without` switches a rule off.
+
+    Raises Unmet, or Violation with the transcript as its second argument. Without a rule, only expectations of a live
+    round are checked.
+    """
     rules = replace(ALL, **{without: False}) if without else ALL
     world = disaster_world(replace(scenario.setup, rules=rules))
     world.found(scenario.founders)
@@ -83,6 +90,7 @@ def play(scenario: Scenario, *, without: str = "") -> str:
 
 
 def _obey(world: World, command: str) -> None:
+    """Carry out one command of a script."""
     match command.split():
         case ["run", seconds]:
             world.timeline.run(world.now + float(seconds))
@@ -124,6 +132,7 @@ def _obey(world: World, command: str) -> None:
 
 
 def _until(world: World, come: Callable[[], bool], command: str) -> None:
+    """Run until the condition holds; Unmet if it does not within PATIENCE_S."""
     end = world.now + PATIENCE_S
     while not come():
         if world.now >= end:
@@ -132,12 +141,13 @@ def _until(world: World, come: Callable[[], bool], command: str) -> None:
 
 
 def _holds(world: World, who: str, number: int) -> bool:
+    """Return whether an island holds the result of this round, which is not committed yet."""
     held = world.lives[who].node.own.held
     return held is not None and held.record.proposal.key.round == number
 
 
 def _strike(world: World, what: tuple[str, str], when: str, deed: tuple[str, str]) -> None:
-    """Once, just before somebody does a thing, or just after."""
+    """Hit an island once, just before an island does a thing, or just after."""
     (act, victim), (doer, thing) = what, deed
 
     def blow(name: str) -> None:
@@ -153,11 +163,13 @@ def _strike(world: World, what: tuple[str, str], when: str, deed: tuple[str, str
 
 
 def _newest(world: World, who: str) -> RunState:
+    """Return the state of an island's disk; of `anybody`, that of the greatest head."""
     names = world.lives if who == "anybody" else [who]
     return max((world.disks[name].states[-1] for name in names), key=lambda state: state.head)
 
 
 def _expect(world: World, words: list[str], command: str) -> None:
+    """Check one expectation of a script; Unmet if it is not so."""
     best = world.newest
     log = next(world.disks[name].log for name, life in world.lives.items() if life.node.state.head == best.head)
     match words:
@@ -195,6 +207,7 @@ def _told(world: World) -> str:
 
 
 def _worth_reading(world: World) -> Iterator[tuple[float, str]]:
+    """Yield notes and the first *begin* of each ballot; other messages are left out."""
     begun: set[Ballot] = set()
     for entry in world.transcript.entries:
         if len(entry) == 2:
@@ -208,7 +221,7 @@ def _worth_reading(world: World) -> Iterator[tuple[float, str]]:
 
 
 def _grouped(entries: Iterator[tuple[float, str]]) -> Iterator[str]:
-    """Those who commit the same record one after the other share a line."""
+    """Yield the lines; islands that commit the same record one after the other share a line."""
     names: list[str] = []
     first, what = 0.0, ""
     for now, text in [*entries, (0.0, "")]:
@@ -224,7 +237,7 @@ def _grouped(entries: Iterator[tuple[float, str]]) -> Iterator[str]:
 
 
 def check(path: Path) -> None:
-    """Runs a scenario with all rules, and without the one it is about. Raises AssertionError."""
+    """Play a scenario with all rules, and without the one it is about. Raises AssertionError if it has changed."""
     scenario = parse(path.read_text())
     for rule, told in outcomes(scenario).items():
         if told != scenario.told.get(rule):
@@ -232,6 +245,7 @@ def check(path: Path) -> None:
 
 
 def outcomes(scenario: Scenario) -> dict[str, str]:
+    """Return the transcripts by rule: with all rules (empty), and without the one that the scenario is about."""
     told = {"": play(scenario)}
     if scenario.rule:
         try:
@@ -246,6 +260,7 @@ def outcomes(scenario: Scenario) -> dict[str, str]:
 
 
 def write(path: Path) -> None:
+    """Replace the expected transcripts in the file by what happens now."""
     text = path.read_text()
     script = re.split(r"^---", text, flags=re.MULTILINE)[0]
     for rule, told in outcomes(parse(text)).items():
@@ -254,6 +269,7 @@ def write(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Check the scenarios in these files, or write what happens now if `--write` is among the arguments."""
     work = write if "--write" in arguments else check
     for name in arguments:
         if name != "--write":

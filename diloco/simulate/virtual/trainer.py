@@ -1,8 +1,8 @@
-"""An island's trainer, reduced to numbers: it takes time, and runs the sync policy of a real one.
+"""Simulate an island's trainer, reduced to numbers: it takes time, and runs the sync policy of a real one.
 
 It stands for diloco/train/sync.py and exchange.py (doing what the policy decides) and for elastic/runtime/session.py
-and work.py (when a round is over, what is owed). An inner step is a *stretch*: a phase is one, or two where results
-are taken in the middle of a later phase.
+and work.py (when a round is over, what is owed). An inner step is a *stretch*: a phase is one, or two where results are
+applied in the middle of a later phase.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Input = Callable[[Node, float], list[Effect]]
 
 @dataclass(frozen=True)
 class SyncPace:
-    """Which fragment is launched, or applied, after which stretch."""
+    """Describe which fragment is launched, or applied, after which stretch."""
 
     fragments: int = 1
     overlap: int = 0  # 1: training goes on until a result is due
@@ -41,24 +41,27 @@ class SyncPace:
 
     @property
     def told(self) -> str:
-        """Where it is not the usual one, for people."""
+        """Describe the pace for people; empty where it is the usual one."""
         if self == USUAL:
             return ""
         return f", {self.fragments} fragments{', overlapped' * self.overlap}{', few samples' * self.scarce}"
 
     @property
     def want(self) -> int:
-        """Samples to hold besides those behind late progress: two passes' worth."""
+        """Return the samples to hold besides those behind late progress: two passes' worth, or fewer if scarce."""
         return PHASE_SAMPLES * (max(1, self.fragments - 1) if self.scarce else 2 * self.fragments)
 
     @property
     def stretches(self) -> int:
-        """Of a phase, at whose end the next fragment is launched."""
+        """Return the stretches of a phase, at whose end the next fragment is launched."""
         return 2 if self.overlap else 1
 
     @property
     def schedule(self) -> Schedule:
-        """Where there are several fragments and training goes on, two are in flight at times."""
+        """Return when fragments are launched and applied.
+
+        With several fragments and overlap, two are in flight at times.
+        """
         launches = range(self.stretches, ENDLESS, self.stretches)
         return Schedule(launches, self.fragments, delay=self.overlap * min(3, 2 * self.fragments - 1))
 
@@ -67,6 +70,8 @@ USUAL = SyncPace()  # all parameters at once, and everybody waits
 
 
 class SimulatedCut(NamedTuple):
+    """Hold one piece of progress: its cuts, tokens, samples and inner steps."""
+
     lo: int
     hi: int
     tokens: int
@@ -76,7 +81,7 @@ class SimulatedCut(NamedTuple):
 
 @dataclass
 class SimulatedProgress:
-    """Of one fragment."""
+    """Track an island's progress in one fragment, in pieces, oldest first."""
 
     fragment: int
     incarnation: int
@@ -86,6 +91,10 @@ class SimulatedProgress:
     mark: int = 0  # of the state that was last taken
 
     def cut(self, tokens: int, samples: Ranges, steps: int) -> Offer:
+        """Cut after so much progress, and return an offer of the oldest pieces that are owed.
+
+        An offer has two pieces at most. Without tokens there is no new piece.
+        """
         if tokens:
             self.hi += 1
             self.pieces.append(SimulatedCut(self.hi - 1, self.hi, tokens, samples, steps))
@@ -97,14 +106,18 @@ class SimulatedProgress:
         return Offer(self.fragment, lo, hi, tokens, _samples(oldest), incarnation=self.incarnation, late=late)
 
     def owed(self, mark: int) -> list[SimulatedCut]:
+        """List the pieces that a state with this mark does not contain."""
         return [piece for piece in self.pieces if piece.lo >= mark]
 
     def rebase(self, mark: int) -> None:
+        """Move to a state with this mark; offers from before it are forgotten."""
         self.mark = mark
         self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
 
 
 class Trainer:
+    """Train one island: let time pass, offer progress, and follow the outer state as the policy decides."""
+
     def __init__(self, world: World, node: Node, pace: SyncPace) -> None:
         self.world, self.node, self.pace = world, node, pace
         self.speed = 1.0
@@ -122,36 +135,37 @@ class Trainer:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Progress so far, by fragment."""
+        """Return the progress so far, by fragment."""
         return tuple(work.hi for work in self.works)
 
     @property
     def computed_s(self) -> float:
-        """In inner steps so far."""
+        """Return the seconds spent in inner steps so far."""
         return self.phases_s - max(0.0, self.phase_until - self.world.now)
 
     def has_bytes_of(self, offer: Offer) -> bool:
+        """Return whether the island still has the contribution that this offer describes."""
         return (offer.lo, offer.hi) in self.works[offer.fragment].offered
 
     # what happens to it
 
     def appended(self, record: Record) -> None:
-        """The outer state contains it."""
+        """Note that the outer state now contains this record."""
         if record.proposal.contributions:
             self.versions[record.proposal.fragment] = Version(record.digest, record.proposal.step)
 
     def replaced(self, state: RunState) -> None:
-        """The outer state is another one altogether."""
+        """Note that the outer state was replaced by another one altogether."""
         self.versions = [Version(state.head.digest, state.step)] * self.pace.fragments
 
     def on_update(self, *, only_leases: bool) -> None:
-        """The head is another one; `only_leases`: by a record that admits and leases."""
+        """Wake a trainer that waits for a new head; `only_leases`: that record only admits and leases."""
         if self._waits:
             self._waits = False
             self.later(0.0 if only_leases else self.world.costs.apply_s, self.train)
 
     def train(self) -> None:
-        """Go on until something takes time, or has to be waited for."""
+        """Run until something takes time, or has to be waited for."""
         pause = next(self._loop)
         if isinstance(pause, float):
             self.later(pause, self.train)
@@ -159,17 +173,18 @@ class Trainer:
             self._waits = True
 
     def when_running(self, work: Callable[[], None]) -> None:
-        """Do it now, or when the island goes on; never in another life."""
+        """Do the work now, or when a stopped island resumes; never in another life of it."""
         me, lives = self.node.me, self.world.lives
         self.world.when_running(me, lambda: work() if me in lives and lives[me].node is self.node else None)
 
     def later(self, seconds: float, work: Callable[[], None]) -> None:
+        """Do the work after so many seconds, if the island then runs; a stopped one does it when it resumes."""
         self.world.timeline.later(seconds, lambda: self.when_running(work))
 
     # its life
 
     def _live(self) -> Iterator[float | Head]:
-        """Seconds of training; a head: until there is another one."""
+        """Train for ever: yield the seconds that pass, or the head until there is another one."""
         while True:
             if batch := self._batch():
                 yield self._stretch_s()
@@ -182,13 +197,17 @@ class Trainer:
             self.policy.follow()
 
     def _batch(self) -> Ranges:
-        """For one stretch: leased, and not used by progress that is not contained yet. None, if there are fewer."""
+        """Return the samples of one stretch; empty if there are fewer.
+
+        They are leased, and not used by progress that is not contained yet.
+        """
         count = PHASE_SAMPLES // self.pace.stretches
         lease = self.state.ledger.lease_of(holder_name(self.node.me, self.node.incarnation))
         batch = first(minus(minus(lease, self._waiting()), self.policy.used), count)
         return batch if size(batch) == count else ()
 
     def _stretch_s(self) -> float:
+        """Begin a stretch, and return its duration."""
         duration = self.world.costs.phase_s(self.node.me) / self.speed / self.pace.stretches
         self.phases_s += duration
         self.phase_until = self.world.now + duration
@@ -197,8 +216,11 @@ class Trainer:
     # what its policy has done
 
     def refresh(self) -> View:
-        """Samples behind late progress are held besides those to train on: with none left, an island could offer
-        nothing for the round that is due."""
+        """Return the policy's view of the run and of this island's part in it.
+
+        Samples behind late progress are held besides those to train on: with none left, an island could offer nothing
+        for the round that is due.
+        """
         self.state = state = self.node.state
         late = size(self._waiting()) if any(len(work.owed(work.mark)) > 1 for work in self.works) else 0
         if self.pace.want + late != self._wanted:
@@ -211,6 +233,7 @@ class Trainer:
         return View(state.head, state.step * self.pace.stretches, state.updates, over, moved, owes)
 
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:
+        """Cut a fragment, and offer it once it is encoded; encodings follow each other."""
         work = self.works[fragment]
         offer = work.cut(tokens, samples, steps)
         self._offered_at[fragment] = self.versions[fragment].digest, work.mark
@@ -222,6 +245,7 @@ class Trainer:
         self.later(self._encoded_at - self.world.now, partial(self.world.enter, self.node.me, offers))
 
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
+        """Move to the fragment's outer parameters, and withdraw what is left of its offer."""
         self.state, version, work = self.node.state, self.versions[fragment], self.works[fragment]
         work.rebase(self._mark(fragment))
         self._taken[fragment] = version.digest
@@ -229,10 +253,11 @@ class Trainer:
         return AppliedResult(version.step * self.pace.stretches, sum(piece.steps for piece in work.owed(work.mark)))
 
     def _waiting(self) -> Ranges:
-        """Samples behind progress that is not contained yet."""
+        """Return the samples behind progress that is not contained yet."""
         return _samples(piece for work in self.works for piece in work.owed(self._mark(work.fragment)))
 
     def _mark(self, fragment: int) -> int:
+        """Return how far the state that was last seen contains this island's progress in a fragment."""
         return self.world.contained(self.node, self.state, fragment)
 
 

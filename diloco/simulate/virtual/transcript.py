@@ -1,4 +1,4 @@
-"""What happened, as lines that people read."""
+"""Record what happened, as lines that people read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Entry = tuple[float, str] | tuple[float, str, str, m.Message]
 
 @dataclass
 class Transcript:
-    """Messages become text only when somebody reads it: nearly all transcripts are never read."""
+    """Collect entries; messages become text only when they are read, since nearly all transcripts never are."""
 
     timeline: Timeline
     fragments: int
@@ -20,9 +20,11 @@ class Transcript:
     labels: dict[str, str] = field(default_factory=dict)  # of records: 2a, and where there is a fork, 2b
 
     def note(self, text: str) -> None:
+        """Add a line of text at the current virtual time."""
         self.entries.append((self.timeline.now, text))
 
     def see(self, name: str, effect: m.Effect) -> None:
+        """Add an effect of a node, if it is worth a line: messages but for heartbeats, commits and notes."""
         match effect:
             case m.Send(to, message) if not isinstance(message, m.Heartbeat):
                 self.entries.append((self.timeline.now, name, to, message))
@@ -32,6 +34,7 @@ class Transcript:
                 self.note(f"{name}: {kind} {peer}: {text}")
 
     def _tell_commit(self, name: str, record: Record) -> None:
+        """Add a line for a commit, with a label for its record: rivals of one round get other letters."""
         proposal = record.proposal
         who = ",".join(proposal.islands) or "nobody"
         if self.fragments > 1 and proposal.contributions:
@@ -45,6 +48,7 @@ class Transcript:
         self.note(f"{name} commits round {number} of {who} = {self.labels[record.digest]}")
 
     def lines(self) -> Iterator[str]:
+        """Yield the entries as text, each with its time in seconds."""
         for entry in self.entries:
             if len(entry) == 2:
                 yield f"{entry[0]:7.2f}  {entry[1]}"
@@ -53,6 +57,7 @@ class Transcript:
 
 
 def brief(message: m.Message) -> str:
+    """Format a message in a few words: its kind, and what distinguishes it."""
     kind = type(message).__name__.lower()
     match message:
         case m.Begin(ballot=ballot, proposal=proposal, adopted=adopted):

@@ -1,7 +1,7 @@
-"""A virtual network of islands that run the real protocol core, with numbers for vectors.
+"""Simulate a network of islands that run the real protocol core, with numbers for vectors.
 
 Every effect of a node is carried out one by one, and a crash or a stop may come between any two. Invariants are checked
-at every commit. What things take is not decided here, but by the world's costs.
+at every commit. How long things take is not decided here, but by the world's costs.
 """
 
 import hashlib
@@ -34,13 +34,14 @@ Watcher = Callable[[str, m.Effect], None]  # of whom, what
 
 @dataclass(frozen=True)
 class SharedState(RunState):
-    """What many islands hold alike is kept, and worked out, once."""
+    """Share states among the islands that hold the same one: each is kept, and computed, once."""
 
     @cached_property
     def _after(self) -> dict[str, RunState]:
         return {}
 
     def after(self, record: Record) -> RunState:
+        """Return the state that follows with this record, computed once for all islands."""
         if record.digest not in self._after:
             self._after[record.digest] = super().after(record)
         return self._after[record.digest]
@@ -48,7 +49,7 @@ class SharedState(RunState):
 
 @dataclass
 class Disk:
-    """What outlives a crash."""
+    """Hold what an island keeps on its disk, which outlives a crash."""
 
     log: list[Record] = field(default_factory=list)
     states: list[RunState] = field(default_factory=list)
@@ -58,13 +59,13 @@ class Disk:
     amendments: list[Amendment] = field(default_factory=list)  # that were handed in here
 
     def copy(self, other: "Disk") -> None:
-        """The whole log."""
+        """Replace the whole log, and its states, by another island's."""
         self.log, self.states = list(other.log), list(other.states)
 
 
 @dataclass
 class Life:
-    """One incarnation."""
+    """Hold one incarnation of an island."""
 
     node: Node
     trainer: Trainer
@@ -75,7 +76,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Past:
-    """A life that is over."""
+    """Describe a life that is over."""
 
     ended: float
     alive_s: float
@@ -84,6 +85,8 @@ class Past:
 
 
 class World:
+    """Run islands on a timeline: start, stop and crash them, deliver their messages, carry out their effects."""
+
     def __init__(
         self, names: tuple[str, ...], options: Options, costs: Costs, *, rules: Rules = ALL, pace: SyncPace = USUAL
     ) -> None:
@@ -111,27 +114,33 @@ class World:
 
     @property
     def now(self) -> float:
+        """Return the virtual time in seconds."""
         return self.timeline.now
 
     @property
     def newest(self) -> RunState:
-        """The state of the greatest head, of those who live."""
+        """Return the state of the greatest head, of the islands that live."""
         return max((life.node.state for life in self.lives.values()), key=lambda state: state.head)
 
     def note(self, text: str) -> None:
+        """Add a line to the transcript at the current time."""
         self.transcript.note(text)
 
     # islands come and go
 
     def found(self, founders: tuple[str, ...]) -> None:
-        """These begin the run, with record 0."""
+        """Begin the run with record 0, and start these founders."""
         genesis = SharedState(Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex())
         self.disks = {name: Disk(states=[genesis]) for name in founders}
         for name in founders:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """From the disk. Who has never been there fetches the state of somebody who has it."""
+        """Start an island from its disk.
+
+        One that has never been there copies the log of a reachable island that lives; while there is none, it tries
+        again every second.
+        """
         disk = self.disks.setdefault(name, Disk())
         if not disk.states:
             donors = [other for other in self.lives if (other, name) not in self.cut and other not in self.stopped]
@@ -159,7 +168,7 @@ class World:
         trainer.when_running(trainer.train)
 
     def amend(self, names: Iterable[str]) -> None:
-        """The owner changes settings, and hands that in at these islands, as far as they are known by now."""
+        """Change settings as the owner, and hand that in at these islands, as far as they exist by now."""
         known = [name for name in names if name in self.disks]
         self.amendments += bool(known)
         amendment = Amendment.sign(owner(), self.amendments, "{}")
@@ -169,10 +178,14 @@ class World:
             self._bring(name, amendment)
 
     def _bring(self, name: str, amendment: Amendment) -> None:
+        """Hand an amendment to an island's node."""
         self.enter(name, lambda node, now: node.amend(amendment, now))
 
     def contained(self, node: Node, state: RunState, fragment: int) -> int:
-        """How much of its own progress the state contains, to a trainer. Without marks, it knows what it has seen."""
+        """Return how much of its own progress the state contains, as a trainer sees it.
+
+        By the marks; where that rule is switched off, by the records that the island has appended itself.
+        """
         if self.rules.marks_decide:
             return state.mark(node.me, node.incarnation, fragment)
         disk = self.disks[node.me]
@@ -182,18 +195,19 @@ class World:
         return max((offer.hi for offer in mine if (offer.incarnation, offer.fragment) == key), default=0)
 
     def crash(self, name: str, *, silent: bool = False) -> None:
-        """`silent`: nobody notices that connections close."""
+        """End an island at once, if it lives; `silent`: nobody notices that connections close."""
         if name in self.lives:
             self.note(f"{name} crashes")
             self._end(name, silent=silent)
 
     def leave(self, name: str) -> None:
-        """Says goodbye, then ends."""
+        """Let an island say goodbye, then end it."""
         self.enter(name, lambda node, now: node.leave(now))
         self.note(f"{name} leaves")
         self._end(name)
 
     def _end(self, name: str, *, silent: bool = False) -> None:
+        """End a life, and let the others notice closed connections."""
         life = self.lives.pop(name)
         self.stopped.pop(name, None)
         self._crash_after.pop(name, None)
@@ -205,10 +219,12 @@ class World:
                 self.timeline.after(wait_s, partial(self._notice, other, name))
 
     def _notice(self, other: str, name: str) -> None:
+        """Inform an island that a connection closed, unless the other one is back already."""
         if name not in self.lives:
             self.enter(other, lambda node, now: node.closed(name, now))
 
     def stop(self, name: str) -> None:
+        """Freeze an island as SIGSTOP does: what comes in waits until it resumes."""
         if name in self.lives and name not in self.stopped:
             self.note(f"{name} is stopped")
             self.stopped[name] = []
@@ -216,12 +232,14 @@ class World:
             self._doubt({name})
 
     def resume(self, name: str) -> None:
+        """Resume a stopped island, which then does all that has waited."""
         if name in self.stopped:
             self.note(f"{name} goes on")
             for work in self.stopped.pop(name):
                 self.when_running(name, work)
 
     def sever(self, pairs: Iterable[Pair]) -> None:
+        """Cut these directed pairs off; messages are lost and their all-reduces fail."""
         pairs = set(pairs)
         self.cut |= pairs
         self.calm = self.calm and not pairs
@@ -229,40 +247,45 @@ class World:
         self.reductions.severed(pairs)
 
     def heal(self) -> None:
+        """Restore all paths but those that are cut for ever."""
         if self.cut - self.lasting:
             self.note("the network is whole again")
         self.cut = set(self.lasting)
 
     def _doubt(self, names: set[str]) -> None:
+        """Count these islands as unreliable from now on: they are never steady again."""
         self._unreliable |= names
         self.steady -= names
 
     def reaches(self, one: str, other: str) -> bool:
-        """Bytes can be fetched: both ways are open and the other one runs."""
+        """Return whether bytes can be fetched: both ways are open and the other island runs."""
         open_both_ways = not {(one, other), (other, one)} & self.cut
         return open_both_ways and other in self.lives and other not in self.stopped
 
     # inputs and effects
 
     def when_running(self, name: str, work: Callable[[], None]) -> None:
+        """Do the work now, or when a stopped island resumes; an island that is dead never does it."""
         if name in self.stopped:
             self.stopped[name].append(work)
         elif name in self.lives:
             work()
 
     def enter(self, name: str, step: Input) -> None:
-        """An input of an island's node. A stopped one gets it when it goes on."""
+        """Give an input to an island's node, and carry out its effects; a stopped one gets it when it resumes."""
         if name in self.stopped:
             self.stopped[name].append(partial(self.enter, name, step))
         elif (life := self.lives.get(name)) is not None:
             self._carry_out_all(name, life, step(life.node, self.costs.clock(name)))
 
     def deliver(self, sender: str, to: str, message: m.Message) -> None:
+        """Hand a message to its receiver, unless the way is cut or it is dead."""
         if (sender, to) not in self.cut and (life := self.lives.get(to)) is not None:
             life.heard = life.heard or not isinstance(message, m.Heartbeat)
             self.enter(to, lambda node, now: node.receive(sender, message, now))
 
     def _tick(self, name: str, life: Life) -> None:
+        """Give an island its ticks, for as long as this life lasts."""
         if self.lives.get(name) is not life:
             return
         if name not in self.stopped and self.costs.ticks(life):
@@ -271,6 +294,7 @@ class World:
         self.timeline.after(self.costs.tick_s(life.node, len(self.lives)), partial(self._tick, name, life))
 
     def _carry_out_all(self, name: str, life: Life, effects: list[m.Effect]) -> None:
+        """Carry out effects one by one; a crash ends them, and a stop defers the rest."""
         for index, effect in enumerate(effects):
             if name in self._crash_after:
                 self._crash_after[name] -= 1
@@ -288,7 +312,7 @@ class World:
         self.costs.flush(self, name)
 
     def once(self, kind: type, blow: Callable[[str], None], doer: str = "") -> None:
-        """Strike just before somebody who lives, or this one, does a thing of this kind for the next time."""
+        """Strike just before an island that lives, or `doer`, does a thing of this kind for the next time."""
 
         def watch(name: str, effect: m.Effect) -> None:
             done = effect.message if isinstance(effect, m.Send) else effect
@@ -299,9 +323,11 @@ class World:
         self.watchers.append(watch)
 
     def crash_soon(self, name: str, effects: int) -> None:
+        """Let an island crash just before its effect number `effects` from now; 1 is the next one."""
         self._crash_after[name] = effects
 
     def _carry_out(self, name: str, life: Life, effect: m.Effect) -> None:
+        """Carry out one effect; of a mute island, only heartbeats are sent."""
         if name in self.mute and isinstance(effect, m.Send) and not isinstance(effect.message, m.Heartbeat):
             return
         for observer in self.observers:
@@ -327,17 +353,20 @@ class World:
                 self.timeline.after(0, partial(self._tell_trainer, name, life.trainer, switched))
 
     def _tell_trainer(self, name: str, trainer: Trainer, switched: bool) -> None:
+        """Inform the trainer that the head has changed."""
         log = self.disks[name].log
         only_leases = not switched and bool(log) and not log[-1].proposal.contributions
         trainer.when_running(lambda: trainer.on_update(only_leases=only_leases))
 
     def _check_bytes(self, name: str, life: Life, begin: m.Begin) -> None:
+        """Check I3: the island still has the bytes of its contribution to this attempt."""
         for contribution in begin.proposal.contributions:
             offer = contribution.offer
             if contribution.island == name and not life.trainer.has_bytes_of(offer):
                 raise Violation(f"I3: {name} has no bytes of {offer.lo}..{offer.hi}, fragment {offer.fragment}")
 
     def _append(self, name: str, life: Life, record: Record) -> None:
+        """Append a record to the island's log, and check the invariants."""
         self.commits += 1
         disk, state = self.disks[name], life.node.state
         if record.proposal.key.parent != disk.states[-1].head.digest:
@@ -351,6 +380,7 @@ class World:
         self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm)
 
     def _fetched(self, name: str, effect: m.FetchResult) -> None:
+        """Hand a fetched result to the node, or the failure if the holder cannot be reached or lacks it."""
         holder, record = effect.holder, effect.record
         if self.reaches(name, holder) and self._has(holder, record):
             self.enter(name, lambda node, now: node.fetched(record, now))
@@ -358,12 +388,13 @@ class World:
             self.enter(name, lambda node, now: node.fetch_failed(holder, record, "gone", now))
 
     def _has(self, name: str, record: Record) -> bool:
+        """Return whether an island holds the record's result, or has it in its log."""
         held = self.lives[name].node.own.held
         logged = (entry.digest for entry in reversed(self.disks[name].log))
         return (held is not None and held.record.digest == record.digest) or record.digest in logged
 
     def _switch(self, name: str, donor: str) -> None:
-        """The whole log at once: nobody is ever between two branches."""
+        """Copy a donor's whole log at once: no island is ever between two branches."""
         if not self.reaches(name, donor):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
@@ -376,7 +407,7 @@ class World:
         self.enter(name, lambda node, now: node.caught_up(state, now))
 
     def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> None:
-        """By the records that are missing, where they are few; else by the whole state."""
+        """Update the trainer by the missing records where they are few, else by the whole state."""
         recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
         known = next((index for index in recent if theirs.states[index].head == mine.head), None)
         if known is None:
@@ -388,10 +419,11 @@ class World:
 
 @cache
 def owner() -> Identity:
-    """Of every run here."""
+    """Return the owner's identity, the same for every simulated run."""
     key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"owner").digest())
     return Identity(Path("owner.key"), key.public_key().public_bytes_raw(), key)
 
 
 def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
+    """Decide a round's settings and clock: the clock advances by one if there are contributions."""
     return Settings(), state.step + bool(contributions)
