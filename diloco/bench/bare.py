@@ -98,9 +98,12 @@ class BareIsland:
         return torch.randn(self.setting.count, generator=torch.Generator().manual_seed(seed))
 
     def report(self) -> dict[str, Any]:
-        """Return what a bench or a test compares: head, digest, state, phases and the log's records."""
+        """Return its state and the digest of its vectors, both of one round: another one may be applied meanwhile."""
+        state, digest = self.state, self.driver.replica.digest()
+        while state.head != self.state.head:
+            state, digest = self.state, self.driver.replica.digest()
         return {
-            "head": self.state.head, "digest": self.driver.replica.digest(), "phases": self.phases,
-            "state": self.state, "incarnation": self.driver.node.incarnation,
+            "head": state.head, "digest": digest, "phases": self.phases, "state": state,
+            "incarnation": self.driver.node.incarnation,
             "records": [entry.header for entry in self.driver.log.entries()],
         }  # fmt: skip
