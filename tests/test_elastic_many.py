@@ -19,7 +19,16 @@ from diloco.elastic.protocol.messages import Begin, Collect, Goodbye, Heartbeat,
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Settings
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.protocol.wire import MAX_UNPACKED, PACK_BYTES, PACKED, decode_message, encode_message
+from diloco.elastic.protocol.wire import (
+    MAX_UNPACKED,
+    PACK_BYTES,
+    PACKED,
+    decode,
+    decode_message,
+    dump,
+    encode_message,
+    to_plain,
+)
 from diloco.elastic.runtime import reducing
 from diloco.errors import MessageRefused
 from diloco.simulate.virtual import chances
@@ -166,6 +175,14 @@ def test_packed_messages_that_are_damaged_or_swell_are_refused(damage):
     }[damage]  # fmt: skip
     with pytest.raises(MessageRefused):
         decode_message(bad)
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"1" + b"0" * 400, b"NaN", b"Infinity"])
+def test_a_number_that_no_float_holds_is_refused(number):
+    """Not left to whoever computes with it: a member's norm, for one, goes into what a coordinator sends to all."""
+    offer = to_plain(Offer(0, 0, 1, 1, (), norm=0.25))
+    with pytest.raises(MessageRefused):
+        decode(Offer, dump(offer).replace(b"0.25", number))
 
 
 @pytest.mark.parametrize("front", [1, 2])

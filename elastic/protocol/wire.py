@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import sys
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -18,6 +19,7 @@ MAX_UNPACK_MEMORY = 16 << 20
 MAX_TEXT = 8192
 MAX_ITEMS = 100_000
 MAX_INTEGER = 2**63
+LARGEST_FLOAT = sys.float_info.max
 KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 T = TypeVar("T")
@@ -124,6 +126,8 @@ def _hints(kind: Any) -> tuple[Any, ...]:
 
 def _scalar(kind: Any, plain: Any) -> Any:
     if kind is float and type(plain) in (int, float):
+        if not abs(plain) <= LARGEST_FLOAT:  # JSON's 1e999 is infinite, its integers have no end
+            raise MessageRefused("a number is too large")
         return float(plain)
     if type(plain) is not kind:
         raise MessageRefused(f"{type(plain).__name__} where {getattr(kind, '__name__', kind)} was due")
