@@ -14,7 +14,9 @@ from pathlib import Path
 from count_code import PRODUCT, ROOT, files_below
 
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text().split())
-SMALL = frozenset("a an and are as at be by for from in is it its of on or that the this to what which with".split())
+SMALL = frozenset(
+    re.findall(r"\w+", "a an and are as at be by for from in is it its of on or that the this to what with")
+)
 DEFINITION = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from diloco.cli.app import app
 from diloco.errors import ConfigError
 from diloco.run.folder import prepare_folder
+from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "set", "sample", "simulate", "plan",
-    "doctor", "bench",
+    "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "set", "sample", "plan", "doctor",
+    "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "recover", "join", "checkpoint", "virtual", "overlap", "plan",
@@ -56,16 +57,25 @@ def help_of(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", [*COMMANDS[:-1], *(f"bench {name}" for name in BENCHES)])
+GROUPS = {"": COMMANDS, "simulate": ["islands", "protocol", "virtual"], "bench": BENCHES}
+ALL = [f"{group} {name}".strip() for group, names in GROUPS.items() for name in names if name not in GROUPS]
+
+
+@pytest.mark.parametrize("command", ALL)
 def test_every_command_has_help_with_an_example(command):
-    assert f"Example: diloco {command}" in " ".join(help_of(*command.split()).split())
+    written = command.replace("simulate islands", "simulate")
+    assert f"Example: diloco {written}" in " ".join(help_of(*command.split()).split())
 
 
-@pytest.mark.parametrize(("group", "names"), [((), COMMANDS), (("bench",), BENCHES)], ids=["diloco", "bench"])
-def test_every_command_is_listed_with_its_whole_summary(group, names):
-    listed = help_of(*group).partition("Commands:")[2].strip().splitlines()
-    assert [line.split()[0] for line in listed] == names
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_command_is_listed_with_its_whole_summary(group):
+    listed = help_of(*group.split()).partition("Commands:")[2].strip().splitlines()
+    assert [line.split()[0] for line in listed] == GROUPS[group]
     assert not [line for line in listed if line.endswith("...")]
+
+
+def test_the_version_names_the_protocol():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"diloco {__version__}, protocol {PROTOCOL}\n"
 
 
 def test_run_trains_tells_and_says_what_next(config_file, tmp_path):

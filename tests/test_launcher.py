@@ -140,7 +140,7 @@ class FakeChild:
     def start(self, arguments, environment) -> None:
         self.starts += 1
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         self.asked += 1
 
     def pause(self) -> None:

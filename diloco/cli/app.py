@@ -11,7 +11,7 @@ from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
 from diloco.cli.run import join, run
 from diloco.cli.simulate import simulate
-from diloco.version import __version__
+from diloco.version import PROTOCOL, __version__
 
 app = typer.Typer(
     help="Train one large model together on computers that sit far apart.",
@@ -26,14 +26,14 @@ app = typer.Typer(
 def print_version(asked: bool) -> None:
     """Print the version and exit, if the option was given."""
     if asked:
-        print(f"diloco {__version__}")
+        print(f"diloco {__version__}, protocol {PROTOCOL}")
         raise typer.Exit
 
 
 @app.callback()
 def diloco(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and protocol.")
     ] = False,
 ) -> None:
     pass

@@ -87,7 +87,7 @@ def show(found: "list[Row]", names: dict[str, str]) -> None:
 
 
 def restore(
-    url: Annotated[str, typer.Argument(metavar="URL", help="What checkpoint.remote was, or a run's folder there.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The run's checkpoint.remote, or a run's folder there.")],
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.", show_default=False)],
 ) -> None:
     """Restore a run's folder from its copy at checkpoint.remote.
@@ -111,7 +111,7 @@ def restore(
 
 def rewind(
     run: RunName,
-    round: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="diloco log lists them.", show_default=False)],
+    round: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="As in diloco log.", show_default=False)],
     out: Annotated[
         Path | None, typer.Argument(metavar="[OUT]", help="The new run's folder; RUN-round-ROUND if not given.")
     ] = None,
@@ -141,7 +141,7 @@ def rewind(
 
 def set_settings(
     run: RunName,
-    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE…", help="What changes.", show_default=False)],
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE…", help="inner.lr=1e-4 …", show_default=False)],
 ) -> None:
     """Change settings of a run, while it trains or not.
 
@@ -229,9 +229,9 @@ def export(
 def sample(
     run: RunName,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="How the text begins.", show_default=False)],
-    tokens: Annotated[int, typer.Option(min=1, help="Add at most so many tokens.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Lower is safer; 0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many of the likeliest; 0: all.")] = 50,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K likeliest tokens; 0: from all.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Another seed gives another text.")] = 0,
     tokenizer: RunTokenizer = None,
     device: Device = "auto",

@@ -26,9 +26,9 @@ def plan(
     accelerator: Annotated[str | None, typer.Option(help="h100, h200, a100, 4090, cpu, …")] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(help="Instead of --accelerator: the JSON of bench speed, and of bench codec. Can be repeated."),
+        typer.Option(help="Instead of --accelerator: a file with the JSON of bench speed or bench codec. Repeatable."),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Utilisation to reach, with commas: 95%")] = None,
+    target: Annotated[str | None, typer.Option(help="Utilisation to reach: 95%, or several: 90%,95%")] = None,
     json: Json = False,
     layers: Annotated[str | None, typer.Option(help="Without CONFIG: number of transformer blocks.")] = None,
     step_time: Annotated[str | None, typer.Option(help="Without CONFIG: duration of a step: 0.1s")] = None,
@@ -39,9 +39,7 @@ def plan(
     method: Annotated[
         str | None, typer.Option(help="Without CONFIG: data-parallel, diloco, streaming or overlap.")
     ] = None,
-    bits: Annotated[
-        str | None, typer.Option(help="Without CONFIG: bits of a parameter on its way (default 16).")
-    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Without CONFIG: bits sent for each parameter (default 16).")] = None,
 ) -> None:
     """Predict what a slow network will cost.
 

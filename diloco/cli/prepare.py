@@ -10,7 +10,7 @@ from diloco.errors import DataError
 
 
 def config(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: the defaults.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file (none: the defaults).")] = None,
     set_: Overrides = None,
 ) -> None:
     """Print every setting of a run with its meaning."""

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 def run(
     config: ConfigPath,
     set_: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what the run's folder holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from what the run's folder holds.")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start again; an earlier run is kept as NAME.1, NAME.2, …")
+        bool, typer.Option("--fresh", help="Start over; an earlier run is kept as NAME.1, NAME.2, …")
     ] = False,
     islands: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Found a run that others can join, with so many islands here.")
+        int | None, typer.Option(min=1, max=64, help="Start a run that others can join, with this many islands.")
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="With --islands: restart islands that die.")
@@ -96,10 +96,10 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
 def join(
     ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The run's ticket, or a file that holds it.")],
     set_: Overrides = None,
-    dir: Annotated[Path | None, typer.Option(help="This island's folder; runs/RUN-NAME if not given.")] = None,
-    name: Annotated[str | None, typer.Option(help="How others see this island.")] = None,
-    fsdp: Annotated[int | None, typer.Option(min=1, help="Processes that share parameters and data.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Processes that share each matrix.")] = None,
+    dir: Annotated[Path | None, typer.Option(help="This island's folder (default runs/RUN_ID-NAME).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name under which others see this island.")] = None,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="Processes to shard parameters and batch over.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Processes to split each matrix over.")] = None,
     max_up: MaxUp = None,
     max_down: MaxDown = None,
     link: Link = None,

@@ -21,10 +21,10 @@ Overrides = Annotated[
 ]
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
 Host = Annotated[
-    str | None, typer.Option(help="The address at which other machines reach this one (default for `run`: none can).")
+    str | None, typer.Option(help="Address at which other machines reach this one (`run` without it: none can).")
 ]
-MaxUp = Annotated[str | None, typer.Option(help="Cap on the rate of sending: 20mbit")]
-MaxDown = Annotated[str | None, typer.Option(help="Cap on the rate of receiving: 100mbit")]
+MaxUp = Annotated[str | None, typer.Option(help="Send at no more than this rate: 20mbit")]
+MaxDown = Annotated[str | None, typer.Option(help="Receive at no more than this rate: 100mbit")]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name under runs/, or one of its islands' folders.")
 ]

@@ -28,11 +28,11 @@ class IslandsByDefault(TyperGroup):
 
 simulate = typer.Typer(
     cls=IslandsByDefault,
-    help="Train islands on this machine over simulated links, with scripted faults: `diloco simulate CONFIG` is short "
-    "for `diloco simulate islands CONFIG`. Or simulate the protocol alone, or thousands of islands in virtual time.",
+    help="Train islands here over simulated links, with faults. `diloco simulate CONFIG` is short for `diloco simulate "
+    "islands CONFIG`. The other commands simulate the protocol alone, or thousands of islands in virtual time.",
     no_args_is_help=True,
 )
-First = Annotated[int, typer.Option(min=0, help="The first seed.")]
+First = Annotated[int, typer.Option(min=0, help="The first seed (of `virtual`: the only one).")]
 
 
 @simulate.command(epilog="Example: diloco simulate examples/islands.yaml --link 20mbit,80ms --kill 3@20s")
@@ -45,13 +45,13 @@ def islands(
         Path | None,
         typer.Option(help="Instead of --link: a file with regions, islands and paths; see examples/topology.yaml"),
     ] = None,
-    kill: Annotated[list[str] | None, typer.Option(help="Send SIGKILL to island 1 at 60 s: 1@60s")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop island 2 for a while: 2@30s..45s")] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Kill an island: 1@60s sends SIGKILL at 60 s.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop an island for a while: 2@30s..45s")] = None,
     cut: Annotated[
         list[str] | None, typer.Option(help="Cut regions or islands off from each other: eu|us@90s..120s")
     ] = None,
-    join: Annotated[list[str] | None, typer.Option(help="Start one more island at 100 s: 1@100s")] = None,
-    slow: Annotated[list[str] | None, typer.Option(help="Make steps of island 3 take 2.5 times as long: 3x2.5")] = None,
+    join: Annotated[list[str] | None, typer.Option(help="Start one more island: 1@100s")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="Make an island's steps take longer: 3x2.5")] = None,
     restart: Annotated[bool, typer.Option("--restart/--no-restart", help="Restart islands that are killed.")] = True,
     backend: Annotated[
         str, typer.Option(help="Who shapes the links. shaped: the islands themselves; netns: Linux's kernel, as root.")
@@ -78,7 +78,7 @@ def islands(
 
 @simulate.command(epilog="Example: diloco simulate protocol --seeds 1000 --jobs 8")
 def protocol(
-    seeds: Annotated[int, typer.Option(min=1, help="Number of disasters.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of random fault scripts.")] = 100,
     first: First = 0,
     islands: Annotated[
         int | None, typer.Option(help="Number of islands, 2 to 26. Without it, 2 to 9 at random.")
@@ -113,17 +113,17 @@ def protocol(
 
 @simulate.command(epilog="Example: diloco simulate virtual --islands 1000 --link 100mbit,40ms --mtbf 1min")
 def virtual(
-    islands: Annotated[int, typer.Option(min=1, help="Number of islands, up to 10,000.")] = 1000,
+    islands: Annotated[int, typer.Option(help="Number of islands, 2 to 10,000.")] = 1000,
     link: Annotated[str, typer.Option(help="Rate and one-way delay of each island.")] = "100mbit,40ms",
     first: First = 0,
     minutes: Annotated[float, typer.Option(min=1, help="Minutes of virtual time.")] = 30,
-    mtbf: Annotated[str | None, typer.Option(help="Mean time between two failures: 1min")] = None,
-    back: Annotated[str, typer.Option(help="Time until a failed island is back.")] = "5min",
+    mtbf: Annotated[str | None, typer.Option(help="Mean time between two failures of any islands: 1min")] = None,
+    back: Annotated[str, typer.Option(help="Mean time until a failed island is back.")] = "5min",
     silence: Annotated[str, typer.Option(help="elastic.silence_s; longer than it takes to reach all islands.")] = "5s",
     diurnal: Annotated[
         str | None, typer.Option(help="Share of a link that is lost at the worst time of its day: 50%")
     ] = None,
-    params: Annotated[str, typer.Option(help="Values in a round.")] = "150M",
+    params: Annotated[str, typer.Option(help="Parameters that a round exchanges.")] = "150M",
     codec: Annotated[str, typer.Option(help=f"Codec of the values: {', '.join(CODECS)}.")] = "int8",
     phase: Annotated[str, typer.Option(help="Computing time between two rounds.")] = "5min",
     two_level: Annotated[

@@ -369,7 +369,7 @@ class EvaluateConfig(Section):
 
 
 class LogConfig(Section):
-    """Who is told what."""
+    """Where events and figures go."""
 
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")

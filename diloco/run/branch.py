@@ -33,7 +33,7 @@ from diloco.elastic.runtime.applier import RunContext, SnapshotMeta
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, SaveError
 from diloco.run.folder import OUTER, OWNER_KEY, has_log, numbered
-from diloco.run.genesis import PROTOCOL, Genesis, Parent, read_genesis, shared_of, write_genesis
+from diloco.run.genesis import Genesis, Parent, read_genesis, shared_of, write_genesis
 from diloco.train.amend import amended
 from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
@@ -41,6 +41,7 @@ from diloco.train.participant import Participant
 from diloco.train.resume import CONTAINED, save_digest
 from diloco.train.schedule import Schedule, schedule_of
 from diloco.train.sync import samples_ahead
+from diloco.version import PROTOCOL
 
 FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
 FREE = ("data.epochs", "data.path", "data.tokenizer")

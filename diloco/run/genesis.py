@@ -23,8 +23,8 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.island.layout import Layout
+from diloco.version import PROTOCOL
 
-PROTOCOL = 4  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents; 4: chunks
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
 SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
