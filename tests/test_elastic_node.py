@@ -271,3 +271,14 @@ def test_who_pauses_neither_goes_on_alone_nor_says_anything():
     effects += paused.receive("B", msg.Collect(STATE.head, 9), 31.0)
     assert set(kinds(effects)) <= {msg.Note}
     assert said_or_begun([*going_on.closed("B", 0.3), *going_on.offer(OFFER, 0.4)])  # as it would be
+
+
+def test_a_member_that_was_never_heard_of_is_lost_without_a_word():
+    """It stands in the roster of a state that others gave; here, nobody knows it."""
+    alone = leader(("A",))
+    alone.caught_up(replace(STATE, head=Head(10, 1, "1" * 64), roster=("A", "Z")), 0.1)
+    effects = [effect for tick in range(1, 100) for effect in alone.tick(0.1 * tick)]
+    effects += alone.offer(replace(OFFER, lo=0, hi=1), 10.0)
+    for tick in range(100, 200):
+        effects += alone.tick(0.1 * tick)
+    assert those(effects, msg.Reduce)  # the round goes on

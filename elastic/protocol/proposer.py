@@ -248,7 +248,7 @@ class Proposer:
     def note_lost(self, peers: Iterable[str]) -> None:
         """Report that peers are gone, each once, and not those that said goodbye."""
         for peer in sorted(peers):
-            view = self.own.peers.views[peer]
-            if not view.left:
+            view = self.own.peers.views.get(peer)  # None: a member of a roster that came from others, never heard of
+            if view is not None and not view.left:
                 view.left = True
                 self.own.note("lost", peer, f"round {self.own.state.key.round} goes on without it")
