@@ -28,8 +28,8 @@ class Reduction:
 
     @property
     def over(self) -> bool:
-        """Return whether it began, and no member waits for its result any more."""
-        return self.began < inf and not self.waiting
+        """Return whether it failed, or it began and no member waits for its result any more."""
+        return self.failed or (self.began < inf and not self.waiting)
 
     @property
     def seconds(self) -> float:
@@ -114,7 +114,7 @@ class Reductions:
 
     def _fail(self, reduction: Reduction, blamed: str, reason: str, reporter: str = "") -> None:
         """End an attempt; each member that waits is given another one to blame."""
-        if reduction.failed or reduction.over:
+        if reduction.over:
             return
         reduction.failed, reduction.ended = True, self._timeline.now
         for member in sorted(reduction.waiting if reporter else reduction.waiting - {blamed}):
