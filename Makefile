@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit browser quick coverage demo docs picture prove clean
+.PHONY: help install test lint types unit soak browser quick coverage demo docs picture prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -22,8 +22,11 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install browser  ## every test, in two processes (PYTEST_JOBS=8 on a larger machine)
-	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile
+unit: install browser  ## the tests, in two processes (PYTEST_JOBS=8 on a larger machine)
+	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m 'not soak' --durations=25
+
+soak: install  ## the tests that take minutes by their nature: hundreds of disasters, many kills
+	$(BIN)/pytest -n $(PYTEST_JOBS) -m soak
 
 browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
@@ -31,7 +34,7 @@ browser:  ## Debian's chromium, where it is missing and may be installed: a test
 		echo "NO CHROMIUM: the tests will NOT open the report of a simulation in a browser" >&2
 
 quick: install  ## the tests without the slow ones
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest -m 'not slow and not soak'
 
 coverage: install browser  ## which lines of the product every test together runs, processes that tests start included
 	$(BIN)/python -m coverage erase

@@ -62,7 +62,7 @@ def test_every_rule_has_a_scenario():
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(i * BATCH, marks=[pytest.mark.slow] * (i > 0), id=f"{i * BATCH}-") for i in range(5)]
+    "first", [pytest.param(i * BATCH, marks=[pytest.mark.soak] * (i > 0), id=f"{i * BATCH}-") for i in range(5)]
 )
 def test_random_disasters_violate_nothing(first):
     commits = commits_of(range(first, first + BATCH))
