@@ -224,6 +224,11 @@ def age(save: Path) -> tuple[int, int]:
         facts = read_facts(save)
     except SaveError:
         return -1, -1
+    return order(facts)
+
+
+def order(facts: dict[str, Any]) -> tuple[int, int]:
+    """Return what a save's facts are sorted by: its round, then the inner steps that its island had done."""
     return facts["round"], (facts["exchange"] or {}).get("steps", facts["step"])
 
 

@@ -128,6 +128,6 @@ def format_duration(seconds: float) -> str:
 
 def _scaled(number: float, units: list[tuple[str, float]], space: str = " ") -> str:
     for unit, scale in units:
-        if number >= scale:
-            return f"{number / scale:.3g}{space if unit else ''}{unit}"
+        if float(f"{number:.3g}") >= scale:
+            return f"{float(f'{number / scale:.3g}'):g}{space if unit else ''}{unit}"
     return f"{number:.3g}{space}{units[-1][0]}".rstrip()

@@ -127,7 +127,8 @@ def test_a_round_becomes_a_model(log, command, tmp_path):
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert any(torch.equal(tensor.flatten()[:8], vectors["parameters"][:8]) for tensor in exported.values())
     assert command("sample", out, "def", "--tokens", 3, "--device", "cpu").code == 0
-    assert "is there already" in command.refused("log", run, "--checkout", 5, out)
+    for taken in (out, out / "save-00000005" / "facts.json"):
+        assert "already exists" in command.refused("log", run, "--checkout", 5, taken)
 
 
 def test_damage_ends_with_1_and_is_named(log, command):

@@ -311,7 +311,7 @@ def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_p
     assert sorted(path.name for path in back.iterdir()) == ["config.yaml", OUTER]
     assert (back / OUTER / "genesis.json").read_bytes() == (own / OUTER / "genesis.json").read_bytes()
     assert max(point.end.head for point in points_of(back / OUTER, Journal.read(back / OUTER))) == head
-    assert "is there already" in command.refused("restore", far, back)
+    assert "already exists" in command.refused("restore", far, back)
     assert command("log", back, "--verify").code == 0
     command("rewind", back, head.round, tmp_path / "on", "--set", "inner.steps=16")
     again = load_config(tmp_path / "on" / "config.yaml", [])

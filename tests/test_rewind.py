@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(log, number, override, rea
 def test_a_folder_that_is_there_stays(log):
     folder, _ = log
     rewind(str(folder.parent), ROUND)
-    with pytest.raises(SaveError, match="is there already: name another folder"):
+    with pytest.raises(SaveError, match="already exists: name another folder"):
         rewind(str(folder.parent), ROUND)
 
 

@@ -266,7 +266,7 @@ def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Man
 def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
     """Write a journal's records here if it leads further than the best so far; return how far the best leads."""
     entries = list(takewhile(lambda e: journal.payload(e.payload) is not None, journal.chain(manifest.version)))
-    if len(entries) <= best:
+    if len(entries) <= best or not journal.headers:  # no header: damaged, and nobody can say which run it is of
         return best
     genesis = next(iter(journal.headers.values())).genesis
     for path in segment_paths(folder):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint.save import read_facts, read_outer, saves
+from diloco.checkpoint.save import order, read_facts, read_outer, saves
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_source
@@ -113,7 +113,7 @@ def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str,
             continue
         if not left:
             raise SaveError([f"{folder} holds no save any more", *passed.values()][-1])
-        newest = max(left, key=lambda save: (known[save]["round"], known[save]["step"]))
+        newest = max(left, key=lambda save: order(known[save]))
         try:
             vector = read_outer(newest)["parameters"]
         except SaveError as error:

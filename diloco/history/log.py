@@ -200,8 +200,8 @@ def genesis_of(log: Path) -> Genesis:
 
 def checkout(log: Path, number: int, out: Path) -> Path:
     """Write the state after a round to a new folder, as a save that `diloco export` and `diloco sample` can read."""
-    if out.exists() and any(out.iterdir()):
-        raise SaveError(f"{out} is there already: name a new folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SaveError(f"{out} already exists: name a new folder")
     genesis = genesis_of(log)
     state, vectors = state_of(log, number)
     config = genesis.configure({}).model_dump(mode="json")

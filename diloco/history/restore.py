@@ -22,7 +22,7 @@ from diloco.run.genesis import FILE, read_genesis
 def restore_run(url: str, folder: Path, report: Callable[[str, str], None]) -> Findings:
     """Restore all of a run or nothing, and verify it; the folder must be new."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SaveError(f"{folder} is there already: name a new folder")
+        raise SaveError(f"{folder} already exists: name a new folder")
     if folder.resolve() == Path.cwd():
         raise SaveError("the folder that you are in cannot be replaced: name a new folder")
     folder = folder.resolve()

@@ -45,7 +45,7 @@ def rewind(run: str, number: int, out: Path | None = None, overrides: Iterable[s
     source, islands = _run_of(log.parent)
     out = out or source.with_name(f"{source.name}-round-{number}")
     if out.exists():
-        raise SaveError(f"{out} is there already: name another folder, after the round")
+        raise SaveError(f"{out} already exists: name another folder, after the round")
     genesis = genesis_of(log)
     state, vectors = state_of(log, number)
     config = _config(log.parent, genesis, state, list(overrides), out)

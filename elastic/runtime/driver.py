@@ -256,7 +256,7 @@ class Driver:
                     self.applier.append(record)
         except errors.RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
-        if len(missed) > 1:  # one is nothing: a round went on without this island
+        if len(missed) > 1 and state != self.node.state:  # one is nothing: a round went on without this island
             size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
             self.report(msg.Note("caught up", self.node.me, text))

@@ -25,7 +25,6 @@ from diloco.simulate.virtual.world import World, decide
 
 COUNTS = (10, 30, 100, 300, 1000, 3000, 10_000)
 BEGIN_BYTES = 350  # of each island, in a *begin*; a commit has as much
-HEARTBEAT_BYTES = 270
 HEARTBEATS = 5  # within silence_s
 CONTROL_S = 30.0  # of a round, for messages; more islands than that suffices for are told about by their figures
 
@@ -222,7 +221,6 @@ class ScalingRow:
     flat_s: float
     two_level_s: float
     begin_s: float  # until the coordinator's uplink has sent a *begin* to everybody
-    heartbeats_bits_s: float  # sent by each island if everybody tells everybody; otherwise by those of the front
     heartbeats_s: float  # of all islands, if everybody tells everybody
     front_heartbeats_s: float
 
@@ -239,6 +237,5 @@ def _row(setting: VirtualConfig) -> ScalingRow:
     return ScalingRow(
         n, whole if n <= MAX_MEMBERS else None, parts, whole.seconds(line, 1.0), parts.seconds(line, 1.0),
         begin_s=8 * PACKED * BEGIN_BYTES * n * n / line.up_bits_per_s,
-        heartbeats_bits_s=8 * HEARTBEAT_BYTES * beats_s,
         heartbeats_s=n * beats_s, front_heartbeats_s=2 * FRONT * beats_s,
     )  # fmt: skip
