@@ -316,6 +316,14 @@ def test_some_changes_depend_on_the_run(small):
         amend.check(growing, ["inner.lr=1e-4"], own_loop=False)
 
 
+@pytest.mark.parametrize("spelling", ["outer.beta2", "outer.second"])
+def test_a_renamed_key_is_signed_by_its_old_name_and_read_by_both(small, spelling):
+    assert amend.check(small(), [f"{spelling}=0.5"], own_loop=False) == {"outer.second": 0.5}
+    assert amend.amended(small(), [Amendment(1, f'{{"{spelling}":0.5}}')]).outer.beta2 == 0.5
+    with pytest.raises(ConfigError, match=r"outer\.beta2 is 0.99 already"):
+        amend.check(small(), [f"{spelling}=0.99"], own_loop=False)
+
+
 # how they get to an island
 
 

@@ -227,18 +227,3 @@ def test_error_feedback_brings_back_what_was_lost_once_committed():
         feedback.commit()
     plain = CODECS["int4"].bound(whole_units(values, BLOCK)).max()
     assert (total / 200 - values).abs().max() < plain / 50
-
-
-@pytest.mark.parametrize("name", ["int4", "sparse", "sign", "dct", "lowrank"])
-def test_error_feedback_goes_on_after_a_restart(name):
-    codec, values = CODECS[name], normal(5000)
-    first, second = ErrorFeedback(codec, 5000), ErrorFeedback(codec, 5000)
-    for number in range(3):
-        first.encode(values, NoiseKey(number, 0, "a"))
-        first.commit()
-    first.encode(values, KEY)
-    second.set_state({part: tensor.clone() for part, tensor in first.state().items()})
-    for feedback in (first, second):
-        feedback.commit()
-    assert torch.equal(first.residual, second.residual) and first.residual.any()
-    assert torch.equal(first.encode(values, KEY), second.encode(values, KEY))

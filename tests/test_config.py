@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -8,6 +9,8 @@ from pydantic import ValidationError
 from diloco.config.file import load_config, parse_config, render_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.island.layout import Layout
+from diloco.run.genesis import Genesis
 
 DESIGN_EXAMPLE = """
 run: quickstart
@@ -144,3 +147,15 @@ def test_the_printout_explains_every_field_and_is_itself_a_configuration():
 
 def test_the_command_prints_overrides():
     assert "every: 77" in run_cli("config", "--set", "sync.every=77").stdout
+
+
+def test_a_genesis_without_a_key_or_with_its_old_name_is_read_as_if_it_had_it():
+    """So a new key, or a better name, never makes an old folder unreadable."""
+    config = parse_config({"outer": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.5}, "run": "x"})
+    founded = Genesis.of(config, Layout(("a",), ((1,),)), None, "founder")
+    assert founded.config["outer"]["second"] == 0.5 and "beta2" not in founded.config["outer"]  # hashed
+    assert founded.configure({}).outer == config.outer and founded.first_change(config) == ""
+    older = replace(founded, config={**founded.config, "elastic": {}})
+    assert older.first_change(config) == "" and older.configure({}).elastic == config.elastic
+    longer = parse_config({**config.model_dump(), "elastic": {"silence_s": 99.0}})
+    assert "elastic.silence_s" in older.first_change(longer)

@@ -33,11 +33,3 @@ class ErrorFeedback:
         """Make what the last encoding lost the residual. Called once that encoding is sure to reach the log."""
         if self._pending is not None:
             self.residual, self._pending = self._pending, None
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the residual, and what is pending if anything is. The tensors are not copied."""
-        return {"residual": self.residual} | ({"pending": self._pending} if self._pending is not None else {})
-
-    def set_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` has returned: the residual, and the loss that awaits its `commit`, if any."""
-        self.residual, self._pending = state["residual"], state.get("pending")

@@ -90,7 +90,9 @@ Positive = Annotated[Count, Field(ge=1)]
 class Section(BaseModel):
     """Refuse unknown keys and changes: the base of all sections."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, loc_by_alias=False
+    )
 
 
 def key(default: Any, meaning: str, **limits: Any) -> Any:
@@ -250,7 +252,7 @@ class OuterConfig(Section):
         "nesterov's, adam's decay of the first moment; auto: 0.9 (0.6 with inner muon and one island), less in runs of "
         "under 200 rounds",
     )
-    second: Fraction = key(0.99, "adam's decay of the second moment")
+    beta2: Fraction = key(0.99, "adam's decay of the second moment", alias="second")  # so it is hashed until protocol 5
     eps: Number = key(1e-8, "adam's epsilon", gt=0)
 
     @model_validator(mode="after")

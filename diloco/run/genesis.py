@@ -176,9 +176,9 @@ class Genesis:
 
     def first_change(self, config: Config) -> str:
         """Describe the first of the run's own settings in which a configuration differs; empty where none does."""
-        tree = config.model_dump(mode="json")
+        founded, tree = (one.model_dump(mode="json") for one in (self.configure({}), config))
         for name in SHARED:
-            then, now = self.config[name], tree[name]
+            then, now = founded[name], tree[name]
             if name == "data":
                 then, now = ({key: value for key, value in data.items() if key not in OWN_DATA} for data in (then, now))
             if changed := first_difference(name, then, now):
@@ -193,7 +193,7 @@ class Genesis:
 
 def shared_of(config: Config) -> dict[str, Any]:
     """Return those settings of a configuration that are the same for all islands, or suggested to them."""
-    tree = config.model_dump(mode="json")
+    tree = config.model_dump(mode="json", by_alias=True)
     return {name: tree[name] for name in SHARED} | {"island": {name: tree["island"][name] for name in SUGGESTED}}
 
 

@@ -21,9 +21,10 @@ FOLDER = "amendments"  # in an island's folder
 CHANGEABLE = (
     "inner.lr", "inner.warmup", "inner.schedule", "inner.final_lr", "inner.decay", "inner.steps",
     "inner.weight_decay", "inner.clip",
-    "outer.lr", "outer.momentum", "outer.second", "outer.eps",
+    "outer.lr", "outer.momentum", "outer.beta2", "outer.second", "outer.eps",
     "elastic.min_islands", "elastic.straggler",
 )  # fmt: skip
+RENAMED = {"outer.second": "outer.beta2"}
 OWN = ("island", "checkpoint", "evaluate", "log")
 IDENTITY = ("run", "seed", "model", "data")
 
@@ -80,7 +81,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the configuration with these changes, by dotted key, validated as a whole."""
     tree = config.model_dump(mode="json")
     for key, value in changes.items():
-        section, _, leaf = key.partition(".")
+        section, _, leaf = RENAMED.get(key, key).partition(".")
         if leaf:
             tree[section] = {**tree.get(section, {}), leaf: value}
         else:
@@ -102,7 +103,7 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
 
     `own_loop`: the run is trained by a user's own loop, which sets all of `inner` but its steps.
     """
-    asked = flat(overrides_tree(overrides))
+    asked = {RENAMED.get(key, key): value for key, value in flat(overrides_tree(overrides)).items()}
     new = flat(changed(config, asked).model_dump(mode="json"))
     for key in asked:
         if reason := _reason_against(key, config, own_loop=own_loop):
@@ -111,7 +112,8 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
     same = [key for key in asked if new[key] == before[key]]
     if same:
         raise ConfigError(f"{same[0]} is {before[same[0]]} already: there is nothing to change")
-    return {key: new[key] for key in asked}
+    signed = {new: old for old, new in RENAMED.items()}  # an amendment is hashed: it has the old names
+    return {signed.get(key, key): new[key] for key in asked}
 
 
 def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:

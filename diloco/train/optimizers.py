@@ -75,8 +75,8 @@ class Adam(OuterOptimizer):
 
     def settings(self, config: OuterConfig, lr: float, momentum: float, number: int) -> Settings:
         """Compute the bias corrections of update n as well: 1 - b^n and 1 - c^n."""
-        corrections = 1 - momentum**number, 1 - config.second**number
-        return Settings(lr, momentum, "", "", config.optimizer, config.second, config.eps, *corrections)
+        corrections = 1 - momentum**number, 1 - config.beta2**number
+        return Settings(lr, momentum, "", "", config.optimizer, config.beta2, config.eps, *corrections)
 
     def step(self, vectors: Mapping[str, Tensor], gradient: Tensor, settings: Settings) -> None:
         first, second = vectors["momentum"], vectors["variance"]
