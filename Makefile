@@ -2,10 +2,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST_JOBS ?= 2
+PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit soak browser quick coverage demo docs picture prove clean
+.PHONY: help install test lint types unit soak browser quick coverage demo docs picture record prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ docs: install  ## build the documentation into site/ (its tools are installed if
 
 picture: install  ## draw the rooms from the imports into ARCHITECTURE.md
 	$(BIN)/python tests/house.py --write
+
+record: install  ## run the README's two commands and draw what they print (five minutes)
+	$(BIN)/python tests/recording.py
 
 prove: install  ## run every claim of the project that needs no GPU, and print one table
 	$(BIN)/python tests/prove.py

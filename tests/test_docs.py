@@ -1,13 +1,13 @@
 """What the documents say can be done can be done: pages, links, commands, settings and error codes exist."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 import yaml
+from documents import DOCUMENTS, FENCE, PAGES, ROOT, commands_in, is_external, links_in, prose, words_of
 
 import docs
 from diloco.cli.app import app
@@ -15,18 +15,14 @@ from diloco.config.file import flat, parse_config
 from diloco.config.schema import Config
 from diloco.errors import DilocoError
 
-PAGES = sorted((docs.ROOT / "docs").rglob("*.md"))
-DOCUMENTS = [*sorted(docs.ROOT.glob("*.md")), *sorted((docs.ROOT / "examples").glob("*.md")), *PAGES]
 WRITTEN = [path for path in DOCUMENTS if path not in docs.PAGES]  # by people
 CONFIG_KEYS = set(flat(Config().model_dump()))
 
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"")
 REFUSED = typer.BadParameter.__mro__[1]  # what typer raises for any mistake on a command line
 
 
 def each(documents: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("document", documents, ids=lambda path: str(path.relative_to(docs.ROOT)))
+    return pytest.mark.parametrize("document", documents, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def test_the_reference_is_what_the_code_says() -> None:
@@ -43,15 +39,11 @@ def pages_of(nav: list[dict[str, str | list]]) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    site = yaml.safe_load((docs.ROOT / "mkdocs.yml").read_text())
-    assert sorted(pages_of(site["nav"])) == sorted(str(page.relative_to(docs.ROOT / "docs")) for page in PAGES)
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages_of(site["nav"])) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES)
 
 
 # links
-
-
-def prose(document: Path) -> str:
-    return FENCE.sub("", document.read_text())
 
 
 def anchors(document: Path) -> set[str]:
@@ -71,14 +63,13 @@ def broken(document: Path, link: str) -> bool:
 
 @each(DOCUMENTS)
 def test_relative_links_lead_to_a_file_and_to_a_heading_in_it(document: Path) -> None:
-    links = [link for pair in LINK.findall(prose(document)) for link in pair if link]
-    assert [link for link in links if not re.match(r"[a-z]+:", link) and broken(document, link)] == []
+    assert [link for link in links_in(document) if not is_external(link) and broken(document, link)] == []
 
 
 @each(PAGES)
 def test_links_of_a_page_stay_inside_the_site(document: Path) -> None:
-    local = [link for pair in LINK.findall(prose(document)) for link in pair if link and not re.match(r"[a-z]+:", link)]
-    outside = [link for link in local if not (document.parent / link).resolve().is_relative_to(docs.ROOT / "docs")]
+    local = [link for link in links_in(document) if not is_external(link)]
+    outside = [link for link in local if not (document.parent / link).resolve().is_relative_to(ROOT / "docs")]
     assert outside == [], "name a file of the repository by its path, in backticks"
 
 
@@ -90,28 +81,12 @@ def codes(error: type[DilocoError]) -> set[str]:
 
 
 def test_every_error_code_is_explained() -> None:
-    page = (docs.ROOT / "docs/troubleshooting.md").read_text()
+    page = (ROOT / "docs/troubleshooting.md").read_text()
     explained = re.findall(r"^##+ error\[([^]]+)\]$", page, re.MULTILINE)
     assert sorted(codes(DilocoError) - set(explained)) == [], "a heading `## error[CODE]` is missing for each"
 
 
 # commands and settings
-
-
-def commands_in(document: Path) -> list[str]:
-    """Commands of ours in its blocks, each on one line. One that is shown with the error it ends in is left out."""
-    blocks = [block.replace("\\\n", " ") for _, _, block in FENCE.findall(document.read_text())]
-    shown = re.compile(r"^ *(?:\$ )?(diloco .*)$(?!\nerror\[)", re.MULTILINE)
-    return [command for block in blocks for command in shown.findall(block)]
-
-
-def words_of(command: str) -> list[str]:
-    """Up to where the shell takes over; `…` stands for more of the same."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    words = list(lexer)
-    ends = [place for place, word in enumerate(words) if set(word) <= set("();<>|&")]
-    return [word for word in words[: min(ends, default=None)] if word != "…"]
 
 
 def mistake_in(command: str) -> str:
@@ -167,11 +142,11 @@ def test_configurations_in_documents_are_valid(document: Path) -> None:
 # code
 
 
-EXAMPLES = [block for _, kind, block in FENCE.findall((docs.ROOT / "CONTRIBUTING.md").read_text()) if kind == "python"]
+EXAMPLES = [block for _, kind, block in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text()) if kind == "python"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.partition("\n")[0].removeprefix("# "))
 def test_examples_of_extensions_can_be_loaded(example: str) -> None:
-    place = docs.ROOT / example.partition("\n")[0].removeprefix("# ")
+    place = ROOT / example.partition("\n")[0].removeprefix("# ")
     assert place.parent.is_dir() and not place.exists()
     exec(compile(example, place, "exec"), {"__name__": place.stem})
