@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread costs more than it brings
@@ -14,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second threa
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 
+hypothesis.settings.register_profile("diloco", deadline=None)  # how long a case takes says nothing on a busy machine
+hypothesis.settings.load_profile("diloco")
 SMALL: dict[str, Any] = {
     "model": {"preset": "tiny", "blocks": 2, "width": 32, "heads": 2, "feed_forward": 64},
     "data": {"sequence": 32},
@@ -51,6 +54,14 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_once, tmp_path / "run"))
+
+
+@pytest.fixture
+def log(small: Callable[..., Config]) -> tuple[Path, list[str]]:
+    """Of an island that has committed eight rounds, three of them with snapshots; and the digest of each state."""
+    from logs import write_island_log
+
+    return write_island_log(small(checkpoint={"snapshot_every": 3, "keep": 0}))
 
 
 @pytest.fixture

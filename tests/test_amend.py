@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from alone import HERE
+from nodes import OFFER, begin, options, said
+from records import record as any_record
 from team import PATIENT, Team, side_by_side
-from test_elastic_node import OFFER, begin, options, said
-from test_elastic_state import record as any_record
 
 from diloco.bench.team import Heard, driver_for
 from diloco.comm.peers.identity import Identity

@@ -85,6 +85,24 @@ def test_nothing_is_imported_by_its_folder() -> None:
     assert {name: top & set(house.LINKED) for name, top in tops.items() if top & set(house.LINKED)} == {}
 
 
+def test_no_test_is_imported() -> None:
+    """What tests share lies in modules of its own, whose names say what they hold."""
+    imports = {path.name: imported_names(path) for path in sorted((house.ROOT / "tests").glob("*.py"))}
+    of_tests = re.compile(r"(^|\.)test_")
+    assert [(file, name) for file, names in imports.items() for name in names if of_tests.search(name)] == []
+
+
+def imported_names(path: Path) -> list[str]:
+    """Modules, and what is taken from them: `a.b` for `from a import b`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return found
+
+
 def test_no_large_file_is_kept() -> None:
     assert [path for path in listed_files() if path.lstat().st_size > 2**20] == []
 

@@ -11,7 +11,7 @@ from diloco.comm.codec.noise import PAGE
 COUNT = 20_000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_check_is_there_and_bytes_are_few():
     report = measure(peers=3, values=30 * PAGE, codec="int4", link="slow", line=(1e8, 0.001), against=["gloo"])
     values = {check.name: check.value for check in report.checks}

@@ -36,7 +36,7 @@ def test_two_processes_measure_a_link() -> None:
         assert row["round_trip_s"] >= 2 * transfer.delay_s - 0.001
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_reports_a_check_for_each_rate_and_what_goes_unshaped() -> None:
     done = run_cli("bench", "link", "--rate", "50mbit,200mbit", "--delay", "5ms", "--streams", "2", "--json")
     assert done.returncode == 0, done.stderr

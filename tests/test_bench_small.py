@@ -8,6 +8,7 @@ from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_a_download_is_all_of_the_state_from_three_donors_and_a_return_the_rounds_since():
     report = join.downloads(1_000_000, 1, 200e6, pace_s=3.0)
     assert [check.name for check in report.checks] == ["join.time_over_link_limit", "join.replay_byte_saving"]
@@ -23,6 +24,7 @@ def test_the_log_is_counted_by_its_files(tmp_path):
     assert figures["snapshots_bytes"] > figures["rounds"] * 1_600_000 > 10 * figures["log_bytes"]
 
 
+@pytest.mark.soak
 def test_with_rounds_every_block_of_the_overhead_has_one():
     report = measure(device="cpu", blocks=1, rounds=True)
     assert [check.name for check in report.checks] == ["overhead.with_rounds_ratio"]

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from events import a_round, told
 from rich.console import Console
 
 from diloco.report.board import ECHO_S, HOLD_S, Board, account
@@ -10,15 +11,6 @@ from diloco.report.terminal import sentence
 from diloco.report.watching import IslandsView, Tail, cells, open_islands_view, table
 
 ONE, TWO = "island-1", "island-2"
-
-
-def told(kind: str, at: float = 0.0, **fields: object) -> dict[str, object]:
-    return {"event": kind, "time": at, **fields}
-
-
-def a_round(number: int, *contributors: str, at: float, step: int, digest: str = "") -> dict[str, object]:
-    fields = {"contributors": list(contributors), "step": step, "digest": digest or f"digest {number}"}
-    return told("round", at, round=number, **fields)
 
 
 def validation(number: int, step: int, loss: float) -> dict[str, object]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from islands import SMALL, TestIsland
+from items import MANIFEST, SMALL_CHUNK, STATE, holding
 from team import wait_until
-from test_checkpoint_transfer import MANIFEST, SMALL_CHUNK, STATE, holding
 
 from diloco.bench.bare import DIGEST, BareConfig
 from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from test_checkpoint_log import write_log
+from logs import write_log
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal

@@ -11,7 +11,7 @@ from pathlib import Path
 import checkpoint_writer
 import pytest
 from checkpoint_writer import Reference
-from test_checkpoint_snapshot import fill, small_disk
+from disks import fill, small_disk
 
 from diloco.checkpoint.log.segments import segment_paths
 

@@ -2,73 +2,20 @@
 
 import json
 import shutil
-import threading
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from alone import HERE
-from checkpoint_writer import following
+from logs import ROUNDS
 from safetensors.torch import load_file
-from test_checkpoint_snapshot import written
 
-from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal, Kind, record_frame
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import SnapshotContents, manifests, read_vectors, write_snapshot
-from diloco.comm.peers.ticket import run_id_of
-from diloco.elastic.runtime.applier import Applier, RunContext
 from diloco.errors import SaveError
 from diloco.history.log import find_logs, newest_state, rows, state_of, verify
-from diloco.report.events import Events
-from diloco.run.folder import OUTER
-from diloco.run.genesis import Genesis, write_genesis
-from diloco.run.join import run_of
-from diloco.simulate.virtual.world import owner
-from diloco.train.trainer import Trainer
-
-ROUNDS = 8
-
-
-@pytest.fixture
-def log(small) -> tuple[Path, list[str]]:
-    """Of an island that has committed eight rounds, three of them with snapshots; and the digest of each state."""
-    config = small(checkpoint={"snapshot_every": 3, "keep": 0})
-    trainer, folder = Trainer(config, HERE, Events()), Path(config.dir) / OUTER
-    genesis = Genesis.of(config, trainer.island.layout, trainer.samples, "A").signed(owner())
-    run = run_of(genesis, config, trainer.fragments)
-    return folder, write_log(folder, genesis, run, trainer.initial_vectors(), ROUNDS)
-
-
-def write_log(
-    folder: Path, genesis: Genesis, run: RunContext, vectors: dict[str, torch.Tensor], rounds: int
-) -> list[str]:
-    """The digest of each state, that before the first round included."""
-    store = DiskStore(folder, lambda what, text: None, keep=0)
-    write_genesis(folder, run_id_of(owner().public_key), genesis)
-    state = genesis.state()
-    store.begin(genesis.digest, state.head.digest, 0, known=False)
-    applier = Applier(run, state, vectors, store, lambda state, digest: None)
-    thread = threading.Thread(target=applier.apply_all)
-    thread.start()
-    digests = [vectors_digest(vectors)]
-    for _ in range(rounds):
-        record, payload = following(state, run.fragments.count)
-        applier.hold(record.payload, payload)
-        applier.append(record)
-        state = state.after(record)
-        with applier.changed:
-            applier.changed.wait_for(lambda state=state: applier.applied == state)
-        digests.append(applier.replica.digest())
-        store.record_digest(state.head.digest, digests[-1])
-        written(store)  # a snapshot that waits would make way for the next one
-    applier.stop()
-    thread.join()
-    store.close()
-    return digests
 
 
 def test_rounds_are_listed_and_the_state_of_each_comes_back(log):

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from alone import train
-from test_checkpoint_segments import BASE, chain, opened, write
-from test_checkpoint_snapshot import frozen, settle, take_snapshot
+from logs import BASE, chain, frozen, opened, settle, take_snapshot, write
 
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths

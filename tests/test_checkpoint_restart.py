@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from islands import SMALL, TestIsland, introduce, training, wait_for
-from test_elastic_driver import assert_agreed, at_round, stand_still
-from test_launcher import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
+from islands import SMALL, TestIsland, assert_agreed, at_round, introduce, stand_still, training, wait_for
+from launched import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
 
 from diloco.bench.bare import DIGEST
 from diloco.checkpoint.log.diskstore import DiskStore
@@ -314,7 +313,7 @@ def joined(tmp_path: Path, name: str) -> list[str]:
     return [event["text"] for event in events if event["event"] == "elastic" and event["what"] == "joined"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_islands_were_all_killed_goes_on_from_their_disks_in_any_order(tmp_path):
     """With the old ticket, whose addresses nobody has listened to meanwhile."""
     own = ("--set", "island.batch=8", "--set", "island.device=cpu")

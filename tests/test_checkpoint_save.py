@@ -192,7 +192,7 @@ def test_the_end_of_a_run_waits_for_what_is_being_written(small, gate):
     assert [event["step"] for event in life.events("save")] == [10, 12]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_whoever_is_killed_while_writing_leaves_whole_saves(tmp_path):
     random, newest = Random(5), 0
     for _ in range(3):

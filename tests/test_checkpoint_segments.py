@@ -1,21 +1,15 @@
 """Frames in files, and the log that is made of them: cut at every byte, changed at every byte, refused by the disk."""
 
-import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
+from logs import BASE, chain, entry, opened, write
 
-from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.journal import NOTHING, Entry, Journal
+from diloco.checkpoint.log.journal import NOTHING, Journal
 from diloco.checkpoint.log.segments import SegmentWriter, read_body, scan, segment_paths
 
-BASE = "base"
 KINDS = [(2, b"a promise", b""), (3, b"name", b"payload " * 9), (4, b"{}", b"record"), (5, b"", b"")]
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def write_frames(folder: Path) -> Path:
@@ -66,35 +60,6 @@ def test_a_body_that_changed_after_it_was_found_is_not_given(tmp_path):
     assert read_body(place) is None
     path.unlink()
     assert read_body(place) is None
-
-
-def entry(number: int, parent: str, payload: bytes = b"") -> Entry:
-    header = f"record {number} after {parent} with {digest(payload)}".encode()
-    return Entry(number, digest(header), parent, header, digest(payload))
-
-
-def chain(count: int, word: str = "payload") -> list[tuple[Entry, bytes]]:
-    found, parent = [], BASE
-    for number in range(1, count + 1):
-        payload = f"{word} {number} ".encode() * 20
-        found.append((entry(number, parent, payload), payload))
-        parent = found[-1][0].digest
-    return found
-
-
-def opened(
-    folder: Path, head: str = BASE, number: int = 0, **options: object
-) -> tuple[DiskStore, list[tuple[str, str]]]:
-    told: list[tuple[str, str]] = []
-    store = DiskStore(folder, lambda what, text: told.append((what, text)), **options)  # type: ignore[arg-type]
-    store.begin("genesis", head, number, known=True)
-    return store, told
-
-
-def write(store: DiskStore, records: list[tuple[Entry, bytes]], **options: bool) -> None:
-    for record, payload in records:
-        store.put(record.payload, payload)
-        store.append(record, **options)
 
 
 def test_a_log_gives_back_records_results_promises_and_digests(tmp_path):

@@ -3,43 +3,27 @@
 import json
 import os
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from alone import HERE
 from conftest import read_events
+from disks import fill, small_disk
+from logs import BASE, chain, entry, frozen, opened, settle, take_snapshot, write
 from safetensors.torch import load_file
-from test_checkpoint_segments import BASE, chain, entry, opened, write
 
 from diloco.bench.team import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import segment_paths
-from diloco.checkpoint.log.snapshot import (
-    SnapshotContents,
-    clean,
-    manifests,
-    read_manifest,
-    read_vectors,
-    snapshots,
-    write_snapshot,
-)
+from diloco.checkpoint.log.snapshot import clean, manifests, read_manifest, read_vectors, snapshots, write_snapshot
 from diloco.checkpoint.save import saves
 from diloco.errors import SnapshotDamaged
 from diloco.report.events import Events, JsonLines
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
-
-
-def frozen(
-    number: int = 20, version: str = "c" * 64, order: tuple[int, ...] | None = None, count: int = 50
-) -> SnapshotContents:
-    noise = torch.Generator().manual_seed(number)
-    vectors = {name: torch.randn(count, generator=noise) for name in ("parameters", "momentum")}
-    return SnapshotContents(number, version, order or (number,), {"who": ["A", "B"], "clock": number}, vectors)
 
 
 def test_a_snapshot_comes_back_bit_by_bit_whatever_the_size_of_its_files(tmp_path):
@@ -96,18 +80,6 @@ def test_what_a_dying_writer_left_is_no_snapshot_and_goes_away(tmp_path):
     assert snapshots(tmp_path) == [path]
     clean(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def take_snapshot(store: DiskStore, number: int, version: str, order: tuple[int, ...] | None = None) -> None:
-    """And wait until it is there."""
-    store.snapshot(frozen(number, version, order))
-    written(store)
-
-
-def written(store: DiskStore) -> None:
-    with store._changed:
-        while store._contents is not None or store._writing_snapshot:
-            store._changed.wait(0.01)
 
 
 def follow(store: DiskStore, count: int) -> list[str]:
@@ -215,38 +187,6 @@ def test_damage_after_such_a_gap_is_found_where_it_is(tmp_path, part):
     settle(store)
     assert store.broken_after() is None
     store.close()
-
-
-def settle(store: DiskStore) -> None:
-    """Until all that was handed in is written."""
-    with store._changed:
-        while store._jobs or store._busy:
-            store._changed.wait(0.01)
-
-
-@contextmanager
-def small_disk(folder: Path, size: str = "256k"):
-    """A tmpfs: as root only."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small tmpfs")
-    folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size={size} tmpfs {folder}") != 0:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        yield folder
-    finally:
-        os.system(f"umount -l {folder}")
-
-
-def fill(folder: Path) -> Path:
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
-    return ballast
 
 
 def test_a_full_disk_is_told_of_and_durability_comes_back_with_space(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from hashlib import sha256
 from random import Random
 
 import pytest
+from items import MANIFEST, SMALL_CHUNK, STATE, holding
 from team import wait_until
 
 from diloco.checkpoint.log.library import (
@@ -24,16 +25,12 @@ from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, CHUNK, DESCRI
 from diloco.checkpoint.transfer.fetch import MAX_ASKED, ChunkBoard, Transfer, describe, request
 from diloco.comm.peers import packing
 from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import Piece
 from diloco.errors import DonorBusy, ItemMissing, ManifestRefused, PeerLost, TransferFailed, TransportError, WrongBytes
 
 SOON = 20.0
-SMALL_CHUNK = 1 << 12
-STATE = Random(7).randbytes(40 * SMALL_CHUNK + 1234)  # 41 chunks, the last one short
-MANIFEST = Item("state", STATE, SMALL_CHUNK).description()
 GONE = "gives nothing to others any more"  # what a donor says that has failed
 
 
@@ -113,12 +110,6 @@ class Swarm:
             source.close()
         for transport in [self.me, *self.transports.values()]:
             transport.close()
-
-
-def holding(data: Buffer, name: str = "state") -> Library:
-    library = Library()
-    library.put(name, data, chunk_bytes=SMALL_CHUNK)
-    return library
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The commands as a person runs them: real processes, real files, real signals."""
+"""The commands as a person runs them: real files, real signals, and real processes for whatever trains."""
 
 import fcntl
 import json
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -43,12 +42,6 @@ def trained(*arguments: object) -> str:
     done = run_cli("run", *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def refused(*arguments: object, **options: Any) -> str:
-    done = run_cli("run", *map(str, arguments), **options)
-    assert done.returncode == 2
-    return done.stderr
 
 
 def help_of(*command: str) -> str:
@@ -91,24 +84,23 @@ def test_run_trains_tells_and_says_what_next(config_file, tmp_path):
     assert written["inner"]["steps"] == 12
 
 
-def test_an_earlier_run_is_never_trained_over_unasked(config_file, tmp_path):
-    trained(config_file)
-    assert "already holds a run, saved at step 12: add --resume" in refused(config_file)
+def test_an_earlier_run_is_never_trained_over_unasked(command, run, config_file, tmp_path):
     assert "note: the earlier run is kept as" in trained(config_file, "--fresh")
+    assert "already holds a run, saved at step 12: add --resume" in command.refused("run", config_file)
     assert (tmp_path / "run.1" / "save-00000012").is_dir()
 
 
 @pytest.mark.parametrize("option", [("--link", "10mbit,10ms"), ("--host", "10.0.0.1")])
-def test_what_needs_others_is_refused_alone(config_file, option):
+def test_what_needs_others_is_refused_alone(command, config_file, option):
     complaint = f"{option[0]} is for a run that others can join, and this one is alone: add --islands"
-    assert complaint in refused(config_file, *option)
+    assert complaint in command.refused("run", config_file, *option)
 
 
-def test_an_island_alone_does_not_train_among_islands(config_file, tmp_path):
+def test_an_island_alone_does_not_train_among_islands(command, config_file, tmp_path):
     (tmp_path / "run" / "island-1" / "outer").mkdir(parents=True)
     (tmp_path / "run" / "island-1" / "outer" / "log-00000001.seg").touch()
     (tmp_path / "run" / "config.yaml").touch()
-    assert "already holds a run of several islands: add --resume" in refused(config_file)
+    assert "already holds a run of several islands: add --resume" in command.refused("run", config_file)
 
 
 def start_long_run(
@@ -124,7 +116,7 @@ def start_long_run(
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tmp_path, number):
     process = start_long_run(config_file)
     process.send_signal(number)
@@ -141,10 +133,10 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert f"already finished: step {stopped + 2}" in trained(*two_more)
 
 
-def test_two_processes_cannot_train_in_one_folder(config_file):
+def test_two_processes_cannot_train_in_one_folder(command, config_file):
     first = start_long_run(config_file)
     try:
-        assert "another process is training in" in refused(config_file, "--fresh")
+        assert "another process is training in" in command.refused("run", config_file, "--fresh")
     finally:
         first.send_signal(signal.SIGINT)
         first.communicate(timeout=60)
@@ -181,7 +173,7 @@ def test_a_later_signal_leaves_at_once_but_not_an_echo_of_the_first():
     assert done.stderr.count("finishing this step") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_mesh_saves_when_everybody_is_signalled(config_file, tmp_path):
     """As a job scheduler does: launcher and workers get SIGTERM, and the launcher passes it on."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -204,21 +196,20 @@ def test_a_mesh_that_starts_its_own_processes_passes_a_signal_on_and_leaves_none
     assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_fresh_moves_only_what_is_a_run(config_file, tmp_path):
+def test_fresh_moves_only_what_is_a_run(command, config_file, tmp_path):
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.tex").write_text("years of work")
-    assert "is not a diloco run" in refused(config_file, "--fresh", "--set", f"checkpoint.dir={other}")
-    refused(config_file, "--set", f"checkpoint.dir={other}")
+    assert "is not a diloco run" in command.refused("run", config_file, "--fresh", "--set", f"checkpoint.dir={other}")
+    command.refused("run", config_file, "--set", f"checkpoint.dir={other}")
     assert [path.name for path in other.iterdir()] == ["chapter.tex"]
-    assert "use one of them" in refused(config_file, "--fresh", "--resume")
+    assert "use one of them" in command.refused("run", config_file, "--fresh", "--resume")
 
 
-def test_a_refused_start_leaves_the_earlier_run_alone(config_file, tmp_path):
-    trained(config_file)
+def test_a_refused_start_leaves_the_earlier_run_alone(command, run, config_file, tmp_path):
     before = (tmp_path / "run" / "config.yaml").read_text()
-    refused(config_file, "--fresh", "--set", "data.sequence=100M")
-    refused(config_file, "--resume", "--set", "model.width=64")
+    command.refused("run", config_file, "--fresh", "--set", "data.sequence=100M")
+    command.refused("run", config_file, "--resume", "--set", "model.width=64")
     assert (tmp_path / "run" / "config.yaml").read_text() == before
     assert not (tmp_path / "run.1").exists()
 
@@ -243,14 +234,13 @@ def bad_input(folder: Path) -> dict[str, tuple[list[str], str]]:
 
 
 @pytest.mark.parametrize("case", bad_input(Path()))
-def test_bad_input_is_one_clear_line(config_file, tmp_path, case):
+def test_bad_input_is_one_clear_line(command, monkeypatch, config_file, tmp_path, case):
     (tmp_path / "damaged.tokens").write_bytes(b"these are not tokens" * 20)
     arguments, complaint = bad_input(tmp_path)[case]
     path = [] if case == "no config" else [str(config_file)]
-    one_process = {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun says it; without, a mesh starts its own
-    told = refused(*path, *arguments, env={**os.environ, **one_process, "CUDA_VISIBLE_DEVICES": ""})
-    assert told.startswith("error[") and complaint in told
-    assert len(told.splitlines()) == 1, told
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)  # as torchrun says it; without, a mesh starts its own processes
+    assert complaint in command.refused("run", *path, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -275,24 +265,22 @@ def test_bad_options_of_a_bench_are_refused_before_anything_runs(options, compla
     assert isinstance(done.exception, ConfigError) and complaint in str(done.exception)
 
 
-def test_tokenize_then_train_on_the_result(config_file, tmp_path):
+def test_tokenize_then_train_on_the_result(command, config_file, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
     out = tmp_path / "a.tokens"
-    made = run_cli("tokenize", str(text), "--out", str(out))
-    assert made.returncode == 0, made.stderr
-    assert "use it with: data: {source: tokens" in made.stdout
+    made = command("tokenize", text, "--out", out)
+    assert made.code == 0 and "use it with: data: {source: tokens" in made.out
     trained(config_file, "--set", "data.source=tokens", "--set", f"data.path={out}")
 
 
-def test_doctor_speaks_json_too():
-    done = run_cli("doctor", "--json")
-    names = {finding["name"] for finding in json.loads(done.stdout)}
+def test_doctor_speaks_json_too(command):
+    names = {finding["name"] for finding in json.loads(command("doctor", "--json").out)}
     assert {"python", "torch", "p2pd", "disk"} <= names
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_benchmarks_have_one_form():
     done = run_cli("bench", "overhead", "--json", "--device", "cpu", "--blocks", "1")
     report = json.loads(done.stdout)

@@ -115,6 +115,7 @@ def test_a_number_that_we_never_write_cannot_make_infinity(name, levels, lowest)
         codec.decode(payload, 256)
 
 
+@pytest.mark.soak
 def test_a_damaged_cache_of_compiled_code_costs_time_only(tmp_path):
     """As a power cut leaves it."""
     script = "import torch; from golden import *; print(golden_digest('int8', 'cpu') == GOLDEN['int8'])"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_golden_protocol import Tape
+from tape import Tape
 
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS

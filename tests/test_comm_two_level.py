@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 from golden import RESULT_KEY, digest
-from test_comm_allreduce import Group, direct_group, encoded, jittery, memory_group, wrapped
+from groups import Group, direct_group, encoded, jittery, memory_group, wrapped
 from torch import Tensor
 
 from diloco.comm.codec.noise import PAGE

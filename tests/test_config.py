@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from conftest import run_cli
 from pydantic import ValidationError
 
 from diloco.config.file import load_config, parse_config, render_config
@@ -145,8 +144,8 @@ def test_the_printout_explains_every_field_and_is_itself_a_configuration():
     assert all("# " in line for line in printed.splitlines() if line)
 
 
-def test_the_command_prints_overrides():
-    assert "every: 77" in run_cli("config", "--set", "sync.every=77").stdout
+def test_the_command_prints_overrides(command):
+    assert "every: 77" in command("config", "--set", "sync.every=77").out
 
 
 def test_a_genesis_without_a_key_or_with_its_old_name_is_read_as_if_it_had_it():

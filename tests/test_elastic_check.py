@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
-from test_elastic_state import GENESIS, contribution, record
+from records import GENESIS, contribution, record
 
 from diloco.simulate.virtual.check import Checker, Violation
 

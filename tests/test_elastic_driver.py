@@ -1,14 +1,11 @@
 """The driver on streams in memory: real threads, a real all-reduce, faults made by closing, cutting and lying."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from islands import SMALL, TestIsland, introduce, training, wait_for
+from islands import NAMES, SMALL, TestIsland, agree, assert_agreed, at_round, introduce, stand_still, team, wait_for
 
 from diloco.bench.bare import DIGEST, VECTORS
 from diloco.comm.reduce.allreduce import Reduction
@@ -25,49 +22,6 @@ from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
 from diloco.elastic.runtime.reducing import Outcome, stall_after
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.work import PendingProgress, StepsDone
-
-NAMES = ("A", "B", "C", "D")
-
-
-@contextmanager
-def team(
-    names: tuple[str, ...] = NAMES, *, shape: Callable[[Transport], Transport] = lambda plain: plain, **options: Any
-) -> Iterator[tuple[MemoryNetwork, list[TestIsland]]]:
-    network, setting = MemoryNetwork(), replace(SMALL, **options)
-    islands = [TestIsland(shape(network.transport(name)), setting.beginning(names), setting) for name in names]
-    with training(islands):
-        yield network, islands
-
-
-def at_round(islands: list[TestIsland], number: int) -> None:
-    wait_for(lambda: all(island.state.head.round >= number for island in islands), islands)
-
-
-def stand_still(islands: list[TestIsland]) -> None:
-    for island in islands:
-        island.stop()
-    wait_for(lambda: len({island.state.head for island in islands}) == 1, islands)
-
-
-def assert_agreed(islands: list[TestIsland]) -> None:
-    """At one head: what was offered last may still be committed while one looks."""
-    found: list[set[str]] = []
-
-    def looked() -> bool:
-        before = {island.state.head for island in islands}
-        found[:] = [{island.driver.replica.digest() for island in islands}]
-        return len(before) == 1 and before == {island.state.head for island in islands}
-
-    wait_for(looked, islands)
-    assert len(found[0]) == 1
-
-
-def agree(islands: list[TestIsland], *, after: int = 0) -> None:
-    """Go on for so many rounds, stand still, and hold the same bits."""
-    if after:
-        at_round(islands, max(island.state.head.round for island in islands) + after)
-    stand_still(islands)
-    assert_agreed(islands)
 
 
 def divide(change: Callable[[str, str], None]) -> None:
@@ -92,6 +46,7 @@ def contributions(island: TestIsland, of: TestIsland) -> list[tuple[int, int]]:
 def test_islands_agree_bit_by_bit_and_every_contribution_is_in_the_log():
     with team() as (_, islands):
         at_round(islands, 12)
+        wait_for(lambda: all(contributions(islands[0], island) for island in islands), islands)
         agree(islands)
         assert float(islands[0].driver.replica.vectors["parameters"].abs().sum()) > 0
         for island in islands:

@@ -16,7 +16,7 @@ from diloco.elastic.protocol.wire import decode
 
 pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")
-KILLS = int(os.environ.get("DILOCO_KILLS", "6"))
+KILLS = int(os.environ.get("DILOCO_KILLS", "3"))
 SMALL = BareConfig(count=300_000, silence_s=3.0, pace_s=0.5)
 
 
@@ -89,6 +89,7 @@ def test_kills_in_a_row():
         assert final.ledger.overlaps == ()
 
 
+@pytest.mark.soak
 def test_one_epoch_with_crashes_and_joins_uses_each_sample_once():
     """Five crashes and three joins; the ledger says which sample was consumed, and none twice."""
     chance = random.Random(5)

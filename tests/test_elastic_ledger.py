@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_elastic_ranges import positions
+from ranges import positions
 
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import first, minus, normal, size

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from test_elastic_driver import agree, at_round, team
-from test_elastic_node import options, said
-from test_elastic_simulator import commits_of
+from disasters import commits_of
+from islands import agree, at_round, team
+from nodes import options, said
 
 from diloco.bench import bare
 from diloco.elastic.protocol import liveness

@@ -2,20 +2,12 @@
 
 from dataclasses import replace
 
-from test_elastic_state import record
+from nodes import OFFER, STATE, begin, options, proposal, said, those
+from records import record
 
 from diloco.elastic.protocol import messages as msg
-from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Contribution, Head, Offer, Record, Settings
-from diloco.elastic.protocol.state import RunState
-
-STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
-OFFER = Offer(0, 0, 1, 10, (), incarnation=1)
-
-
-def options(**changes) -> Options:
-    return Options(lambda state, fragment, contributions: (Settings(), state.step), silence_s=2.0, **changes)
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Record
 
 
 def node() -> Node:
@@ -28,26 +20,9 @@ def leader(roster: tuple[str, ...] = STATE.roster, **changes) -> Node:
     return Node("A", replace(STATE, roster=roster), options(**changes), now=0.0, incarnation=1)
 
 
-def those(effects, kind):
-    return [effect for effect in effects if isinstance(effect, kind)]
-
-
-def said(effects, kind=object, to=None):
-    sent = [send.message for send in those(effects, msg.Send) if to in (None, send.to)]
-    return those(sent, kind)
-
-
 def kinds(effects):
     """Of what is sent, and of what else is asked for."""
     return [type(effect.message) if isinstance(effect, msg.Send) else type(effect) for effect in effects]
-
-
-def proposal(*islands: str):
-    return record(STATE, *(Contribution(island, OFFER, 10) for island in islands)).proposal
-
-
-def begin(ballot: Ballot, *islands: str, members: tuple[str, ...] = ("A", "B")) -> msg.Begin:
-    return msg.Begin(STATE.key, ballot, proposal(*islands), members, ())
 
 
 def beat(head: Head = STATE.head, promise: Ballot = NO_BALLOT, digest: str = "") -> msg.Heartbeat:

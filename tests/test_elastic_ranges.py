@@ -2,15 +2,12 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from ranges import positions
 
-from diloco.elastic.protocol.ranges import Ranges, both, first, is_normal, minus, normal, size
+from diloco.elastic.protocol.ranges import both, first, is_normal, minus, normal, size
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 ranges = pairs.map(normal)
-
-
-def positions(ranges: Ranges) -> set[int]:
-    return {position for lo, hi in ranges for position in range(lo, hi)}
 
 
 @given(pairs)

@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import run_cli
+from disasters import commits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import World
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-CAMPAIGN = Campaign()
 BATCH = 100
 STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pace_of(seed) != USUAL]
 
@@ -41,16 +39,6 @@ CAUGHT = {
 }
 
 
-def commits_of(seeds: Iterable[int], campaign: Campaign = CAMPAIGN) -> int:
-    """All of them together; none violates anything."""
-    commits = 0
-    for outcome in campaign.run(seeds):
-        if outcome.violation:
-            pytest.fail(campaign.describe(outcome.seed))
-        commits += outcome.commits
-    return commits
-
-
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_scenarios_go_as_written(path):
     scenario.check(path)
@@ -62,8 +50,8 @@ def test_every_rule_has_a_scenario():
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(i * BATCH, marks=[pytest.mark.soak] * (i > 0), id=f"{i * BATCH}-") for i in range(5)]
-)
+    "first", [pytest.param(i * BATCH, marks=pytest.mark.soak, id=f"{i * BATCH}-") for i in range(5)]
+)  # `make test` runs the first hundred from the command line (tests/prove.py)
 def test_random_disasters_violate_nothing(first):
     commits = commits_of(range(first, first + BATCH))
     assert commits > 50 * BATCH, "disasters in which nothing is ever committed show nothing"
@@ -166,15 +154,15 @@ def test_a_scenario_whose_rule_is_not_needed_is_no_scenario(tmp_path):
         scenario.check(path)
 
 
-def test_from_the_command_line():
-    good = run_cli("simulate", "protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
-    assert good.returncode == 0, good.stderr
-    assert "3 seeds from 0:" in good.stdout and "0 violations" in good.stdout
+def test_from_the_command_line(command):
+    good = command("simulate", "protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
+    assert good.code == 0, good.err
+    assert "3 seeds from 0:" in good.out and "0 violations" in good.out
     seed = CAUGHT["marks_decide"]
-    bad = run_cli("simulate", "protocol", "--first", str(seed), "--seeds", "1", "--without", "marks_decide")
-    assert bad.returncode == 1
-    assert f"again: diloco simulate protocol --first {seed} --seeds 1 --without marks_decide" in bad.stdout
-    assert "1 violations" in bad.stdout
+    bad = command("simulate", "protocol", "--first", seed, "--seeds", "1", "--without", "marks_decide")
+    assert bad.code == 1
+    assert f"again: diloco simulate protocol --first {seed} --seeds 1 --without marks_decide" in bad.out
+    assert "1 violations" in bad.out
 
 
 @pytest.mark.parametrize(
@@ -184,7 +172,5 @@ def test_from_the_command_line():
         (["protocol", "--without", "gravity"], "the rules are adoption_survives_retries"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line(arguments, complaint):
-    done = run_cli("simulate", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
+def test_what_cannot_be_simulated_is_one_line(command, arguments, complaint):
+    assert complaint in command.refused("simulate", *arguments)

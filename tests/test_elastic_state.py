@@ -1,25 +1,10 @@
 """What follows from records: marks, leases, the head. A record that cannot follow is refused whole."""
 
-from dataclasses import replace
-
 import pytest
+from records import GENESIS, contribution, record
 
-from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.record import EMPTY, Contribution, Grant, Head, Offer, Proposal, Record, Settings
-from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.record import Grant, Record, Settings
 from diloco.errors import RecordInvalid
-
-GENESIS = RunState(Head(0, 0, "0" * 64), ("A", "B"), Ledger(epoch=100))
-
-
-def record(state: RunState, *parts: Contribution, **changes) -> Record:
-    fragment = parts[0].offer.fragment if parts else -1
-    proposal = Proposal(state.key, fragment, parts, state.roster, (), (), Settings(), state.step)
-    return Record(replace(proposal, **changes), EMPTY)
-
-
-def contribution(island: str, lo: int, hi: int, *, samples=(), fragment: int = 0) -> Contribution:
-    return Contribution(island, Offer(fragment, lo, hi, 10, samples, incarnation=1), weight=10)
 
 
 def test_a_record_moves_head_marks_clock_and_roster():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, run_cli
+from conftest import SMALL
 from trained_run import TEXT, byte_pairs, train
 
 from diloco.checkpoint.save import saves
@@ -253,7 +253,7 @@ def test_a_damaged_save_is_named_and_passed_over(islands):
         load_trained(islands / "island-2")
 
 
-def test_the_command_itself(run, tmp_path):
-    done = run_cli("export", str(run), str(tmp_path / "out"))
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_command_itself(command, run, tmp_path):
+    done = command("export", run, tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
     assert load(tmp_path / "out").config.max_position_embeddings == 32

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from conftest import SMALL
+from launched import events_of, islands, wait_until
 from safetensors.torch import load_file
-from test_launcher import events_of, islands, wait_until
 from trained_run import train
 
 from diloco.checkpoint.save import read_outer, saves
@@ -49,6 +49,7 @@ def rounds_of(tmp_path: Path) -> int:
     return len([event for event in events_of(tmp_path, "island-1") if event["event"] == "round"])
 
 
+@pytest.mark.soak
 def test_islands_train_on_while_a_round_of_theirs_is_exported_and_others_start_from_it(tmp_path):
     changes = ("inner.steps=100000", "checkpoint.snapshot_every=1", "checkpoint.keep=0", "evaluate.every=0")
     with islands(tmp_path, *changes) as process:
@@ -81,6 +82,7 @@ def test_a_run_with_others_starts_from_a_hugging_face_folder(small, tmp_path):
     assert same(tensors_at(Path(config.dir) / OUTER, 0), load_file(tmp_path / "llama" / "model.safetensors"))
 
 
+@pytest.mark.soak
 def test_an_island_alone_is_exported_while_it_trains_and_does_not_feel_it(small, tmp_path):
     steps = {"inner": {**SMALL["inner"], "steps": 400}, "evaluate": {"every": 0}, "checkpoint": {"snapshot_every": 5}}
     steps |= {"sync": {**SMALL["sync"], "codec": "fp32"}}  # rounding follows an island's key

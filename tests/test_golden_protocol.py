@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tape import ISLAND, Tape, key_file, load_key
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Entry, Header, Journal
@@ -25,7 +25,6 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import scan
 from diloco.checkpoint.log.snapshot import SnapshotContents, read_manifest, read_vectors, write_snapshot
 from diloco.comm.peers import record as peer_record
-from diloco.comm.peers.identity import PRIVATE_HEADER, Identity
 from diloco.comm.peers.ticket import Ticket, check_greeting, run_id_of
 from diloco.comm.transport.frame import HELLO
 from diloco.comm.transport.transport import Frame, PeerAddress, Stream, hear_channel, open_channel, refusal
@@ -50,7 +49,7 @@ from diloco.elastic.protocol.wire import decode, decode_message, encode, encode_
 from diloco.elastic.runtime.applier import SnapshotMeta
 from diloco.elastic.runtime.fetching import StateManifest as StateManifest
 from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
-from diloco.errors import PeerLost, StreamEnded
+from diloco.errors import StreamEnded
 from diloco.island.layout import Layout
 from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
 
@@ -80,20 +79,7 @@ def golden_bytes(told: dict[str, str]) -> bytes:
     return told["text"].encode() if "text" in told else bytes.fromhex(told["hex"])
 
 
-def key_file(seed: int) -> bytes:
-    key = Ed25519PrivateKey.from_private_bytes(bytes([seed] * 32))
-    return PRIVATE_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
-
-
-def load_key(raw: bytes) -> Identity:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "identity.key"
-        path.write_bytes(raw)
-        path.chmod(0o600)
-        return Identity.load(path)
-
-
-OWNER, ISLAND = load_key(key_file(1)), load_key(key_file(2))
+OWNER = load_key(key_file(1))
 A, B = ISLAND.peer_id, load_key(key_file(3)).peer_id
 OWNER_RUN = run_id_of(OWNER.public_key)
 AMENDMENT = Amendment.sign(OWNER, 1, '{"inner.lr":0.0001}')
@@ -197,32 +183,6 @@ def peer() -> peer_record.PeerRecord:
         sequence=5,
         expires_ms=int(NOW * 1000) + 60_000,
     )
-
-
-class Tape:
-    """A wire that keeps what is written, and gives what it was made with."""
-
-    peer, secure = A, False
-
-    def __init__(self, raw: bytes = b"", *, secure: bool = False) -> None:
-        self.written, self.left, self.secure = bytearray(), memoryview(raw), secure
-
-    def write(self, data: memoryview, deadline: float | None) -> None:
-        self.written += data
-
-    def wait(self, deadline: float | None) -> bool:
-        return True
-
-    def read_into(self, view: memoryview, stall_s: float) -> None:
-        if len(view) > len(self.left):
-            raise PeerLost("the tape is at its end")
-        view[:], self.left = self.left[: len(view)], self.left[len(view) :]
-
-    def bytes_for(self, length: int) -> int:
-        return length
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

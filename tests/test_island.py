@@ -61,7 +61,7 @@ def test_bf16_computes_close_to_fp32_with_fp32_parameters(small):
     assert {p.dtype for p in make_island(config).module.parameters()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_compiled_equals_eager(small):
     assert losses(small(island={"compile": True}), steps=3) == pytest.approx(losses(small(), steps=3), rel=1e-5)
 

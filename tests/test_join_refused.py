@@ -4,24 +4,20 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import run_cli
 
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 
 
 @pytest.mark.parametrize("given", ["runs/islands/tickt", "diloco2-" + "x" * 300])
-def test_what_is_no_ticket(given):
-    done = run_cli("join", given)
-    assert done.returncode == 2 and "a ticket begins with diloco1-" in done.stderr
-    assert done.stderr.count("\n") == 1 and len(done.stderr) < 250
+def test_what_is_no_ticket(command, given):
+    told = command.refused("join", given)
+    assert "a ticket begins with diloco1-" in told and len(told) < 250
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path):
+def test_a_folder_that_cannot_be_made(command, tmp_path: Path):
     owner, peer = (Identity.load(tmp_path / name) for name in ("owner", "peer"))
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{peer.peer_id}"
     ticket = Ticket.issue(owner, [address], now=time.time(), lifetime_s=60.0).render()
     (tmp_path / "file").touch()
-    done = run_cli("join", ticket, "--dir", str(tmp_path / "file" / "run"))
-    assert done.returncode != 0 and "name another one with --dir" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "name another one with --dir" in command.refused("join", ticket, "--dir", tmp_path / "file" / "run")

@@ -4,32 +4,37 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import SMALL, read_events
+from conftest import SMALL
+from events import a_round, told
+from launched import (
+    ONE,
+    TWO,
+    FakeChild,
+    events_of,
+    founded,
+    islands,
+    last_agreed,
+    pids,
+    processes_at,
+    rounds_with,
+    wait_until,
+)
 from rich.console import Console
-from test_board import a_round, told
 
 from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
 from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, Plan, is_saving, open_run, spread
 from diloco.launch.processes import Child
-from diloco.report.events import Event
 from diloco.report.watching import IslandsView
 from diloco.run.folder import release
 from diloco.run.signals import REPEAT_S
-
-ONE, TWO = "island-1", "island-2"
 
 
 @pytest.fixture
@@ -123,45 +128,6 @@ def test_a_child_says_why_it_ended(tmp_path):
     assert child.reason().startswith("exit code 2: error[config]: there-is-no-such.yaml: no such file")
 
 
-def wait_until(condition, timeout_s: float = 50.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
-
-
-class FakeChild:
-    """An island without a process."""
-
-    def __init__(self, folder: Path, exit_code: int | None) -> None:
-        self.name, self.folder, self.exit_code, self.pid = folder.name, folder, exit_code, 1
-        self.starts, self.asked, self.paused = 0, 0, 0
-
-    def start(self, arguments, environment) -> None:
-        self.starts += 1
-
-    def ask_to_stop(self) -> None:
-        self.asked += 1
-
-    def pause(self) -> None:
-        self.paused += 1
-
-    def kill(self) -> None:
-        self.exit_code = -9
-
-    def reason(self) -> str:
-        return "exit code 1: it went wrong"
-
-
-def founded(plan: Plan, view: IslandsView) -> Path:
-    """The folder of an island that has founded the run."""
-    open_run(plan, view, fresh=False)
-    founder = plan.folder / ONE
-    (founder / "ticket").touch()
-    (founder / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
-    return founder
-
-
 @pytest.fixture
 def fleet(plan, view, out, monkeypatch) -> Fleet:
     """A founder that trains, and a second island that dies whenever it is started."""
@@ -238,59 +204,7 @@ def test_the_ticket_follows_the_islands_that_are_there(fleet):
     assert both.run_id == first.run_id and len(both.addresses) == 2
 
 
-# Real processes from here on. Rounds need two islands, so that none of them trains ahead while others start.
-TOGETHER = {
-    "model": {"preset": "tiny", "blocks": 1, "width": 32, "heads": 2, "feed_forward": 64},
-    "inner": {"lr": 3e-3, "warmup": 2, "steps": 40},
-    "sync": {"every": 10},
-    "elastic": {"min_islands": 2, "silence_s": 2},
-}
-
-
-@contextmanager
-def islands(tmp_path: Path, *changes: str, options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """`diloco run --islands 2` as a person starts it; whatever happens, nothing of it stays."""
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({**SMALL, **TOGETHER, "checkpoint": {"dir": str(tmp_path / "run")}}))
-    sets = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "diloco", "run", str(path), "--islands", "2", *sets, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def pids(tmp_path: Path) -> dict[str, int]:
-    path = tmp_path / "run" / "islands.json"
-    return {entry["name"]: entry["pid"] for entry in json.loads(path.read_text())} if path.exists() else {}
-
-
-def processes_at(tmp_path: Path) -> list[str]:
-    """Command lines of all processes that were started for this folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # it has ended meanwhile
-            continue
-    return [line for line in found if str(tmp_path) in line]
-
-
-def events_of(tmp_path: Path, name: str) -> list[Event]:
-    path = tmp_path / "run" / name / "events.jsonl"
-    return read_events(path) if path.exists() else []
-
-
-def rounds_with(tmp_path: Path, teller: str, name: str) -> list[int]:
-    events = events_of(tmp_path, teller)
-    return [event["round"] for event in events if event["event"] == "round" and name in event["contributors"]]
-
-
-def last_agreed(tmp_path: Path, name: str) -> tuple[int, str, str]:
-    event = [event for event in events_of(tmp_path, name) if event["event"] == "agreed"][-1]
-    return event["round"], event["chain"], event["state"]
+# Real processes from here on.
 
 
 @pytest.mark.slow
@@ -308,7 +222,7 @@ def test_two_islands_train_one_model_and_end_with_equal_digests(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [ONE, TWO])
+@pytest.mark.parametrize("victim", [ONE, pytest.param(TWO, marks=pytest.mark.soak)])
 def test_a_killed_island_comes_back_and_contributes(tmp_path, victim):
     """The founder too: nobody needs it."""
     other = TWO if victim == ONE else ONE

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).parent / "mesh_worker.py"
 MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 2)}
-MODELS = ("built-in tied", "built-in untied", "llama tied", "llama untied")
+BRIEF, REST = ("built-in tied", "llama untied"), ("built-in untied", "llama tied")
 # on the largest mesh only: it holds what the others could break
 ON_BOTH = ("built-in frozen", "built-in muon", "built-in overlapped", "qwen3 with QK-norm")
 RUN = {
@@ -52,26 +54,29 @@ def model_of(name: str, hf_folders: dict[str, str]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, hf_folders) -> dict[str, dict]:
-    """Every model on every mesh, one launch a mesh."""
-    found = {}
-    for mesh, (fsdp, tp) in MESHES.items():
+def results(tmp_path_factory, hf_folders) -> Callable[[str, str], dict]:
+    """What a mesh makes of a model: the brief ones in one launch, the rest in another, when they are asked for."""
+
+    @cache
+    def launched(mesh: str, rest: bool) -> dict:
+        fsdp, tp = MESHES[mesh]
         folder = tmp_path_factory.mktemp("mesh")
         cases = {}
         both = (fsdp, tp) in ((1, 1), (2, 2))
-        for name in MODELS + (ON_BOTH if both else ()):
+        for name in REST if rest else BRIEF + (ON_BOTH if both else ()):
             island = {"batch": 8, "accumulate": 2, "fsdp": fsdp, "tp": tp, "device": "cpu"}
             inner = {**RUN["inner"], "optimizer": "muon" if name == "built-in muon" else "adamw"}
             config = {**RUN, "model": model_of(name, hf_folders), "island": island, "inner": inner}
             if name == "built-in overlapped":  # it validates other parameters than it trains
                 config["sync"] = {"every": 5, "delay": 3, "codec": "fp32"}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
-        if both:
+        if both and not rest:
             resumed = json.loads(json.dumps(cases["built-in tied"]))
             resumed["config"]["checkpoint"]["dir"] = str(folder / "resumed")
             cases["stopped and resumed"] = {**resumed, "stop_at": 7}
-        found[mesh] = launch(folder, cases, processes=fsdp * tp)
-    return found
+        return launch(folder, cases, processes=fsdp * tp)
+
+    return lambda mesh, model: launched(mesh, model in REST)[model]
 
 
 def launch(folder: Path, cases: dict, processes: int) -> dict:
@@ -84,12 +89,16 @@ def launch(folder: Path, cases: dict, processes: int) -> dict:
     return json.loads((folder / "out.json").read_text())
 
 
-CUT = [(mesh, model) for mesh in list(MESHES)[1:] for model in MODELS] + [("fsdp 2 x tp 2", model) for model in ON_BOTH]
+CUT = [("fsdp 2 x tp 2", model) for model in (*BRIEF, *ON_BOTH)]
+LONG = [("fsdp 2 x tp 2", model) for model in REST] + [
+    (mesh, model) for mesh in ("fsdp 2", "tp 2") for model in (*BRIEF, *REST)
+]
+CUT += [pytest.param(*case, marks=pytest.mark.soak) for case in LONG]
 
 
 @pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
-    alone, cut = results["1x1"][model], results[mesh][model]
+    alone, cut = results("1x1", model), results(mesh, model)
     assert len(cut["losses"]) == 20
     assert cut["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert cut["validation"] == pytest.approx(alone["validation"], rel=1e-4)
@@ -98,13 +107,13 @@ def test_losses_do_not_depend_on_the_mesh(results, mesh, model):
 
 @pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_every_gradient_is_whole(results, mesh, model):
-    alone, cut = results["1x1"][model]["gradients"], results[mesh][model]["gradients"]
+    alone, cut = results("1x1", model)["gradients"], results(mesh, model)["gradients"]
     assert cut == pytest.approx(alone, rel=1e-2, abs=1e-5)
 
 
 @pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
-    result = results[mesh][model]
+    result = results(mesh, model)
     assert len(result["ties"]) == (0 if "untied" in model else 1)
     assert result["agrees"]
     assert result["skipped"] == 0
@@ -112,14 +121,14 @@ def test_ties_hold_and_island_and_outer_state_agree(results, mesh, model):
 
 @pytest.mark.parametrize(("mesh", "model"), CUT)
 def test_values_travel_unchanged_in_buckets_that_are_never_larger_than_allowed(results, mesh, model):
-    found = results[mesh][model]["buckets"]
+    found = results(mesh, model)["buckets"]
     assert found["read"] and found["updated"] and found["written"]
     assert 0 < found["largest"] <= found["limit"]
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "fsdp 2 x tp 2"])
 def test_resuming_changes_nothing(results, mesh):
-    assert results[mesh]["stopped and resumed"]["losses"] == results[mesh]["built-in tied"]["losses"]
+    assert results(mesh, "stopped and resumed")["losses"] == results(mesh, "built-in tied")["losses"]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_one_process_fsdp_and_tensor_parallel_agree_bit_by_bit(tmp_path):
         assert loss_falls(crew)
 
 
+@pytest.mark.soak
 def test_streaming_goes_on_when_a_process_of_one_island_is_killed(tmp_path):
     """The founder is one that is cut. The island that loses a process ends, though its leader was not touched."""
     run = {**RUN, "sync": STREAMING, "inner": {**RUN["inner"], "steps": 60}}

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import read_events, run_cli
+from trained_run import Command
 
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.save import read_facts, saves
@@ -25,16 +27,29 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def succeed(folder: Path, *arguments: str) -> str:
-    done = run_cli(*arguments, cwd=folder)
+def train(folder: Path, *arguments: str) -> str:
+    done = run_cli("run", *arguments, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
 
 
-def verify(folder: Path) -> dict[str, dict[str, object]]:
+@pytest.fixture
+def succeed(command: Command, old: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A command that does not train, in the old folder and without a process of its own."""
+    monkeypatch.chdir(old)
+
+    def run(*arguments: str) -> str:
+        said = command(*arguments)
+        assert (said.code, said.err) == (0, ""), said
+        return said.out
+
+    return run
+
+
+def verify(succeed: Callable[..., str]) -> dict[str, dict[str, object]]:
     """What `diloco log --verify` found in each island's log."""
-    found = json.loads(succeed(folder, "log", "pair", "--verify", "--json"))
+    found = json.loads(succeed("log", "pair", "--verify", "--json"))
     assert [log["problems"] for log in found.values()] == [[], []]
     return {Path(name).parent.name: log for name, log in found.items()}
 
@@ -48,12 +63,12 @@ def test_there_is_a_folder_of_every_released_version():
     assert VERSIONS == ["0.1.0"]
 
 
-@pytest.mark.slow
-def test_an_island_alone_trains_on_to_its_end(old: Path):
+@pytest.mark.soak
+def test_an_island_alone_trains_on_to_its_end(old: Path, succeed: Callable[..., str]):
     before = read_facts(saves(old / "alone")[-1])
     assert before["step"] % 5, "it was stopped in the middle of a phase"
     end = before["step"] + MORE_STEPS
-    out = succeed(old, "run", "alone.yaml", "--resume", "--set", f"inner.steps={end}")
+    out = train(old, "alone.yaml", "--resume", "--set", f"inner.steps={end}")
     assert f"step {end:5}/{end}" in out
     after = read_facts(saves(old / "alone")[-1])
     assert (after["step"], after["outer_step"]) == (end, end) and after["round"] > before["round"]
@@ -62,23 +77,21 @@ def test_an_island_alone_trains_on_to_its_end(old: Path):
     assert steps == [*range(1, end + 1)]  # none lost, none twice
     told = {event["event"]: event for event in events}
     assert told["end"]["finished"] and "a run of one island begins here" in told["note"]["text"]
-    assert "whole: " in succeed(old, "log", "alone", "--verify")
+    assert "whole: " in succeed("log", "alone", "--verify")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["alone", "pair"])
-def test_a_run_is_exported_and_sampled(old: Path, run: str):
-    succeed(old, "export", run, "model")
+def test_a_run_is_exported_and_sampled(old: Path, succeed: Callable[..., str], run: str):
+    succeed("export", run, "model")
     assert json.loads((old / "model" / "config.json").read_text())["hidden_size"] == 16
     assert (old / "model" / "model.safetensors").stat().st_size > 16 * 256
-    text = succeed(old, "sample", run, "Licensed under", "--tokens", "8", "--seed", "1", "--device", "cpu")
+    text = succeed("sample", run, "Licensed under", "--tokens", "8", "--seed", "1", "--device", "cpu")
     assert text.startswith("Licensed under") and len(text) > len("Licensed under")
 
 
-@pytest.mark.slow
-def test_a_log_is_whole_and_leads_to_the_digests_of_then(old: Path):
+def test_a_log_is_whole_and_leads_to_the_digests_of_then(old: Path, succeed: Callable[..., str]):
     known = json.loads((old / "digests.json").read_text())["pair"]
-    found = verify(old)
+    found = verify(succeed)
     assert {name: log["last"] for name, log in found.items()} == {name: then["round"] for name, then in known.items()}
     assert all(log["digests"] > 0 and log["snapshots"] > 1 for log in found.values())
     for name, then in known.items():
@@ -89,15 +102,15 @@ def test_a_log_is_whole_and_leads_to_the_digests_of_then(old: Path):
         assert chain(old, name)[head.round] == head.digest
 
 
-@pytest.mark.slow
-def test_two_islands_go_on_to_their_end_with_equal_digests(old: Path):
+@pytest.mark.soak
+def test_two_islands_go_on_to_their_end_with_equal_digests(old: Path, succeed: Callable[..., str]):
     before = chain(old)
-    out = succeed(old, "run", "pair.yaml", "--islands", "2", "--resume")
+    out = train(old, "pair.yaml", "--islands", "2", "--resume")
     assert "digests equal on island-1, island-2" in out
     events = {name: read_events(old / "pair" / name / "events.jsonl") for name in ("island-1", "island-2")}
     agreed = [[event for event in told if event["event"] == "agreed"][-1] for told in events.values()]
     assert len({(event["round"], event["chain"], event["state"]) for event in agreed}) == 1
     assert agreed[0]["round"] > max(before)
     assert {round: digest for round, digest in chain(old).items() if round in before} == before
-    assert {log["last"] for log in verify(old).values()} == {agreed[0]["round"]}
+    assert {log["last"] for log in verify(succeed).values()} == {agreed[0]["round"]}
     assert all([event["finished"] for event in told if event["event"] == "end"][-1] for told in events.values())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,11 +132,11 @@ def test_mistakes_about_links_name_the_option(case, tiny):
         plan(tiny, **ISLANDS | changed)
 
 
-def test_a_plan_for_people(tiny):
-    told = run_cli("plan", str(tiny), "--islands", "4", "--link", "50mbit,20ms", "--max-up", "10mbit")
-    assert told.returncode == 0, told.stderr
-    assert "4 islands, 10 mbit/s up, 50 mbit/s down, 20 ms one way" in told.stdout
-    assert told.stdout.splitlines()[-1].startswith("take sync: {")
+def test_a_plan_for_people(command, tiny):
+    told = command("plan", tiny, "--islands", "4", "--link", "50mbit,20ms", "--max-up", "10mbit")
+    assert told.code == 0, told.err
+    assert "4 islands, 10 mbit/s up, 50 mbit/s down, 20 ms one way" in told.out
+    assert told.out.splitlines()[-1].startswith("take sync: {")
 
 
 def test_a_plan_for_programs(tiny, capsys):

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import read_events
-from test_checkpoint_log import ROUNDS
-from test_checkpoint_log import log as log
-from test_launcher import wait_until
+from launched import wait_until
+from logs import ROUNDS
 
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
@@ -232,7 +231,7 @@ def test_the_commands_say_what_happened_and_what_next(log, command):
     assert "only its owner changes its settings" in command.refused("set", folder.parent, "inner.lr=1e-3")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_is_rewound_and_changed_before_it_goes_on_and_while_it_does(log, command, tmp_path):
     """A real process: what waits in the folder holds from the first record on, what comes later from a later one."""
     folder, _ = log

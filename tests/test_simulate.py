@@ -10,10 +10,10 @@ import threading
 import pytest
 import yaml
 from conftest import SMALL
+from events import told
+from launched import FakeChild, founded, wait_until
 from rich.console import Console
-from test_board import told
-from test_launcher import FakeChild, founded, wait_until
-from test_simulate_input import IDS, faults, regions
+from topologies import IDS, faults, regions
 
 from diloco.cli.real import refuse_backend
 from diloco.comm.transport.link import Line

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from topologies import EXAMPLES, IDS, faults
 
 from diloco.cli.app import app
 from diloco.cli.real import refuse_one_folder, refuse_report, world_of
@@ -13,9 +14,6 @@ from diloco.errors import ConfigError
 from diloco.simulate.real.faults import parse_faults
 from diloco.simulate.real.network import network_at
 from diloco.simulate.real.topology import Rates, Topology, read_topology
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-IDS = {f"island-{number}": f"id-{number}" for number in range(1, 9)}
 
 GOOD = """\
 regions:
@@ -118,15 +116,6 @@ def test_one_cut_path_does_not_take_a_topology_apart(tmp_path):
 
 
 # faults
-
-
-def regions() -> Topology:
-    return read_topology(EXAMPLES / "topology.yaml")  # eu: 1, 2; us: 3, 4
-
-
-def faults(topology: Topology | None = None, **given: str | list[str]):
-    lists = {kind: [texts] if isinstance(texts, str) else texts for kind, texts in given.items()}
-    return parse_faults(lists, topology or regions())
 
 
 def test_faults_are_read_and_come_in_order():

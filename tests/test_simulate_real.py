@@ -39,7 +39,7 @@ def config_of(folder: Path, name: str, **sections: object) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ctrl_c_wakes_who_is_stopped_and_neither_the_script_nor_the_next_run_goes_on(tmp_path):
     configs = [config_of(tmp_path, name, inner={**SMALL["inner"], "steps": 100_000}) for name in ("a", "b")]
     script = ["--stop", "2@0s..10min", "--join", "1@15s"]
@@ -58,7 +58,7 @@ def test_ctrl_c_wakes_who_is_stopped_and_neither_the_script_nor_the_next_run_goe
     assert not (tmp_path / "a" / "island-3" / "output.log").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_cannot_start_does_not_cost_the_report_of_the_one_before(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "letter.txt").touch()
