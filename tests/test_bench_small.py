@@ -18,6 +18,7 @@ def test_a_download_is_all_of_the_state_from_three_donors_and_a_return_the_round
     assert rounds is None or rounds * 500_000 < size < rounds * 600_000  # int4, and the records themselves
 
 
+@pytest.mark.soak
 def test_the_log_is_counted_by_its_files(tmp_path):
     figures = checkpoint._log_bytes(tmp_path, 200_000, rounds=6)
     assert figures["rounds"] >= 4

@@ -133,7 +133,7 @@ def test_a_peer_that_opens_and_says_nothing_is_dropped(
     with pytest.raises(PeerLost, match="cut"):
         wire.read_into(memoryview(bytearray(1)), SOON)
     assert "nothing arrived in time" in caplog.text
-    assert b._handshakes._value == libp2p.MAX_HANDSHAKES
+    until(lambda: b._handshakes._value == libp2p.MAX_HANDSHAKES)  # its thread closes before it says so
     wire.close()
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,8 @@ evaluate: {samples: 16}
 elastic: {min_islands: 2}
 checkpoint: {snapshot_every: 5}
 """
-FILES = {"run.yaml": CONFIG, "blocking.yaml": CONFIG, "streaming.yaml": CONFIG.replace("int4", "int4, fragments: 2")}
+STREAMING = CONFIG.replace("NAME", "OTHER").replace("int4", "int4, fragments: 2")
+FILES = {"run.yaml": CONFIG, "blocking.yaml": CONFIG, "streaming.yaml": STREAMING}
 STAND_INS = {
     r"\bCONFIG\b": "run.yaml",
     r"\bADDRESS\b|192\.0\.2\.2": "127.0.0.1",
@@ -47,7 +49,6 @@ SHORTER = {  # what else is set, by what a command begins with
 BEFORE = {  # what a reader has done before, by the command that builds on it
     "diloco run run.yaml --resume": ["diloco run run.yaml"],
     "diloco run run.yaml --islands 4 --resume": ["diloco run run.yaml --islands 4"],
-    "diloco restore": ["diloco run run.yaml --set checkpoint.remote=file://{folder}/bucket"],
 }
 NOT_RUN = {"diloco join runs/NAME/ticket --dir runs/restored": "its run has ended: test_checkpoint_remote.py joins so"}
 
@@ -57,7 +58,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._founder: subprocess.Popen[str] | None = None
+        self._founder: subprocess.Popen[bytes] | None = None
         for name, text in FILES.items():
             (folder / name).write_text(text)
         (folder / "examples").symlink_to(ROOT / "examples")
@@ -69,42 +70,45 @@ class Reader:
         command = command.replace("{folder}", str(self.folder))
         if any(command.startswith(one) for one in NOT_RUN):
             return
-        for start, earlier in BEFORE.items():
-            if command.startswith(start):
-                for one in earlier:
-                    self._run(one.replace("{folder}", str(self.folder)))
-        if " join " in command or " set " in command:
-            self._need_a_founder(command)
-        if "--islands 1 " in f"{command} " and " run " in command:
+        for earlier in BEFORE.get(command.partition(" #")[0].strip(), ()):
+            self._run(earlier)
+        kind = words_of(command)[1]
+        if kind in ("join", "set") and self._founder is None:
+            alone = " --set elastic.min_islands=1 --set inner.steps=100000" if kind == "set" else ""
+            self._found("diloco run run.yaml --islands 1" + alone)
+        if kind == "run" and "--islands 1 " in f"{command} ":
             self._found(command)
+        elif kind == "join":
+            self._leave(command, self._start(command, r"^round +\d"))
+            self.end_founder()
         else:
             self._run(command)
-        if " join " in command:
-            self.end_founder()
-
-    def _need_a_founder(self, command: str) -> None:
-        if self._founder is None:
-            self._found(
-                "diloco run run.yaml --islands 1" + (" --set elastic.min_islands=1" if " set " in command else "")
-            )
 
     def _found(self, command: str) -> None:
         self.end_founder()
-        self._founder = subprocess.Popen(
-            self._words(command), cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert self._founder.stdout is not None
-        for line in self._founder.stdout:
-            if "diloco join" in line:
-                return
-        raise AssertionError(f"{command}: printed no ticket")
+        self._founder = self._start(command, "diloco join")
 
     def end_founder(self) -> None:
         if self._founder is not None:
             founder, self._founder = self._founder, None
-            founder.send_signal(signal.SIGINT)
-            said, _ = founder.communicate(timeout=120)
-            assert founder.returncode in (0, 130, -signal.SIGINT), said
+            self._leave("the founder", founder)
+
+    def _start(self, command: str, until: str) -> subprocess.Popen[bytes]:
+        """In the background, as soon as it has printed a line that says it is there."""
+        said = self.folder / f"output-{len(list(self.folder.glob('output-*')))}"
+        with said.open("wb") as out:
+            process = subprocess.Popen(self._words(command), cwd=self.folder, stdout=out, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 240
+        while re.search(until, said.read_text(), re.MULTILINE) is None:
+            assert process.poll() is None and time.monotonic() < deadline, f"{command}\n{said.read_text()}"
+            time.sleep(0.2)
+        return process
+
+    @staticmethod
+    def _leave(what: str, process: subprocess.Popen[bytes]) -> None:
+        """By Ctrl-C, or because its run has ended."""
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) in (0, 130, -signal.SIGINT), what
 
     def _run(self, command: str) -> None:
         done = subprocess.run(
@@ -117,13 +121,8 @@ class Reader:
         program, *words = words_of(command)
         assert program == "diloco"
         fresh = words[0] == "run" and not {"--resume", "--fresh"} & set(words)
-        more = [
-            f"{key}={value}"
-            for start, keys in SHORTER.items()
-            if command.startswith(start)
-            for key, value in keys.items()
-        ]
-        sets = [word for setting in more for word in ("--set", setting)]
+        short = [keys for start, keys in SHORTER.items() if command.startswith(start) and "--islands 1 " not in command]
+        sets = [word for keys in short for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         return [sys.executable, "-m", "diloco", *words, *sets, *(["--fresh"] if fresh else [])]
 
 

@@ -252,7 +252,7 @@ def test_islands_asked_to_stop_do_so_in_good_order(tmp_path):
     assert processes_at(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_signal_ends_islands_that_do_not_leave(tmp_path):
     with islands(tmp_path, "inner.steps=100000") as process:
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))

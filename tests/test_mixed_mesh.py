@@ -108,6 +108,7 @@ def digests(crew: Crew, *names: str) -> set[str]:
     return {event["state"] for name in names for event in crew.events(name, "agreed")}
 
 
+@pytest.mark.soak
 def test_one_process_fsdp_and_tensor_parallel_agree_bit_by_bit(tmp_path):
     with crew_at(tmp_path, RUN) as crew:
         crew.found()

@@ -115,7 +115,7 @@ def install(environment: Path, *what: str | Path) -> None:
     succeed(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", *what, cwd=environment)
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.soak)])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with diloco, what its command line needs, and Jupyter's `comm`."""
     folder = tmp_path_factory.mktemp(request.param)
