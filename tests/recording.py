@@ -4,6 +4,7 @@ The commands run in a new folder and print as into a file. Of their lines the pi
 where some are left out.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -19,9 +20,9 @@ from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "img"
-WIDTH = 104
+WIDTH = 112
 QUICKSTART = r"quickstart: |round +([123]|1[23]) |done: "
-DEMO = r">>> (rounds|round|island)|.* died |.* joined: |round +[1-7] |done: |digests equal"
+DEMO = r">>> (rounds|round|island)|.* died |island-3 joined: |done: |digests equal"
 
 
 def run(*command: str) -> str:
@@ -39,16 +40,16 @@ def run(*command: str) -> str:
 
 
 def chosen(printed: str, pattern: str) -> Iterator[str]:
-    """The lines that the pattern matches, up to the second end of a run, and a mark where others were."""
-    left_out = False
-    for line in printed.splitlines():
-        if re.match(pattern, line):
-            if left_out:
-                yield "…"
-            yield line
-        left_out = not re.match(pattern, line)
-        if line.startswith("digests equal"):
-            return
+    """The lines that the pattern matches, with a round before and after each event; a mark where others were. What
+    comes after the digests of a first run is left out."""
+    lines = [line for line in printed.partition("\nnext:")[0].splitlines() if line.strip()]
+    events = {number for number, line in enumerate(lines) if re.match(pattern, line)}
+    beside = {number + step for number in events if not lines[number].startswith("round") for step in (-1, 1)}
+    shown = sorted(events | {number for number in beside & {*range(len(lines))} if lines[number].startswith("round")})
+    for before, number in itertools.pairwise([-1, *shown]):
+        if number > before + 1:
+            yield "…"
+        yield lines[number]
 
 
 def draw(title: str, command: str, lines: list[str], path: Path) -> None:
@@ -56,7 +57,8 @@ def draw(title: str, command: str, lines: list[str], path: Path) -> None:
     console.print(Text(f"$ {command}", style="bold"), no_wrap=True)
     for line in lines:
         console.print(Text(line, style="yellow" if line.startswith(">>>") else ""), no_wrap=True, overflow="ellipsis")
-    path.write_text(console.export_svg(title=title, theme=MONOKAI, unique_id=path.stem) + "\n")
+    drawn = console.export_svg(title=title, theme=MONOKAI, unique_id=path.stem)
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL) + "\n")  # fetched from elsewhere
     print(path.relative_to(ROOT))
 
 
