@@ -37,7 +37,7 @@ STAND_INS = {
     r"island\.tp=2": "island.tp=1",
     r"--seeds 1000 --jobs 8": "--seeds 20 --jobs 2",
     r"virtual --islands 1000": "virtual --islands 50",
-    r"restored 57": "restored 16",  # the last round of sixty steps
+    r"restored 57": "restored 16 --set inner.steps=120",  # the last round that a run of sixty steps has
     r"runs/…$": "runs/returned",
     r"…/runs": "runs",
 }
