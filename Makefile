@@ -22,11 +22,11 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install browser  ## the tests, in two processes (PYTEST_JOBS=8 on a larger machine)
+unit: install browser  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m 'not soak' --durations=25
 
 soak: install  ## the tests that take minutes by their nature: hundreds of disasters, many kills
-	$(BIN)/pytest -n $(PYTEST_JOBS) -m soak
+	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
 
 browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \

@@ -69,8 +69,15 @@ def islands(tmp_path: Path, *changes: str, options: tuple[str, ...] = ()) -> Ite
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**SMALL, **TOGETHER, "checkpoint": {"dir": str(tmp_path / "run")}}))
     sets = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "diloco", "run", str(path), "--islands", "2", *sets, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with started("run", str(path), "--islands", "2", *sets, *options) as process:
+        yield process
+
+
+@contextmanager
+def started(*words: str, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """A command as a process of its own, which does not outlive the block."""
+    command = [sys.executable, "-m", "diloco", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield process
     finally:

@@ -4,7 +4,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from islands import SMALL, TestIsland, assert_agreed, at_round, introduce, stand_still, training, wait_for
-from launched import events_of, islands, last_agreed, pids, processes_at, rounds_with, wait_until
+from launched import events_of, islands, last_agreed, pids, processes_at, rounds_with, started, wait_until
 
 from diloco.bench.bare import DIGEST
 from diloco.checkpoint.log.diskstore import DiskStore
@@ -299,13 +298,8 @@ def test_who_leaves_waits_until_its_goodbye_may_be_said():
 @contextmanager
 def island_alone(tmp_path: Path, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     ticket, folder = (str(tmp_path / "run" / file) for file in ("ticket", name))
-    command = [sys.executable, "-m", "diloco", "join", ticket, "--name", name, "--dir", folder, *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with started("join", ticket, "--name", name, "--dir", folder, *words, stderr=subprocess.STDOUT) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def joined(tmp_path: Path, name: str) -> list[str]:
