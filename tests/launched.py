@@ -24,7 +24,8 @@ TOGETHER = {  # rounds need two islands, so that none of them trains ahead while
 }
 
 
-def wait_until(condition, timeout_s: float = 50.0) -> bool:
+def wait_until(condition, timeout_s: float = 300.0) -> bool:
+    """Wait for a condition; the limit ends a test that hangs, it is no claim about speed."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -305,7 +305,7 @@ def test_two_programs_learn_together(tmp_path, start):
         time.sleep(0.1)
     joiner = start(str(ticket), "--name", "second", "--dir", "second")
     out, err = founder.communicate(timeout=120)
-    other_out, other_err = joiner.communicate(timeout=60)
+    other_out, other_err = joiner.communicate(timeout=300)
     assert (founder.returncode, joiner.returncode) == (0, 0), err + other_err
     assert ticket.read_text() in out
     for text in (out, other_out):

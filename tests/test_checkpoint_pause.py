@@ -195,6 +195,6 @@ def test_islands_that_were_stopped_by_their_launcher_go_on_and_finish(tmp_path):
     ended = last_agreed(tmp_path, ONE)
     assert ended == last_agreed(tmp_path, TWO)
     with islands(tmp_path, *sets, options=("--resume",)) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and f"already finished: step 100, round {ended[0]}" in out
     assert last_agreed(tmp_path, ONE) == ended and since_start(tmp_path, ONE)[-1]["event"] == "agreed"

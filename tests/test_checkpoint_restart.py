@@ -317,7 +317,7 @@ def test_a_run_whose_islands_were_all_killed_goes_on_from_their_disks_in_any_ord
             os.kill(pid, signal.SIGKILL)
         process.kill()
     committed = max(rounds_with(tmp_path, name, name)[-1] for name in ("island-1", "island-2"))
-    assert wait_until(lambda: processes_at(tmp_path) == [], timeout_s=10)
+    assert wait_until(lambda: processes_at(tmp_path) == [])
     with island_alone(tmp_path, "island-2", *own) as second:
         assert wait_until(lambda: joined(tmp_path, "island-2")[-1].endswith("from its own disk"))
         with island_alone(tmp_path, "island-1", *own) as first:

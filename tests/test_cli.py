@@ -120,7 +120,7 @@ def start_long_run(
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tmp_path, number):
     process = start_long_run(config_file)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert "finishing this step, then saving" in err
     assert f"-m diloco run {config_file} --resume --set inner.steps=100000" in out
@@ -139,7 +139,7 @@ def test_two_processes_cannot_train_in_one_folder(command, config_file):
         assert "another process is training in" in command.refused("run", config_file, "--fresh")
     finally:
         first.send_signal(signal.SIGINT)
-        first.communicate(timeout=60)
+        first.communicate(timeout=300)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -167,7 +167,7 @@ with stop_on_signal(stop, announce=True):
 
 
 def test_a_later_signal_leaves_at_once_but_not_an_echo_of_the_first():
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=300)
     assert done.returncode == 128 + signal.SIGINT
     assert done.stdout == "still here True\n"
     assert done.stderr.count("finishing this step") == 1
@@ -302,7 +302,7 @@ def test_in_a_terminal_the_view_is_alive(config_file):
     with suppress(OSError):  # the other side is closed
         while chunk := os.read(controller, 65536):
             seen += chunk
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     text = seen.decode()
     assert "━" in text and "█" in text and "tokens/s" in text
     assert "done: step 40, round" in text

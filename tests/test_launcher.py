@@ -210,7 +210,7 @@ def test_the_ticket_follows_the_islands_that_are_there(fleet):
 @pytest.mark.slow
 def test_two_islands_train_one_model_and_end_with_equal_digests(tmp_path):
     with islands(tmp_path) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert err == ""
     assert "island-2 joined: state of round" in out
@@ -231,7 +231,7 @@ def test_a_killed_island_comes_back_and_contributes(tmp_path, victim):
         before = pids(tmp_path)[victim]
         os.kill(before, signal.SIGKILL)
         killed_in = rounds_with(tmp_path, other, victim)[-1]
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert f"{victim} died (killed by SIGKILL)" in out and f"{victim} joined: state of round" in out
     assert pids(tmp_path)[victim] != before
@@ -245,7 +245,7 @@ def test_islands_asked_to_stop_do_so_in_good_order(tmp_path):
     with islands(tmp_path, "inner.steps=100000") as process:
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "stopped: step" in out, out + err
     assert "died" not in out
     assert all(events_of(tmp_path, name)[-1]["event"] == "agreed" for name in (ONE, TWO))
@@ -260,9 +260,9 @@ def test_a_second_signal_ends_islands_that_do_not_leave(tmp_path):
         process.send_signal(signal.SIGINT)
         time.sleep(1.5 * REPEAT_S)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 1 and "stopped: step" in out
-    assert wait_until(lambda: processes_at(tmp_path) == [], timeout_s=5)
+    assert wait_until(lambda: processes_at(tmp_path) == [])
 
 
 @pytest.mark.slow
@@ -271,13 +271,13 @@ def test_islands_do_not_outlive_a_launcher_that_is_killed(tmp_path):
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))
         process.kill()
         process.wait()
-        assert wait_until(lambda: processes_at(tmp_path) == [], timeout_s=5)
+        assert wait_until(lambda: processes_at(tmp_path) == [])
 
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_founded_says_why(tmp_path):
     with islands(tmp_path, "data.sequence=100M") as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "island-1 died (exit code 2: error[data]: " in out
     assert "the run was not founded" in out
