@@ -3,7 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,15 @@ def log(small: Callable[..., Config]) -> tuple[Path, list[str]]:
     from logs import write_island_log
 
     return write_island_log(small(checkpoint={"snapshot_every": 3, "keep": 0}))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """Two with their daemons, for all tests of a module: a test that ends a daemon starts its own."""
+    from transports import started_directories
+
+    with started_directories(tmp_path_factory.mktemp("identities")) as started:
+        yield started
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.comm.transport.auto import AutoTransport
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
-from diloco.comm.transport.transport import Inbox
+from diloco.comm.transport.transport import Inbox, Stream
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -53,6 +53,18 @@ class Background:
         if self._error:
             raise self._error
         return self._value
+
+
+def until_stuck(stream: Stream) -> None:
+    """Until what a thread sends over it gets no further."""
+    seen = [0, 0]
+
+    def stuck() -> bool:
+        time.sleep(0.1)
+        seen[:] = seen[1], stream.bytes_sent
+        return seen[0] == seen[1] > 2**20
+
+    until(stuck)
 
 
 def out_of_threads(thread: threading.Thread) -> None:

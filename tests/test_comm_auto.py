@@ -5,15 +5,15 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from streams import HERE, SOON, auto_on, kill_daemon
+from streams import HERE, SOON, kill_daemon
+from transports import Two, auto_pair, started_directories
 
 from diloco.comm.peers.directory import Directory
-from diloco.comm.peers.identity import Identity
 from diloco.comm.transport.auto import RETRY_DIRECT_S, AutoTransport
-from diloco.comm.transport.transport import Inbox, PeerAddress
+from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.errors import PeerLost, PeerRefused, TransportError, TransportTimeout, WrongPeer
 
 PEER = PeerAddress("peer", "10.0.0.7", 31337, b"certificate")
@@ -147,17 +147,13 @@ def test_the_log_names_the_way_once(scene: Scene, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[tuple[AutoTransport, AutoTransport, PeerAddress]]:
-    directories = [Directory.start(Identity.load(tmp_path / name), b"r" * 32) for name in "ab"]
-    a, b = (auto_on(directory) for directory in directories)
-    b.allow([a.address(HERE)])
-    yield a, b, b.address(HERE)
-    for auto, directory in zip((a, b), directories, strict=True):
-        auto.close()
-        directory.close()
+def real(directories: list[Directory]) -> Iterator[Two]:
+    pair = auto_pair(directories)
+    yield pair
+    pair.close()
 
 
-def exchange(a: AutoTransport, b: AutoTransport, address: PeerAddress, *, timeout_s: float = SOON) -> str:
+def exchange(a: Transport, b: Transport, address: PeerAddress, *, timeout_s: float = SOON) -> str:
     """Sends a frame over a new stream; the kind of wire that carried it."""
     near: Any = a.connect(address, "data", timeout_s=timeout_s)
     far = b.accept("data", timeout_s=SOON)
@@ -167,10 +163,10 @@ def exchange(a: AutoTransport, b: AutoTransport, address: PeerAddress, *, timeou
     return type(near.carrier.wire).__name__
 
 
-def test_a_black_hole_costs_a_share_of_the_time_once(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
-    a, b, address = real
+def test_a_black_hole_costs_a_share_of_the_time_once(real: Two) -> None:
+    a, b = real.a, real.b
     with socket.create_server((HERE, 0)) as silent:  # takes connections and never says a word
-        address = replace(address, port=silent.getsockname()[1])
+        address = replace(real.address_b, port=silent.getsockname()[1])
         assert exchange(a, b, address, timeout_s=3.0) == "SocketWire"
         silent.settimeout(0)
         silent.accept()[0].close()
@@ -179,8 +175,17 @@ def test_a_black_hole_costs_a_share_of_the_time_once(real: tuple[AutoTransport, 
             silent.accept()
 
 
-def test_without_its_daemon_a_peer_goes_on_directly(real: tuple[AutoTransport, AutoTransport, PeerAddress]) -> None:
-    a, b, address = real
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Two]:
+    """With daemons of their own, for a test that ends one."""
+    with started_directories(tmp_path) as directories:
+        pair = auto_pair(directories)
+        yield pair
+        pair.close()
+
+
+def test_without_its_daemon_a_peer_goes_on_directly(mortal: Two) -> None:
+    a, b, address = cast(AutoTransport, mortal.a), mortal.b, mortal.address_b
     closed = replace(address, port=1)
     assert [exchange(a, b, closed), exchange(a, b, address)] == ["SocketWire", "TlsWire"]
     near = a.connect(address, "old", timeout_s=SOON)

@@ -1,18 +1,17 @@
-"""What is particular to libp2p streams; what all transports share is in test_comm_transport.py."""
+"""What is particular to libp2p streams; what all transports share is in test_transport_contract.py."""
 
 import asyncio
-import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from streams import SOON, Background, end_loop, kill_daemon, until
+from streams import SOON, Background, end_loop, kill_daemon, until, until_stuck
+from transports import libp2p_pair
 
 from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity
@@ -23,7 +22,7 @@ from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.socketwire import SocketWire
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import deadline_in
-from diloco.errors import PeerLost, PeerRefused, StreamClosed, StreamEnded
+from diloco.errors import PeerLost, StreamClosed, StreamEnded
 
 Start = Callable[..., Libp2pTransport]
 
@@ -43,18 +42,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
         directory.close()
 
 
+Pair = tuple[Libp2pTransport, Libp2pTransport]
+
+
 @pytest.fixture
-def two(start: Start) -> tuple[Libp2pTransport, Libp2pTransport]:
+def mortal(start: Start) -> Pair:
+    """With daemons of their own, for tests that end one."""
     a, b = start("a"), start("b")
     b.allow([a.address()])
     return a, b
 
 
-@pytest.fixture(scope="module")
-def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Libp2pTransport]:
-    identity = Identity.load(tmp_path_factory.mktemp("lonely") / "key")
-    with closing(Directory.start(identity, b"r" * 32)) as directory, closing(Libp2pTransport(directory)) as transport:
-        yield transport
+@pytest.fixture
+def two(directories: list[Directory]) -> Iterator[Pair]:
+    pair = libp2p_pair(directories)
+    yield cast(Pair, (pair.a, pair.b))
+    pair.close()
 
 
 def streams(a: Libp2pTransport, b: Libp2pTransport) -> tuple[Stream, Stream]:
@@ -69,14 +72,12 @@ def send_for_ever(stream: Stream) -> None:
 
 @pytest.mark.parametrize("end", [kill_daemon, end_loop])
 @pytest.mark.parametrize("side", ["own", "peer"])
-def test_the_end_of_the_daemon_wakes_everybody(
-    two: tuple[Libp2pTransport, Libp2pTransport], end: Callable[[Directory], None], side: str
-) -> None:
-    a, b = two
+def test_the_end_of_the_daemon_wakes_everybody(mortal: Pair, end: Callable[[Directory], None], side: str) -> None:
+    a, b = mortal
     reading, _silent = streams(a, b)
     writing, _slow = streams(a, b)
     blocked = [Background(reading.receive), Background(lambda: send_for_ever(writing))]
-    time.sleep(0.5)
+    until_stuck(writing)
     assert all(work.blocked() for work in blocked)
     end((a if side == "own" else b)._directory)
     for work in blocked:
@@ -96,34 +97,8 @@ def test_the_end_of_the_daemon_ends_an_accept(start: Start, caplog: pytest.LogCa
     assert "p2pd has ended" in caplog.text
 
 
-def test_a_stranger_is_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    a, b, stranger = start("a"), start("b"), start("stranger")
-    b.allow([a.address()])
-    near, far = streams(a, b)
-    with pytest.raises(PeerRefused, match=f"{b.identity} refused the stream: b'not among the peers"):
-        stranger.connect(b.address(), "data", timeout_s=SOON)
-    assert f"{b.identity} refused a stream from {stranger.identity}" in caplog.text
-    b.allow([])
-    with pytest.raises(PeerRefused):
-        a.connect(b.address(), "data", timeout_s=SOON)
-    near.send(1, b"streams that exist stay")
-    assert far.receive(timeout_s=SOON).head == b"streams that exist stay"
-
-
-def test_a_slow_reader_stops_the_sender_within_bounded_memory(two: tuple[Libp2pTransport, Libp2pTransport]) -> None:
-    near, _far = streams(*two)
-    wire: Any = near.carrier
-    written, block = 0, memoryview(bytes(2**16))
-    with pytest.raises(PeerLost, match="stalled"):
-        while written < 2**28:
-            wire.wire.write(block, deadline_in(1.0))
-            written += len(block)
-    assert written < 2**25
-
-
 def test_a_peer_that_opens_and_says_nothing_is_dropped(
-    two: tuple[Libp2pTransport, Libp2pTransport], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = two
     monkeypatch.setattr(libp2p, "HANDSHAKE_S", 0.3)
@@ -138,11 +113,10 @@ def test_a_peer_that_opens_and_says_nothing_is_dropped(
 
 
 def test_only_so_many_streams_are_opened_at_once(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(libp2p, "MAX_HANDSHAKES", 1)
-    a, b = start("a"), start("b")
-    b.allow([a.address()])
+    a, b = request.getfixturevalue("two")  # only now: a transport counts from its beginning
     silent = a._directory.call(a._open(b.address()))
     assert silent.wait(deadline_in(SOON))
     with pytest.raises(PeerLost):
@@ -153,23 +127,21 @@ def test_only_so_many_streams_are_opened_at_once(
 
 @pytest.mark.parametrize("identity", ["{nobody}", "abc", "0OIl", ""])
 @pytest.mark.parametrize("control", [(), ("/ip4/127.0.0.1/tcp/9",), ("/no/such/protocol",)])
-def test_addresses_that_lead_nowhere(lonely: Libp2pTransport, identity: str, control: tuple[str, ...]) -> None:
-    nobody = Identity.load(lonely._directory.identity.path.with_name("nobody")).peer_id
+def test_addresses_that_lead_nowhere(two: Pair, tmp_path: Path, identity: str, control: tuple[str, ...]) -> None:
+    nobody = Identity.load(tmp_path / "nobody").peer_id
     with pytest.raises(PeerLost, match="no libp2p stream"):
-        lonely.connect(PeerAddress(identity.format(nobody=nobody), control=control), "data", timeout_s=SOON)
+        two[0].connect(PeerAddress(identity.format(nobody=nobody), control=control), "data", timeout_s=SOON)
 
 
-def test_a_relay_is_asked(start: Start, tmp_path: Path) -> None:
-    a, relay = start("a"), start("relay")
+def test_a_relay_is_asked(two: Pair, tmp_path: Path) -> None:
+    a, relay = two
     circuits = tuple(f"{address}/p2p-circuit" for address in relay.address().control)
     nobody = PeerAddress(Identity.load(tmp_path / "nobody").peer_id, control=circuits)
     with pytest.raises(PeerLost, match="NO_RESERVATION"):
         a.connect(nobody, "data", timeout_s=SOON)
 
 
-def test_an_open_that_takes_too_long_leaves_nothing_behind(
-    two: tuple[Libp2pTransport, Libp2pTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_open_that_takes_too_long_leaves_nothing_behind(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two
     streams(a, b)
     opened: list[asyncio.StreamWriter] = []
@@ -250,12 +222,12 @@ def connect_patiently(a: Libp2pTransport, address: PeerAddress) -> Stream:
             time.sleep(5.5)  # libp2p does not dial again within five seconds
 
 
-def test_a_shaped_stream_is_cut_like_any_other(two: tuple[Libp2pTransport, Libp2pTransport]) -> None:
-    a, b = (ShapedTransport(transport, Link(1e9, 1e9)) for transport in two)
-    near = a.connect(two[1].address(), "data", timeout_s=SOON)
+def test_a_shaped_stream_is_cut_like_any_other(mortal: Pair) -> None:
+    a, b = (ShapedTransport(transport, Link(1e9, 1e9)) for transport in mortal)
+    near = a.connect(mortal[1].address(), "data", timeout_s=SOON)
     far = b.accept("data", timeout_s=SOON)
     near.send(1, payload=bytes(300_000))
     assert len(far.receive(timeout_s=SOON).payload) == 300_000
-    kill_daemon(two[0]._directory)
+    kill_daemon(mortal[0]._directory)
     with pytest.raises(PeerLost):
         far.receive(timeout_s=SOON)

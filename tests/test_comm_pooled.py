@@ -1,12 +1,11 @@
 """One connection serves many streams, one after the other; a stream that is cut takes its connection along."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from streams import SOON, out_of_threads, until
+from streams import SOON, until
 
 from diloco.comm.transport.frame import END
 from diloco.comm.transport.memory import MemoryNetwork, MemoryTransport
@@ -243,14 +242,3 @@ def test_an_end_that_overtakes_a_close_never_gives_a_cut_connection_back() -> No
     lease.close()
     ending.join()
     assert carrier.happened == ["sent", "closed"]
-
-
-def test_out_of_threads_costs_one_connection(
-    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(threading.Thread, "start", out_of_threads)
-        lost = two.silent(1)[0]
-        until(lambda: is_cut(lost))
-    assert "can't start new thread" in caplog.text
-    assert two.message("x", b"through") == b"through"

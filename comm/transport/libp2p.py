@@ -110,7 +110,12 @@ class Libp2pTransport(Accepting):
             self._handshakes.release()
             self._drop(writer, peer, error)
             return
-        threading.Thread(target=self._welcome, args=(stream,), name=f"welcome-{peer}", daemon=True).start()
+        try:
+            threading.Thread(target=self._welcome, args=(stream,), name=f"welcome-{peer}", daemon=True).start()
+        except RuntimeError as error:  # out of threads: others must still get in later
+            log.warning("%s refused a stream from %s: %s", self.identity, peer, error)
+            self._handshakes.release()
+            stream.close()
 
     def _welcome(self, stream: Stream) -> None:
         try:
