@@ -3,7 +3,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,14 @@ def run_cli(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def swarm() -> Iterator[Any]:
+    from swarm import Swarm
+    from team import wait_until
+
+    threads = threading.active_count()
+    with closing(Swarm()) as made:
+        yield made
+    wait_until(lambda: threading.active_count() <= threads)  # whatever happened, no thread is left
