@@ -1,4 +1,4 @@
-"""The commands as a person runs them: real files, real signals, and real processes for whatever trains."""
+"""The commands as a person runs them: real files, and real processes where signals, terminals and locks matter."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from diloco.cli.app import app
 from diloco.errors import ConfigError
-from diloco.run.folder import prepare_folder
+from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
@@ -38,10 +38,12 @@ def config_file(tmp_path) -> Path:
     return path
 
 
-def trained(*arguments: object) -> str:
-    done = run_cli("run", *map(str, arguments))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def trained(command, *arguments: object) -> str:
+    """In this process, which lets go of the folder as its end would."""
+    said = command("run", *arguments)
+    release(Path("run").absolute())
+    assert said.code == 0, said.err
+    return said.out
 
 
 def help_of(*command: str) -> str:
@@ -85,7 +87,7 @@ def test_run_trains_tells_and_says_what_next(config_file, tmp_path):
 
 
 def test_an_earlier_run_is_never_trained_over_unasked(command, run, config_file, tmp_path):
-    assert "note: the earlier run is kept as" in trained(config_file, "--fresh")
+    assert "note: the earlier run is kept as" in trained(command, config_file, "--fresh")
     assert "already holds a run, saved at step 12: add --resume" in command.refused("run", config_file)
     assert (tmp_path / "run.1" / "save-00000012").is_dir()
 
@@ -117,7 +119,7 @@ def start_long_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tmp_path, number):
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(command, config_file, tmp_path, number):
     process = start_long_run(config_file)
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
@@ -126,11 +128,11 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(config_file, tm
     assert f"-m diloco run {config_file} --resume --set inner.steps=100000" in out
     stopped = next(e["step"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "end")
     two_more = (config_file, "--resume", "--set", f"inner.steps={stopped + 2}")
-    resumed = trained(*two_more)
+    resumed = trained(command, *two_more)
     assert f"resumed at step {stopped}" in resumed
     assert f"done: step {stopped + 2}, round" in resumed
     assert f"--resume --set inner.steps={2 * (stopped + 2)}\n" in resumed  # each key once
-    assert f"already finished: step {stopped + 2}" in trained(*two_more)
+    assert f"already finished: step {stopped + 2}" in trained(command, *two_more)
 
 
 def test_two_processes_cannot_train_in_one_folder(command, config_file):
@@ -272,7 +274,8 @@ def test_tokenize_then_train_on_the_result(command, config_file, tmp_path):
     out = tmp_path / "a.tokens"
     made = command("tokenize", text, "--out", out)
     assert made.code == 0 and "use it with: data: {source: tokens" in made.out
-    trained(config_file, "--set", "data.source=tokens", "--set", f"data.path={out}")
+    changes = ("--set", "data.source=tokens", "--set", f"data.path={out}")
+    assert "done: step 12, round" in trained(command, config_file, *changes)
 
 
 def test_doctor_speaks_json_too(command):

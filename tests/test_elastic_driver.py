@@ -93,15 +93,16 @@ def test_patience_doubles_with_every_stall_until_a_round_works():
 
 
 def test_a_first_deadline_that_is_too_short_is_found_out(monkeypatch):
-    """Over a link on which a chunk takes several times as long."""
-    monkeypatch.setattr(reducing, "FIRST_STALL_S", 0.02)
-    monkeypatch.setattr(driver, "stall_after", lambda silence_s, *rest: stall_after(0.02, *rest))
+    """Over a link on which a chunk takes longer than that. Each stall keeps the two apart for twice as many rounds."""
+    monkeypatch.setattr(reducing, "FIRST_STALL_S", 0.04)
+    monkeypatch.setattr(driver, "stall_after", lambda silence_s, *rest: stall_after(0.04, *rest))
 
     def slow(plain: Transport) -> Transport:
         return ShapedTransport(plain, Link(4e6, 4e6))
 
     with team(("A", "B"), shape=slow, pace_s=0.3) as (_, islands):
         records = islands[0].session.records
+        wait_for(lambda: any(note.kind == "cut off" for island in islands for note in island.notes), islands)
         wait_for(lambda: any(len(record.proposal.contributions) == 2 for record in records()), islands)
 
 
