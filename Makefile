@@ -22,7 +22,7 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install browser  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
+unit: install browser .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m 'not soak' --durations=25
 
 soak: install  ## the tests that take minutes by their nature: hundreds of disasters, many kills
@@ -36,7 +36,7 @@ browser:  ## Debian's chromium, where it is missing and may be installed: a test
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow and not soak'
 
-coverage: install browser  ## which lines of the product every test together runs, processes that tests start included
+coverage: install browser .venv/.compiled  ## which lines of the product every test together runs, processes that tests start included
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -n $(PYTEST_JOBS) --dist loadfile; status=$$?; \
 		$(BIN)/python -m coverage combine --quiet; rm -f .coverage.*; \
@@ -68,4 +68,9 @@ clean:    ## remove caches and build outputs; keeps .venv and runs
 		"diloco needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make install PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# once, before several processes would do it at the same time, for themselves: Numba keeps what it compiled on disk
+.venv/.compiled: .venv/.installed $(wildcard comm/codec/*.py)
+	$(BIN)/python -c 'from diloco.comm.codec.registry import CODECS, warm_up; [warm_up(name) for name in CODECS]'
 	@touch $@
