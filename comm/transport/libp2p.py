@@ -99,23 +99,18 @@ class Libp2pTransport(Accepting):
         else:
             await self._take_over(peer, reader, writer)
 
-    def _drop(self, writer: asyncio.StreamWriter, peer: str, reason: object) -> None:
+    def _drop(self, stream: asyncio.StreamWriter | Stream, peer: str, reason: object) -> None:
         log.warning("%s refused a stream from %s: %s", self.identity, peer, reason)
-        writer.close()
+        stream.close()
 
     async def _take_over(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = None
         try:
             stream = Stream(WireCarrier(await detach(peer, reader, writer)))
-        except OSError as error:
-            self._handshakes.release()
-            self._drop(writer, peer, error)
-            return
-        try:
             threading.Thread(target=self._welcome, args=(stream,), name=f"welcome-{peer}", daemon=True).start()
-        except RuntimeError as error:  # out of threads: others must still get in later
-            log.warning("%s refused a stream from %s: %s", self.identity, peer, error)
+        except (OSError, RuntimeError) as error:  # RuntimeError: out of threads; others must still get in later
             self._handshakes.release()
-            stream.close()
+            self._drop(stream or writer, peer, error)
 
     def _welcome(self, stream: Stream) -> None:
         try:
