@@ -26,8 +26,8 @@ COMMANDS = [
     "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "recover", "join", "checkpoint", "virtual", "overlap", "plan",
-    "quality", "link",
+    "overhead", "speed", "codec", "allreduce", "recover", "join", "checkpoint", "virtual", "mutants", "overlap",
+    "plan", "quality", "link",
 ]  # fmt: skip
 
 

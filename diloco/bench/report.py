@@ -57,7 +57,9 @@ def show(report: Report, *, as_json: bool) -> None:
         print(json.dumps({"checks": [asdict(check) for check in report.checks], **report.figures}))
         return
     console = Console(highlight=False)
-    for name, value in report.figures.items():
+    for name, figure in report.figures.items():
+        are_rows = isinstance(figure, list) and figure and all(isinstance(row, dict) for row in figure)
+        value = {str(number): row for number, row in enumerate(figure, start=1)} if are_rows else figure
         is_table = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
         console.print(_table(name, value) if is_table else f"{name}: {_text(value)}")
     if report.checks:
