@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import resource
 import signal
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,15 @@ def run_all(mutants: Sequence[Mutant], trials: Trials, limit_s: float, jobs: int
                 process.join()
                 verdicts[index] = _final(verdicts[index], process.exitcode)
                 del running[connection]
+                left = len(waiting) + len(running)
+                print(f"{_told(mutants[index], verdicts[index])} ({left} left)", file=sys.stderr, flush=True)
     return verdicts
+
+
+def _told(mutant: Mutant, verdict: Verdict) -> str:
+    """Say in a line what became of a mutant: its place and change, and what caught it."""
+    outcome = f"caught by {verdict.trial}: {verdict.catch}" if verdict.catch else "SURVIVES"
+    return f"{mutant.file}:{mutant.line} {mutant.change}: {outcome}"
 
 
 def _final(last: Verdict, exit_code: int | None) -> Verdict:
@@ -143,7 +152,7 @@ def _attempt(
         try:
             trial()
         except Exception as error:  # noqa: BLE001 -- the process's outermost frame; the parent is told
-            parent.send(Verdict(name, f"{type(error).__name__}: {first_line(error)}"))
+            parent.send(Verdict(name, _reason(error)))
             return
     parent.send(Verdict())
 
@@ -162,9 +171,14 @@ def _slowest_s(trials: Trials) -> float:
         try:
             trial()
         except AssertionError as error:
-            raise DilocoError(f"{name} fails without any change of the protocol: {first_line(error)}") from None
+            raise DilocoError(f"{name} fails without any change of the protocol: {_reason(error)}") from None
         longest_s = max(longest_s, time.process_time() - started)
     return longest_s
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's kind and first line; what else a violation carries is left out."""
+    return f"{type(error).__name__}: {first_line(Exception(*error.args[:1]))}"
 
 
 def _limit_memory() -> None:
