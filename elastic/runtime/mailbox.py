@@ -1,7 +1,8 @@
 """Control messages between islands: one stream to each peer for sending, one from each for receiving.
 
 A stream begins with a greeting that proves admission to the run. When a stream breaks, its peer is probed at once: one
-that refuses connections is gone, one that merely does not answer may be stopped or slow.
+that refuses connections is gone, one that merely does not answer may be stopped or slow. A refusal by a peer that this
+process has never been connected to says nothing: its address may be of long ago. Lost peers are dialled for ever.
 """
 
 import logging
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
+from diloco.comm.peers.redial import MOST_S, pause_s
 from diloco.comm.transport.frame import END
 from diloco.comm.transport.transport import Addresses, PeerAddress, Stream, Transport
 from diloco.elastic.protocol.messages import Effect, Message
@@ -28,6 +31,7 @@ MAX_WAITING = 1000  # messages to one peer
 CONNECT_S = 3.0
 QUICK_S = 1.0  # a connection that fails sooner was refused; later, nobody answered
 RETRY_S = 0.25
+STALE_S = 5.0  # at least: nothing came from a peer for so long, and its stream may be dead without a sign
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,8 @@ class Mailbox:
         self._closed = False
         self._last: tuple[Message | None, bytes] = None, b""
         self.admitted: set[str] = set()
+        self.met: set[str] = set()  # peers to or from which a stream was open in the life of this process
+        self.heard_at: dict[str, float] = {}  # when a message of a peer came last
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
     def know(self, addresses: Addresses) -> None:
@@ -69,7 +75,7 @@ class Mailbox:
                 if line is None and not self._closed:
                     line = self._lines[peer] = PeerLine(self, address)
             if line is not None:
-                line.address = address
+                line.move_to(address)
 
     def send(self, peer: str, message: Message) -> None:
         """Queue a message to a peer. It is dropped if the peer's address is not known."""
@@ -114,6 +120,18 @@ class Mailbox:
                 return
             threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
 
+    def _hear(self, peer: str) -> None:
+        """Note that a message of a peer came: if its line waits to dial again, it need not wait longer."""
+        self.met.add(peer)
+        self.heard_at[peer] = time.monotonic()
+        if (line := self._lines.get(peer)) is not None:
+            line.wake()
+
+    @property
+    def silence_s(self) -> float:
+        """Return after how long a silent peer is suspected, as the run's settings say now."""
+        return self.node.own.options.silence_s
+
     def _listen(self, stream: Stream) -> None:
         heard = False
         try:
@@ -123,6 +141,7 @@ class Mailbox:
             while True:
                 frame = stream.receive(_bounded(MESSAGE))
                 heard = True  # who hangs up before that was only looking whether we live
+                self._hear(stream.peer)
                 self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))
         except (FrameError, MessageRefused) as bad:
             self.post(partial(self.node.ban, stream.peer, f"sent garbage: {bad}"))
@@ -143,6 +162,10 @@ class PeerLine:
         self.mailbox, self.address = mailbox, address
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
         self._stream: Stream | None = None
+        self._opened_at = 0.0
+        self._failures = 0  # to connect, in a row
+        self._awake = threading.Event()  # there is a reason to dial at once
+        self._random = Random()
         self._sent_before = 0  # by streams that broke
         self._closed = False
         self._busy = False
@@ -160,9 +183,21 @@ class PeerLine:
         except queue.Full:  # nobody reads: what it missed is sent again, or no longer matters
             log.debug("%s does not keep up", self.address.identity)
 
+    def move_to(self, address: PeerAddress) -> None:
+        """Use this address from now on, at once if it is another one."""
+        if address != self.address:
+            self.address = address
+            self.wake()
+
+    def wake(self) -> None:
+        """Dial again without waiting longer, if the peer was lost."""
+        if self._failures:
+            self._awake.set()
+
     def close(self) -> None:
         """End the thread and the stream, and drop the messages that are still queued."""
         self._closed = True
+        self._awake.set()
         if self._stream is not None:
             self._stream.close()
         self._drain()
@@ -173,6 +208,7 @@ class PeerLine:
             self._busy = True
             try:
                 if raw:
+                    self._hang_up_if_stale()
                     self._stream = self._stream or self._connect()
                     self._stream.send(MESSAGE, b"", raw, timeout_s=CONNECT_S)
                 else:
@@ -183,19 +219,38 @@ class PeerLine:
             self._busy = False
         self._hang_up()
 
+    def _hang_up_if_stale(self) -> None:
+        """Hang up if nothing has come from the peer for long.
+
+        TCP waits up to two minutes before it sends again what was lost: a cut that has healed would last that longer.
+        """
+        last_sign = max(self._opened_at, self.mailbox.heard_at.get(self.address.identity, 0.0))
+        if time.monotonic() - last_sign > max(STALE_S, 2 * self.mailbox.silence_s):
+            self._hang_up()
+
     def _connect(self) -> Stream:
-        started = time.monotonic()
+        started, address = time.monotonic(), self.address
         try:
-            stream = self.mailbox.network.plain.connect(self.address, CHANNEL, timeout_s=CONNECT_S)
+            stream = self.mailbox.network.plain.connect(address, CHANNEL, timeout_s=CONNECT_S)
             stream.send(GREETING, b"", self.mailbox.network.greeting, timeout_s=CONNECT_S)
-            return stream
         except TransportError as error:
             refused_us = isinstance(error, PeerRefused)  # it lives, and does not know us yet
-            if not refused_us and time.monotonic() - started < QUICK_S and not self._closed:
-                self.mailbox.post(partial(self.mailbox.node.closed, self.address.identity))
-            self._drain()
-            time.sleep(RETRY_S)
+            quick = time.monotonic() - started < QUICK_S
+            if quick and not refused_us and not self._closed and address.identity in self.mailbox.met:
+                self.mailbox.post(partial(self.mailbox.node.closed, address.identity))
+            self._wait_to_dial_again()
             raise
+        self.mailbox.met.add(address.identity)
+        self._failures, self._opened_at = 0, time.monotonic()
+        return stream
+
+    def _wait_to_dial_again(self) -> None:
+        """Wait after a failure, up to `silence_s` or until the peer is heard, and drop what is queued meanwhile."""
+        self._failures += 1
+        most_s = min(MOST_S, max(1.0, self.mailbox.silence_s))
+        self._awake.wait(pause_s(self._failures, self._random, first_s=RETRY_S, most_s=most_s))
+        self._awake.clear()
+        self._drain()
 
     def _drain(self) -> None:
         """Drop what is queued for a peer that cannot be reached: it is out of date when the peer is back."""
