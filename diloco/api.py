@@ -1,7 +1,6 @@
 """`diloco.connect` lets any PyTorch loop take part in a run, through the `Run` that it yields (train/user_loop.py)."""
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -112,7 +111,7 @@ def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnM
 
 
 def _join(enter: Callable[[Connection], RunEntry], connection: Connection, text: str, dir: str | Path | None) -> Run:
-    ticket = Ticket.parse(text, time.time())
+    ticket = Ticket.parse_invitation(text)
     name, host = connection.name or own_name(), connection.host or host_towards(ticket.addresses)
     folder = Path(dir or Path("runs") / f"{ticket.run_id.hex()[:8]}-{name}")
     entrance = enter(replace(connection, name=name, host=host))

@@ -8,7 +8,7 @@ import pytest
 from count_code import PRODUCT, ROOT, files_below
 
 RETIRED = {  # the old word: the one that took its place
-    "Acquaintances": "KnownPeers", "Alone": "a run of one island", "Apart": "Separation", "Beating": "Heartbeats",
+    "Acquaintances": "AddressBook", "Alone": "a run of one island", "Apart": "Separation", "Beating": "Heartbeats",
     "Begun": "PartialDownload", "Entrance": "RunEntry", "Following": "CurrentAttempt", "Frozen": "SnapshotContents",
     "HAIR": "ROUNDING_MARGIN", "Happened": "FleetHistory", "InForce": "AmendedConfig", "Keeper": "Applier",
     "Kept": "SnapshotMeta", "LATELY": "FRESH_HEARTBEATS", "Membership": "SyncLoop", "Parcel": "ItemManifest",

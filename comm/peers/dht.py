@@ -2,35 +2,49 @@
 
 hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
 honest peer would ever have stored: it does not look at whether a record has expired.
+
+p2pd waits ever longer between dials of one address that fail, up to minutes. So it is asked to dial only where somebody
+accepts connections: after a long cut, peers are found as soon as it heals.
 """
 
 import asyncio
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pydantic.v1 as pydantic
+from hivemind.dht import node as dht_node
+from hivemind.dht import protocol as dht_protocol
+from hivemind.dht import routing as dht_routing
 from hivemind.dht.node import DHTID, DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.proto.dht_pb2 import PingRequest, PingResponse
+from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.comm.peers import guard
+from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity
 from diloco.comm.peers.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long
 from diloco.errors import RecordRefused
 
 FIELD = "peers"
+PING = "DHTProtocol.rpc_ping"
+PROBE_S = 2.5  # for a connection to be accepted: round trips of a second, and a lost packet
+ANSWER_S = 3.0
 # What hivemind raises when the network, a peer or p2pd fails; RuntimeError is its "bootstrap failed".
 FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, RuntimeError, OSError, EOFError)
+
+for module in (dht_node, dht_protocol, dht_routing, timed_storage):  # each has a name of its own for the function
+    module.get_dht_time = RUN_CLOCK.now
 
 
 @dataclass(frozen=True)
@@ -44,10 +58,13 @@ class NodeOptions:
     behind_nat: bool = False  # look for relays and open a port on the router
     # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes
     reachability: str | None = None
+    is_cut: Callable[[str], bool] = lambda peer: False  # from which peers a simulation cuts this one off, by their ids
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
     """Run p2pd under the guard, so that it ends with its parent: hivemind leaves it behind when that is killed."""
+
+    is_cut: Callable[[str], bool] = staticmethod(lambda peer: False)
 
     @staticmethod
     def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
@@ -67,9 +84,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         self, peer: str, addresses: Sequence[str], protocol: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream to the peer of this id: p2pd has verified that it holds the id's key."""
-        peer_id, places = _dialable(peer, addresses)
-        if places:
-            await self._client.connect(peer_id, places)
+        peer_id = await self.meet(peer, addresses)
         opening = asyncio.ensure_future(self.call_binary_stream_handler(peer_id, protocol))
         try:
             _, reader, writer = await asyncio.shield(opening)
@@ -78,6 +93,40 @@ class GuardedP2P(P2P):  # type: ignore[misc]
             opening.add_done_callback(_close_unused)
             raise
         return reader, writer
+
+    async def meet(self, peer: str, addresses: Sequence[str]) -> PeerID:
+        """Connect to a peer at one of these multiaddrs, if that has not been done; return its id as hivemind has it."""
+        peer_id, places = _dialable(peer, addresses)
+        self._check_link(peer_id)
+        if places and not await self._connected(peer_id):
+            if not await _somebody_at(places):
+                raise P2PDaemonError(f"nobody accepts connections at {', '.join(map(str, places))}")
+            await self._client.connect(peer_id, places)
+        return peer_id
+
+    async def _connected(self, peer_id: PeerID) -> bool:
+        return any(info.peer_id == peer_id for info in await self._client.list_peers())
+
+    def _check_link(self, peer_id: PeerID) -> None:
+        if self.is_cut(str(peer_id)):
+            raise P2PDaemonError(f"{peer_id}: the link is cut")
+
+    async def _call_unary_protobuf_handler(self, peer_id: PeerID, *arguments: Any) -> Any:
+        """Call a peer. A ping's answer carries its time: the run's clock takes it in, and hivemind sees no other."""
+        self._check_link(peer_id)
+        response = await super()._call_unary_protobuf_handler(peer_id, *arguments)
+        if isinstance(response, PingResponse) and RUN_CLOCK.hear(response.dht_time):
+            response.dht_time = RUN_CLOCK.now()
+        return response
+
+    async def _add_protobuf_unary_handler(
+        self, name: str, handler: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any
+    ) -> None:
+        async def answer(request: Any, context: Any) -> Any:
+            self._check_link(context.remote_id)
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(name, answer, *arguments, **options)
 
 
 class RunValidator(SchemaValidator):  # type: ignore[misc]
@@ -94,7 +143,8 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
                 raise RecordRefused("malformed", "not what this run keeps in its DHT")
             load = DHTProtocol.serializer.loads
             peer = authenticate_entry(load(record.subkey), load(record.value), self._run_id)
-            check_not_too_long(peer, time.time())
+            RUN_CLOCK.advance_to(peer.sequence / 1000)  # when it was signed, by the time of its peer
+            check_not_too_long(peer, RUN_CLOCK.now())
             if record.expiration_time != peer.expires_at:
                 raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
         except (RecordRefused, TypeError) as refused:  # TypeError: hivemind's, on a subkey that cannot be hashed
@@ -141,6 +191,32 @@ def _for_p2pd(address: Multiaddr) -> Multiaddr:
     return Multiaddr(b"".join(parts))
 
 
+async def _somebody_at(places: Sequence[Multiaddr]) -> bool:
+    """Tell whether a connection is accepted at one of these. Through a relay nobody can know: that counts as yes."""
+    probes = [asyncio.ensure_future(_accepts(str(place).split("/"))) for place in places]
+    try:
+        for probe in asyncio.as_completed(probes):
+            if await probe:
+                return True
+        return False
+    finally:
+        for task in probes:
+            task.cancel()
+
+
+async def _accepts(parts: list[str]) -> bool:
+    match parts:
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port]:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_S)
+            except (OSError, TimeoutError, ValueError):  # ValueError: a host that is no name
+                return False
+            writer.close()
+            return True
+        case _:
+            return True
+
+
 def _close_unused(opening: asyncio.Future[Any]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[2].close()
@@ -152,7 +228,7 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
     If it fails, p2pd is ended.
     """
     family = "ip6" if ":" in options.listen_host else "ip4"
-    p2p = await GuardedP2P.create(
+    p2p = await _start_daemon(
         initial_peers=list(options.bootstrap),
         host_maddrs=[f"/{family}/{options.listen_host}/tcp/{options.listen_port}"],
         announce_maddrs=list(options.announce) or None,
@@ -163,7 +239,9 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
         force_reachability=options.reachability,
         startup_timeout=30,
     )
+    p2p.is_cut = options.is_cut
     try:
+        await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
         return await DHTNode.create(
             p2p=p2p,
             node_id=DHTID.generate(source=identity.public_key),
@@ -179,12 +257,44 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
         raise
 
 
-async def reach(node: DHTNode, address: str) -> bool:
-    """Tell whether a peer answers at this multiaddr; if it does, it is in this node's routing table."""
-    place, _, peer = address.rpartition("/p2p/")
-    peer_id, places = _dialable(peer, [place])
-    await node.p2p._client.connect(peer_id, places)
-    return await node.protocol.call_ping(peer_id, validate=True) is not None
+async def _start_daemon(**options: Any) -> GuardedP2P:
+    """Start p2pd. If that fails, wait for the end of what was started: asyncio complains of a child without a loop."""
+    started: list[GuardedP2P] = []
+
+    class Noted(GuardedP2P):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    try:
+        return await Noted.create(**options)
+    except BaseException:
+        for p2p in started:
+            if p2p._child is not None:
+                await p2p.shutdown()
+                p2p._child._transport.close()
+        raise
+
+
+async def _take_time(p2p: GuardedP2P, peer: str) -> None:
+    """Ask a peer for the run's time, before hivemind compares it with that of this node or stores anything by it."""
+    with suppress(*FAILURES, TimeoutError):  # who does not answer is noticed afterwards, by hivemind
+        peer_id, _ = _dialable(peer, [])
+        question = p2p.call_protobuf_handler(peer_id, PING, PingRequest(), PingResponse)
+        await asyncio.wait_for(question, ANSWER_S)
+
+
+async def reach(node: DHTNode, peer: str, addresses: Sequence[str]) -> bool:
+    """Tell whether a peer answers at one of these multiaddrs; if it does, it is in this node's routing table."""
+    try:
+        peer_id = await node.p2p.meet(peer, addresses)
+        await _take_time(node.p2p, peer)
+        if await node.protocol.call_ping(peer_id, validate=True) is None:
+            return False
+    except FAILURES:
+        return False
+    node.blacklist.register_success(peer_id)  # else it is asked for nothing, for longer after every failure
+    return True
 
 
 async def close_node(node: DHTNode) -> None:

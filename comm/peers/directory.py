@@ -8,14 +8,15 @@ import asyncio
 import fcntl
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar
 
 from diloco.comm.peers import dht
+from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, decode, encode
 from diloco.errors import DirectoryError, RecordRefused
@@ -41,6 +42,8 @@ class Directory:
         self._lock = _lock(identity)
         self.thread = LoopThread("diloco-directory")
         self._node: Any = None
+        self._options = dht.NodeOptions()
+        self._after_reopening: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     @classmethod
     def start(cls, identity: Identity, run_id: bytes, **options: Any) -> "Directory":
@@ -58,8 +61,35 @@ class Directory:
 
     @property
     def p2p(self) -> Any:
-        """Return hivemind's P2P on this directory's loop, for streams between peers."""
+        """Return hivemind's P2P on this directory's loop, for streams between peers; another one after `reopen`."""
         return self._node.p2p
+
+    @property
+    def running(self) -> bool:
+        """Tell whether p2pd is alive; if not, `reopen` starts it again."""
+        return bool(self.p2p.running)
+
+    def after_reopening(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have this run on the loop after each `reopen`, to serve streams on the new p2pd."""
+        self._after_reopening.append(work)
+
+    def reopen(self) -> None:
+        """Start p2pd and the node again after p2pd has ended, with the same key and at the same port.
+
+        If the port cannot be had any more, at another one. The new node knows nobody until `reach` finds somebody.
+        """
+        self.thread.at_end = None
+        with suppress(DirectoryError, *dht.FAILURES):  # of something dead, nothing better can be expected
+            self.thread.call(dht.close_node(self._node), CLOSE_TIMEOUT_S)
+        options = replace(self._options, bootstrap=())
+        try:
+            self._open(options)
+        except DirectoryError:
+            if options.announce:  # names the port, as does a router that forwards it
+                raise
+            self._open(replace(options, listen_port=0))
+        for work in self._after_reopening:
+            self.call(work())
 
     def publish(self, record: PeerRecord, expires_s: float) -> PeerRecord:
         """Sign this peer's record and store it in the run's DHT, valid for `expires_s` seconds.
@@ -68,7 +98,8 @@ class Directory:
         """
         if not 0 < expires_s <= LIFETIME_LIMIT_S:
             raise DirectoryError(f"a record cannot be valid for {expires_s} s: at most {LIFETIME_LIMIT_S:.0f}")
-        now_ms = int(time.time() * 1000)
+        RUN_CLOCK.settle()
+        now_ms = int(RUN_CLOCK.now() * 1000)
         record = replace(
             record,
             run_id=self.run_id,
@@ -100,12 +131,16 @@ class Directory:
                 self.refusals[refused.reason] += 1
         return found
 
-    def reach(self, address: str) -> bool:
-        """Tell whether a peer answers at this multiaddr. From then on the two know each other's records."""
-        try:
-            return self.call(dht.reach(self._node, address))
-        except DirectoryError:
-            return False
+    def reach(self, places: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return which of these peers answer at their multiaddrs, all asked at once.
+
+        From then on they and this one know each other's records.
+        """
+
+        async def reach_all() -> list[bool]:
+            return await asyncio.gather(*(dht.reach(self._node, peer, where) for peer, where in places.items()))
+
+        return {peer for peer, answers in zip(places, self.call(reach_all()), strict=True) if answers}
 
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = CALL_TIMEOUT_S) -> Result:
         """Run a coroutine on the directory's loop and wait for it.
@@ -133,11 +168,12 @@ class Directory:
             raise DirectoryError(_why_not_open(options, error)) from error
         self.thread.at_end = lambda: dht.close_node(self._node)
         self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
+        self._options = replace(options, listen_port=_port_of(self.addresses) or options.listen_port)
 
     def _read(self, subkey: bytes, value: object) -> PeerRecord:
         dht.authenticate_entry(subkey, value, self.run_id)
         assert isinstance(value, bytes)
-        record = decode(value, time.time())
+        record = decode(value, RUN_CLOCK.now())
         if record.sequence < self._sequences.get(subkey, 0):
             raise RecordRefused("stale", "a newer record of this peer was seen before")
         self._sequences[subkey] = record.sequence
@@ -157,6 +193,12 @@ def _lock(identity: Identity) -> BinaryIO:
     return file
 
 
+def _port_of(addresses: Sequence[str]) -> int:
+    """Return the TCP port of the first multiaddr that has one; 0 if none has."""
+    ports = (int(parts[4]) for address in addresses if len(parts := address.split("/")) > 4 and parts[3] == "tcp")
+    return next(ports, 0)
+
+
 def _why_not_open(options: dht.NodeOptions, error: BaseException) -> str:
     if options.bootstrap and "failed to connect to bootstrap peers" in str(error):
         return (
@@ -164,7 +206,9 @@ def _why_not_open(options: dht.NodeOptions, error: BaseException) -> str:
             "if it goes on, look for a firewall between here and there"
         )
     where = ", ".join(options.bootstrap) or f"{options.listen_host}:{options.listen_port}"
-    return f"cannot start at {where}: {error}. Clocks must agree within 3 s"
+    if "local time must be within" in str(error):
+        return f"cannot start at {where}: this machine's clock is more than a day from the run's. Set the clock"
+    return f"cannot start at {where}: {error}"
 
 
 class LoopThread:

@@ -18,7 +18,7 @@ ADDRESSES_LIMIT = 8
 TEXT_LIMIT = 128
 RECORD_LIMIT = 8192
 LIFETIME_LIMIT_S = 3600.0
-CLOCK_SKEW_S = 60.0
+CLOCK_SKEW_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def authenticate(data: bytes) -> PeerRecord:
 def check_not_too_long(record: PeerRecord, now: float) -> None:
     """Refuse an expiry too far ahead: no peer may ask the others to keep a record for ever.
 
-    The limit is an hour, and a minute for clocks that disagree.
+    The limit is an hour, and a day for clocks that disagree: the run's clock follows such a record at once.
     """
     if record.expires_at > now + LIFETIME_LIMIT_S + CLOCK_SKEW_S:
         raise RecordRefused("expiry too far", f"{record.expires_at - now:.0f} s ahead: is that peer's clock right?")

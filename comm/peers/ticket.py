@@ -6,12 +6,15 @@ The run is its owner's public key and the run id is that key's hash, so a ticket
 import base64
 import binascii
 import hashlib
+import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from diloco.comm.peers import packing
+from diloco.comm.peers.clock import MAX_OFF_S
 from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, verify
 from diloco.errors import TicketError
 
@@ -20,6 +23,8 @@ CONTEXT = b"diloco ticket 1\0"  # what one key signs for one purpose can never p
 ADDRESSES_LIMIT = 8
 TEXT_LIMIT = 3000  # 8 addresses of 255 bytes, keys, signature, as base64
 LATEST = 253402300799  # the year 9999, so that every expiry can be shown as a date
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,17 @@ class Ticket:
         if now >= ticket.expires_at:
             when = datetime.fromtimestamp(ticket.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             raise TicketError(f"the ticket expired at {when}: ask the run's owner for a new one")
+        return ticket
+
+    @classmethod
+    def parse_invitation(cls, text: str) -> "Ticket":
+        """Return the ticket with which this machine wants to join; if it expired within a day, there is a warning only.
+
+        This machine's clock may be wrong: the members judge by the run's time.
+        """
+        ticket = cls.parse(text, time.time() - MAX_OFF_S)
+        if time.time() >= ticket.expires_at:
+            log.warning("by this machine's clock the ticket has expired: the run's members decide by theirs")
         return ticket
 
     @property

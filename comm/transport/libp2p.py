@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +60,22 @@ class Libp2pTransport(Accepting):
         super().__init__(directory.identity.peer_id, inbox)
         self._shares_inbox = inbox is not None
         self._directory = directory
-        self._p2p = directory.p2p
         self._allowed: frozenset[str] = frozenset()
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._closed = False
-        directory.call(self._p2p.add_binary_stream_handler(PROTOCOL, self._on_stream))
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), directory.thread.loop)
+        self._watching: Future[None] | None = None
+        directory.call(self._serve())
+        directory.after_reopening(self._serve)
+
+    @property
+    def _p2p(self) -> Any:
+        return self._directory.p2p
+
+    async def _serve(self) -> None:
+        """Take the streams that come in through the present p2pd."""
+        if not self._closed:
+            await self._p2p.add_binary_stream_handler(PROTOCOL, self._on_stream)
+            self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._p2p), self._directory.thread.loop)
 
     def address(self) -> PeerAddress:
         """Return what this peer publishes for libp2p: its id and its multiaddrs."""
@@ -122,16 +133,16 @@ class Libp2pTransport(Accepting):
         finally:
             self._handshakes.release()
 
-    async def _watch(self) -> None:
-        """Close the inbox when p2pd ends, unless it is shared.
+    async def _watch(self, p2p: Any) -> None:
+        """Close the inbox when p2pd ends, unless it is shared: then p2pd may be started again.
 
         Streams end by themselves then; a thread that waits for new ones would wait for ever.
         """
         try:
-            await self._p2p.ended()
+            await p2p.ended()
         finally:
             if not self._closed:
-                log.error("%s: p2pd has ended, there are no more libp2p streams", self.identity)
+                log.warning("%s: p2pd has ended, and with it all libp2p streams", self.identity)
                 if not self._shares_inbox:
                     self.inbox.close()
 
@@ -139,7 +150,8 @@ class Libp2pTransport(Accepting):
         """Stop serving streams that come in, and close all streams of the inbox. The directory stays open."""
         if not self._closed:
             self._closed = True
-            self._watching.cancel()
+            if self._watching is not None:
+                self._watching.cancel()
             with suppress(DirectoryError):  # no daemon any more: nobody who would send us streams
                 self._directory.call(self._p2p.remove_binary_stream_handler(PROTOCOL))
         super().close()

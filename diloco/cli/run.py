@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -118,7 +117,7 @@ def join(
     own = overrides_tree([*(set_ or []), *mesh])
     island = own_island(own)
     text = read_ticket(ticket)
-    parsed = Ticket.parse(text, time.time())
+    parsed = Ticket.parse_invitation(text)
     start_if_several(island)
     from diloco.run.peer import Connection, host_towards, own_name
     from diloco.run.start import join

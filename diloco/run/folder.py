@@ -9,11 +9,13 @@ from pkgutil import resolve_name
 from typing import TextIO
 
 from diloco.checkpoint.save import saves
+from diloco.comm.peers.addressbook import OTHERS
 from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config
 from diloco.errors import ConfigError, SaveError
 from diloco.report.events import Events, JsonLines
 from diloco.report.terminal import open_view
+from diloco.run.genesis import FILE as GENESIS
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
@@ -117,6 +119,17 @@ def numbered(folder: Path) -> Path:
 def has_log(folder: Path) -> bool:
     """Tell whether an island has left its log of a run there."""
     return any((folder / OUTER).glob("log-*.seg"))
+
+
+def has_begun(folder: Path) -> bool:
+    """Tell whether a run that was founded there got as far as its first record, or its founder has met others."""
+    return has_log(folder) or has_state(folder) or (folder / OUTER / GENESIS).exists()
+
+
+def has_state(folder: Path) -> bool:
+    """Tell whether an island has left a state there, or has met others who may have one."""
+    snapshots = any((folder / OUTER).glob("snapshot-*"))
+    return snapshots or bool(saves(folder)) or (folder / OTHERS).exists()
 
 
 def islands_in(folder: Path) -> int:

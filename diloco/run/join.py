@@ -17,11 +17,12 @@ from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.runtime.applier import Vectors
 from diloco.elastic.runtime.driver import RunContext, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.mailbox import greet
-from diloco.elastic.runtime.restoring import Origin, restore
+from diloco.elastic.runtime.restoring import Origin, memory_of, restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.report.events import Events
 from diloco.run.folder import OUTER
@@ -72,21 +73,29 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
         raise
 
 
-def find_start(peer: LocalPeer, genesis: Genesis, part: Participant) -> Start:
+def find_start(peer: LocalPeer, genesis: Genesis, part: Participant, first: Vectors | None = None) -> Start:
     """Restore the state that this island's own disk ends with, from which the others help it to catch up; without one,
-    fetch theirs."""
+    fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
     config, fragments = part.config, part.fragments
     store = open_store(peer, genesis, config, part.events)
     own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.report)
     if own is not None:
         origin, giver = own, "its own disk"
+    elif first is not None:
+        memory = memory_of(store.journal, store.report)
+        origin, giver = Origin(genesis.state(), dict(first), memory), "the run's beginning: nothing had been saved"
     else:
         sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
 
         def ask_for_it(first: str, others: dict[str, PeerAddress]) -> FetchedState:
             return fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
 
-        snapshot = ask_members(peer, ask_for_it)
+        try:
+            snapshot = ask_members(peer, ask_for_it)
+        except JoinRefused as refused:
+            if genesis.founder != peer.id:
+                raise
+            raise JoinRefused(f"{refused} This island founded it and has no state of it: --fresh starts over") from None
         givers = sum(size > 0 for size in snapshot.donors.values())
         origin, giver = Origin(snapshot.state, snapshot.vectors), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
@@ -191,7 +200,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
     peer.is_member = lambda other: other in driver.applied.roster
     peer.publish()
     driver.know(peer.find_peers())
-    peer.watch(refresh)
+    peer.watch(refresh, driver.fail)
     return Rounds(driver, config, peer.name_of)
 
 

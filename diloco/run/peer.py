@@ -5,15 +5,16 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.atomic import write_file
+from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity, peer_id_of
 from diloco.comm.peers.record import PeerRecord
+from diloco.comm.peers.redial import Redial
 from diloco.comm.peers.ticket import Ticket, check_greeting
 from diloco.comm.transport.auto import AutoTransport
 from diloco.comm.transport.direct import DirectTransport
@@ -25,20 +26,23 @@ from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.runtime.driver import Network
-from diloco.errors import DirectoryError, PeerRefused
+from diloco.errors import DaemonLost, DirectoryError, PeerRefused
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
 
+IDENTITY_KEY = "identity.key"  # in an island's folder
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
 LOOK_S = 1.0
-REACH_S = 3.0  # how often an island that knows of nobody tries those it once knew
-MAX_REMEMBERED = 16
+OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
+REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
+SAY_AGAIN_S = 60.0
 ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
 Know = Callable[[Mapping[str, PeerAddress]], None]
+Fail = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Connection:
     devices: str = "cpu"
     mesh: str = "fsdp 1 x tp 1"
     shape: Callable[[Transport], Transport] | None = None  # a link that somebody else emulates
+    is_cut: Callable[[str], bool] = lambda peer: False  # by that emulation, from the peer of this id
     slowness: float = 1.0  # how many times longer inner steps are to take
 
     @property
@@ -67,7 +72,7 @@ class LocalPeer:
 
     def __init__(self, folder: Path, run_id: bytes, connection: Connection) -> None:
         self.connection, self.run_id = connection, run_id
-        self.identity = Identity.load(folder / "identity.key")
+        self.identity = Identity.load(folder / IDENTITY_KEY)
         self.id = self.identity.peer_id
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
         self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
@@ -95,12 +100,15 @@ class LocalPeer:
         """Return the name that a peer published, or the end of its id."""
         return self._names.get(peer, peer[-8:])
 
-    def watch(self, know: Know) -> None:
-        """Call `know` every second on a thread, even if it never brings an address: it also looks for amendments."""
-        self._thread = threading.Thread(target=self._watch, args=(know,), name="watch", daemon=True)
+    def watch(self, know: Know, fail: Fail) -> None:
+        """Call `know` every second on a thread, even if it never brings an address: it also looks for amendments.
+
+        `fail` is called, and the thread ends, if this peer can never be reached again.
+        """
+        self._thread = threading.Thread(target=self._watch, args=(know, fail), name="watch", daemon=True)
         self._thread.start()
 
-    def _watch(self, know: Know) -> None:
+    def _watch(self, know: Know, fail: Fail) -> None:
         while not self._stop.wait(LOOK_S):
             know({})
 
@@ -119,13 +127,15 @@ class Peer(LocalPeer):
     ) -> None:
         """`lonely`: it is fine if nobody answers; the peers it knows of are tried again and again."""
         super().__init__(folder, run_id, connection)
-        self._known = KnownPeers(folder)
+        self._book = AddressBook(folder)
         self.ticket = ticket
-        self.records: dict[str, PeerRecord] = {}
+        self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
+        self._renewed_at: dict[str, float] = {}
         self._admitted: set[str] = set()  # by this process
-        invited = ticket.addresses if ticket is not None else ()
-        self._places = tuple(place for place in (*invited, *self._known.others()) if self.id not in place)
+        self._redial = Redial()
+        self._reopened_at: list[float] = []
         self.directory = self._enter(lonely=lonely)
+        self._book.keep_own(self.addresses)
         inbox = Inbox()
         self._direct = DirectTransport(self.id, listen_host(connection.host), inbox=inbox)
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
@@ -138,18 +148,27 @@ class Peer(LocalPeer):
 
         host = self.connection.host
         listen = listen_host(host)
-        where: dict[str, Any] = {"listen_host": listen, "listen_port": self._known.own_port(listen)}
+        where: dict[str, Any] = {"listen_host": listen, "listen_port": self._book.own_port(listen)}
         if listen != host:
-            where["listen_port"] = where["listen_port"] or _free_port(listen)  # it has to be said beforehand
+            where["listen_port"] = where["listen_port"] or free_port(listen)  # it has to be said beforehand
             where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
         if listen in (ANYWHERE, "::"):
             log.warning("%s is not an address of this machine: your router must forward every port to it", host)
-        try:
-            return Directory.start(self.identity, self.run_id, bootstrap=self._places, **where)
-        except DirectoryError:
-            if not lonely or not self._places:
-                raise
-        return Directory.start(self.identity, self.run_id, **where)
+        where["is_cut"] = self.connection.is_cut
+        if not lonely:
+            places = [place for known in self._places().values() for place in known]
+            return Directory.start(self.identity, self.run_id, bootstrap=places, **where)
+        directory = Directory.start(self.identity, self.run_id, **where)
+        directory.reach(self._places())  # at once, for the run's time; whoever does not answer is tried again
+        return directory
+
+    def _places(self) -> dict[str, tuple[str, ...]]:
+        """Return where others may be, by their ids: as last seen, and as this peer's ticket says."""
+        places = by_peer(self.ticket.addresses if self.ticket is not None else ())
+        for peer, last_seen in self._book.others.items():
+            places[peer] = tuple(dict.fromkeys((*last_seen, *places.get(peer, ()))))
+        places.pop(self.id, None)
+        return places
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -167,7 +186,7 @@ class Peer(LocalPeer):
         if record is None:
             raise PeerRefused(f"{peer} has no record in the run's directory")
         known = peer in self._admitted or self.is_member(peer)
-        check_greeting(greeting, self.run_id, record.public_key, time.time(), known=known)
+        check_greeting(greeting, self.run_id, record.public_key, RUN_CLOCK.now(), known=known)
         self._admitted.add(peer)
 
     def publish(self) -> None:
@@ -183,72 +202,74 @@ class Peer(LocalPeer):
         self.directory.publish(record, EXPIRES_S)
 
     def find_peers(self) -> dict[str, PeerAddress]:
-        """Return the addresses of all others in the directory now; they, and only they, may connect."""
+        """Return the addresses of all others in the directory now.
+
+        They may connect, and so may members that were there before: a cut may outlast every record.
+        """
         found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
         found.pop(self.id, None)
-        self.records = found
+        for peer, record in found.items():
+            if peer not in self.records or self.records[peer].sequence != record.sequence:
+                self._renewed_at[peer] = time.monotonic()
+        self.records = {peer: record for peer, record in self.records.items() if self._knows(peer)} | found
         self._names |= {peer: record.name for peer, record in found.items()}
-        addresses = {peer: address_of(peer, record) for peer, record in found.items()}
-        self._auto.allow(addresses.values())
-        return addresses
+        self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
+        return {peer: address_of(peer, record) for peer, record in found.items()}
 
-    def _watch(self, know: Know) -> None:
-        published = reached = -PUBLISH_S
+    def _knows(self, peer: str) -> bool:
+        return peer in self._admitted or self.is_member(peer)
+
+    def _watch(self, know: Know, fail: Fail) -> None:
+        published, said, said_at = -PUBLISH_S, "", 0.0
         while not self._stop.wait(LOOK_S):
             try:
-                if not self.records and time.monotonic() - reached > REACH_S:
-                    if any(self.directory.reach(place) for place in self._places):
-                        published = -PUBLISH_S  # they have not heard of us
-                    reached = time.monotonic()
+                if not self.directory.running:
+                    self._reopen()
+                    published = -PUBLISH_S
+                if self._reach_lost(time.monotonic()):
+                    published = -PUBLISH_S  # they have not heard of us
                 if time.monotonic() - published > PUBLISH_S:
                     self.publish()
                     published = time.monotonic()
                 know(self.find_peers())
-                self._known.remember(record.control for record in self.records.values())
+                present = {peer: record.control for peer, record in self.records.items() if self._knows(peer)}
+                self._book.remember(present, self.is_member)
+            except DaemonLost as lost:
+                fail(lost)
+                return
             except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
-                log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
+                if str(error) != said or time.monotonic() - said_at > SAY_AGAIN_S:
+                    log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
+                    said, said_at = str(error), time.monotonic()
+
+    def _reach_lost(self, now: float) -> bool:
+        """Dial those whose records are overdue, as often as their turns come; return whether anybody answered."""
+        places = self._places()
+        lost = [peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S]
+        due = self._redial.due(lost, now)
+        if not due:
+            return False
+        answered = self.directory.reach({peer: places[peer] for peer in due})
+        self._redial.tried(due, time.monotonic())
+        return bool(answered)
+
+    def _reopen(self) -> None:
+        """Start p2pd again; raise DaemonLost if it does not start, or ends again and again."""
+        now = time.monotonic()
+        self._reopened_at = [*(at for at in self._reopened_at if now - at < REOPENINGS_S), now]
+        try:
+            if len(self._reopened_at) > REOPENINGS:
+                raise DirectoryError(f"it ended {REOPENINGS} times within {REOPENINGS_S:.0f} s")
+            self.directory.reopen()
+        except DirectoryError as error:
+            raise DaemonLost(f"the network daemon p2pd cannot be started again: {error}") from error
+        log.warning("%s: the network daemon p2pd had ended and was started again", self.connection.name)
+        self._redial, self._renewed_at = Redial(), {}  # it knows nobody: all are to be dialled now
+        self._book.keep_own(self.addresses)
 
     def close(self) -> None:
         super().close()
         self.directory.close()
-
-
-class KnownPeers:
-    """Keep addresses on disk, this peer's own and those of the others, for when all have to start again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._written: tuple[str, ...] = self.others()
-
-    def others(self) -> tuple[str, ...]:
-        """Return the addresses of peers that were present last."""
-        return _lines(self._folder / "peers")
-
-    def own_port(self, host: str) -> int:
-        """Return the port that this peer had last, if nobody else has it now; 0 stands for any."""
-        ports = [int(parts[4]) for line in _lines(self._folder / "addresses") if len(parts := line.split("/")) > 4]
-        for port in ports:
-            with suppress(OSError):
-                return _free_port(host, port)
-        return 0
-
-    def remember(self, addresses: Iterable[Sequence[str]]) -> None:
-        """Write down the addresses of those who are present now; who is alone keeps those it knew."""
-        found = tuple(sorted({place for places in addresses for place in places[:1]}))[:MAX_REMEMBERED]
-        if not found or found == self._written:
-            return
-        try:
-            write_file(self._folder / "peers", "".join(f"{place}\n" for place in found))
-            self._written = found
-        except OSError as error:
-            log.warning("the others' addresses could not be kept: %s", error)
-
-
-def _lines(path: Path) -> tuple[str, ...]:
-    try:
-        return tuple(path.read_text().split())
-    except (OSError, UnicodeDecodeError):
-        return ()
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:
@@ -276,18 +297,10 @@ def listen_host(host: str) -> str:
     a name for one; else, where a cloud or a router forwards it, on any address."""
     try:
         address = host if ":" in host else socket.gethostbyname(host)
-        _free_port(address)
+        free_port(address)
     except (OSError, ValueError):  # ValueError: no name at all
         return "::" if ":" in host else ANYWHERE
     return address
-
-
-def _free_port(host: str, port: int = 0) -> int:
-    """Return this port, or any free one for 0; raise OSError where it cannot be had."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])
 
 
 def _family(host: str) -> str:

@@ -6,7 +6,7 @@ island alone founds a run of one that nobody else can join (no `Connection`): in
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,14 @@ from diloco.comm.peers.ticket import Ticket, run_id_of
 from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
-from diloco.errors import SaveError
+from diloco.errors import DirectoryError, SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
-from diloco.run.folder import OUTER, OWNER_KEY, has_log, open_folder
+from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.join import Start, find_start, known_genesis, leased_incarnation, meet, open_store
-from diloco.run.peer import Connection, LocalPeer, Peer
+from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
 from diloco.run.signals import Stop, stop_on_signal
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
@@ -48,7 +48,7 @@ def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -
     """Take part in a run by its ticket. Configuration and state come from the other islands, or, as far as it goes,
     from this island's own disk, if it was here before."""
     with _built_in(own_island(own), connection) as entrance:
-        return _train(entrance, entrance.join(Ticket.parse(text, time.time()), own, folder))
+        return _train(entrance, entrance.join(Ticket.parse_invitation(text), own, folder))
 
 
 @contextmanager
@@ -114,6 +114,8 @@ class RunEntry:
                 f"diloco join TICKET --dir {folder}"
             )
         if not self.closed:
+            if not has_begun(folder):
+                return self.found(config, fresh=False)
             return self._enter(folder, own_sections(config), self.build, founded_with=config)
         part = self.build(config)
         self._open_folder(config, resume=True, prepare=lambda: branch_if_needed(folder, part))
@@ -140,9 +142,12 @@ class RunEntry:
         genesis.check(part.layout, part.samples)
         if not self.closed:
             self._open_folder(config, resume=True)
+        # its founder was killed before it had saved anything: the run begins again, on all processes of the island
+        again = self.place.share(peer is not None and genesis.founder == peer.id and not has_state(folder))
+        vectors = part.initial_vectors() if again else None
         if peer is not None:
             peer.publish()
-            start = find_start(peer, genesis, part)
+            start = find_start(peer, genesis, part, vectors)
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
@@ -163,7 +168,15 @@ class RunEntry:
         assert self.connection is not None
         returns = read_genesis(folder / OUTER, ticket.run_id) is not None
         self.ticket = ticket
-        return self._open_peer(folder, ticket.run_id, ticket, self.connection, lonely=returns)
+        key, new = folder / IDENTITY_KEY, not (folder / IDENTITY_KEY).exists()
+        try:
+            return self._open_peer(folder, ticket.run_id, ticket, self.connection, lonely=returns)
+        except DirectoryError:  # nothing was started, and nothing is left
+            if new:
+                key.unlink(missing_ok=True)
+                with suppress(OSError):  # it was there before, with other things in it
+                    folder.rmdir()
+            raise
 
     def _open_peer(
         self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool
@@ -174,9 +187,7 @@ class RunEntry:
             raise SaveError(
                 f"{folder} cannot be made: {error}; name another one with --dir or checkpoint.dir"
             ) from None
-        peer = self.stack.enter_context(closing(Peer(folder, run_id, ticket, connection, lonely=lonely)))
-        (folder / "addresses").write_text("".join(f"{address}\n" for address in peer.addresses))
-        return peer
+        return self.stack.enter_context(closing(Peer(folder, run_id, ticket, connection, lonely=lonely)))
 
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None

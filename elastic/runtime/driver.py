@@ -110,9 +110,13 @@ class Driver:
         except BaseException as error:
             if not isinstance(error, errors.ConfigError):  # which says all there is to say
                 log.exception("the driver failed")
-            with self.changed:
-                self.failure = error
-                self.changed.notify_all()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the island with this error: whoever waits for the driver gets it. Called on any thread."""
+        with self.changed:
+            self.failure = error
+            self.changed.notify_all()
 
     def _drive(self) -> None:
         next_tick = time.monotonic()
@@ -339,7 +343,7 @@ class Driver:
 
 def check(driver: Driver) -> None:
     """Raise the error that ended one of the driver's threads, if one has ended so."""
-    if isinstance(driver.failure, errors.ConfigError):  # the run's settings do not work here
+    if isinstance(driver.failure, (errors.ConfigError, errors.DaemonLost)):  # they say all there is to say
         raise driver.failure
     if driver.failure is not None:
         raise errors.DilocoError(f"the network side of this island failed: {driver.failure!r}") from driver.failure

@@ -13,7 +13,7 @@ from diloco.launch.fleet import Fleet, Plan, open_run
 from diloco.report.watching import IslandsView
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.netns import Namespaces
-from diloco.simulate.real.network import VARIABLE, network_at
+from diloco.simulate.real.network import VARIABLE, cut_pairs, network_at
 from diloco.simulate.real.topology import Topology, island_name
 
 NETWORK = "network.json"
@@ -139,6 +139,7 @@ class SimulatedFleet(Fleet):
         if self._namespaces is not None:
             for island, site in enumerate(topology.sites, start=1):
                 self._namespaces.shape(island, site.rates_at(seconds))
+            self._namespaces.cut(cut_pairs(faults, seconds))
         text = json.dumps(network_at(topology, faults, self._ids, seconds, self._namespaces))
         if text != self._written:
             write_file(self.plan.folder / NETWORK, text)

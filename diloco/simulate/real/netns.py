@@ -1,7 +1,8 @@
 """Put each island into a network namespace (Linux, root), where the kernel holds its rates: tc's token bucket.
 
 So everything counts: the directory's traffic, TCP's acknowledgements and retransmissions. A bridge connects the
-namespaces. Delays, jitter, stalls and cuts of pairs are still made by the islands: not every kernel has netem.
+namespaces. Delays, jitter and stalls are still made by the islands: not every kernel has netem. A cut is made by both:
+the islands break their streams at once, and the kernel loses every packet of the pair.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.simulate.real.topology import Rates
 
 CLONE_NEWNET = 0x40000000
+NOBODY = "02:00:00:00:00:00"  # a hardware address that no island has
 QUEUE_S, BURST_S, MIN_BURST_BYTES = 0.2, 0.01, 16384
 
 
@@ -26,6 +28,7 @@ class Namespaces:
         self._prefix = f"dl{os.getpid() % 10**6}"
         self.islands = range(1, islands + 1)
         self._rates: dict[int, Rates] = {}
+        self._cut: set[frozenset[int]] = set()
 
     def name(self, island: int) -> str:
         """Return the name of an island's namespace; it contains this process's id."""
@@ -68,6 +71,17 @@ class Namespaces:
             _run("tc", "-n", self.name(island), *_bucket("eth0", rates.up_bits_per_s))
             _run("tc", *_bucket(self._cable(island), rates.down_bits_per_s))
             self._rates[island] = rates
+
+    def cut(self, pairs: set[frozenset[int]]) -> None:
+        """Lose all packets between exactly these pairs of islands from now on, without a sign to either."""
+        for pair in pairs ^ self._cut:
+            for island in pair:
+                (other,) = pair - {island}
+                neighbour = ["neighbour", "replace" if pair in pairs else "delete", self.host(other), "dev", "eth0"]
+                if pair in pairs:
+                    neighbour += ["lladdr", NOBODY, "nud", "permanent"]
+                _run("ip", "-n", self.name(island), *neighbour)
+        self._cut = set(pairs)
 
 
 def _bucket(device: str, bits_per_s: float) -> list[str]:

@@ -41,10 +41,7 @@ def network_at(
 ) -> dict[str, Any]:
     """Return what the file holds at that time, in seconds. `ids` are the islands' peer ids, by name."""
     slow = {fault.islands[0]: fault.factor for fault in faults if fault.kind == "slow"}
-    cut = set(topology.unconnected)
-    for fault in faults:
-        if fault.kind == "cut" and fault.at_s <= seconds < fault.until_s:
-            cut |= fault.pairs
+    cut = cut_pairs(faults, seconds)
     islands = {}
     for number, site in enumerate(topology.sites, start=1):
         name, rates = island_name(number), site.rates_at(seconds)
@@ -52,7 +49,19 @@ def network_at(
         if namespaces is not None:
             islands[name] |= {"namespace": namespaces.name(number), "host": namespaces.host(number)}
     paths = [{"between": _names(pair), **asdict(path)} for pair, path in topology.paths.items()]
-    return {"islands": islands, "paths": paths, "cut": sorted(_names(pair) for pair in cut)}
+    without_streams = cut | set(topology.unconnected)  # those find each other all the same, through the rest
+    return {
+        "islands": islands,
+        "paths": paths,
+        "cut": sorted(_names(pair) for pair in without_streams),
+        "silent": sorted(_names(pair) for pair in cut),
+    }
+
+
+def cut_pairs(faults: tuple[Fault, ...], seconds: float) -> set[frozenset[int]]:
+    """Return the pairs of islands between which a fault lets nothing through at that time, in seconds."""
+    cuts = (fault for fault in faults if fault.kind == "cut" and fault.at_s <= seconds < fault.until_s)
+    return {pair for fault in cuts for pair in fault.pairs}
 
 
 def _names(pair: frozenset[int]) -> list[str]:
@@ -77,7 +86,8 @@ class SimulatedNetwork:
     def __init__(self, file: Path, folder: Path) -> None:
         self._file, self._folder, self._name = file, folder, folder.name
         self._ids: dict[str, str] = {}
-        self._cut: set[frozenset[str]] = set()
+        self._cut: set[frozenset[str]] = set()  # pairs without streams
+        self._silent: set[frozenset[str]] = set()  # those of which the directory exchanges nothing either
         self._seen = 0
         self.own = self._read()[0]
 
@@ -86,7 +96,11 @@ class SimulatedNetwork:
         self._seen = self._file.stat().st_mtime_ns
         tree = json.loads(self._file.read_text())
         self._ids = {name: island["id"] for name, island in tree["islands"].items()}
+        self._silent = self._pairs(tree["silent"])
         return OwnLink(**tree["islands"][self._name]), tree
+
+    def _pairs(self, names: list[list[str]]) -> set[frozenset[str]]:
+        return {frozenset(self._ids[name] for name in pair) for pair in names}
 
     def shape(self, transport: Transport) -> Transport:
         """Return the transport over this network, which is followed for as long as the process lives."""
@@ -119,12 +133,16 @@ class SimulatedNetwork:
         if not own.namespace:
             link.up.change(own.up_bits_per_s)
             link.down.change(own.down_bits_per_s)
-        cut = {frozenset(self._ids[name] for name in pair) for pair in tree["cut"]}
+        cut = self._pairs(tree["cut"])
         for one, other in map(sorted, cut - self._cut):
             paths.cut(one, other)
         for one, other in map(sorted, self._cut - cut):
             paths.heal(one, other)
         self._cut = cut
+
+    def is_cut(self, peer: str) -> bool:
+        """Tell whether a fault cuts this island off from a peer at present, for the directory too."""
+        return frozenset((self.own.id, peer)) in self._silent
 
 
 def as_simulated(connection: Connection, folder: Path) -> Connection:
@@ -138,5 +156,5 @@ def as_simulated(connection: Connection, folder: Path) -> Connection:
         enter(own.namespace)  # before anything listens
     return replace(
         connection, host=own.host or connection.host, up_bits_per_s=own.up_bits_per_s,
-        down_bits_per_s=own.down_bits_per_s, delay_s=0.0, shape=network.shape, slowness=own.slow,
+        down_bits_per_s=own.down_bits_per_s, delay_s=0.0, shape=network.shape, is_cut=network.is_cut, slowness=own.slow,
     )  # fmt: skip

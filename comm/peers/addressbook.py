@@ -1,0 +1,101 @@
+"""Where the others were last: addresses on disk, for when nobody is in the directory any more.
+
+After a long cut, or when all have to start again, an island tries these besides those of its ticket.
+"""
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diloco.atomic import write_file
+
+VERSION = 2  # 1 was one address a line
+MAX_PEERS, MAX_ADDRESSES = 64, 4
+OTHERS, OWN = "peers", "addresses"
+
+log = logging.getLogger(__name__)
+
+Places = Mapping[str, Sequence[str]]  # of each peer id, its multiaddrs
+
+
+class AddressBook:
+    """Keep the last known addresses of this peer and of the others in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._others = _read(folder / OTHERS)
+
+    @property
+    def others(self) -> dict[str, tuple[str, ...]]:
+        """Return the last known multiaddrs of each other peer by its id, those seen last at the end."""
+        return dict(self._others)
+
+    def remember(self, present: Places, is_member: Callable[[str], bool]) -> None:
+        """Write down where those are who are present now. Who is absent stays, members of the run longest."""
+        news = {peer: tuple(places[:MAX_ADDRESSES]) for peer, places in present.items() if places}
+        if all(self._others.get(peer) == places for peer, places in news.items()):
+            return
+        merged = {peer: places for peer, places in self._others.items() if peer not in news} | news
+        worth_most_last = sorted(merged, key=is_member)  # stable: among equals, the last seen
+        kept = set(worth_most_last[-MAX_PEERS:])
+        others = {peer: places for peer, places in merged.items() if peer in kept}
+        try:
+            write_file(self._folder / OTHERS, json.dumps({"version": VERSION, "peers": others}, indent=1) + "\n")
+            self._others = others
+        except OSError as error:
+            log.warning("the others' addresses could not be kept: %s", error)
+
+    def keep_own(self, addresses: Iterable[str]) -> None:
+        """Write down this peer's own multiaddrs, a line each."""
+        write_file(self._folder / OWN, "".join(f"{address}\n" for address in addresses))
+
+    def own_port(self, host: str) -> int:
+        """Return the port that this peer had last, if nobody else has it now; 0 stands for any."""
+        ports = [int(parts[4]) for line in _lines(self._folder / OWN) if len(parts := line.split("/")) > 4]
+        for port in ports:
+            with suppress(OSError):
+                return free_port(host, port)
+        return 0
+
+
+def by_peer(addresses: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Group multiaddrs by the peer whose id they end with; those without an id are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for address in addresses:
+        _, separator, peer = address.rpartition("/p2p/")
+        if separator and "/" not in peer:
+            found[peer] = (*found.get(peer, ()), address)
+    return found
+
+
+def free_port(host: str, port: int = 0) -> int:
+    """Return this port, or any free one for 0; raise OSError where it cannot be had."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> dict[str, tuple[str, ...]]:
+    """Read the addresses of others; what cannot be read counts as none, for other ways to find them remain."""
+    lines = _lines(path)
+    if not lines or lines[0] != "{":
+        return by_peer(lines)
+    try:
+        tree = json.loads(path.read_text())
+        if tree["version"] != VERSION:
+            raise ValueError(f"version {tree['version']}, this is version {VERSION}")
+        return {str(peer): tuple(map(str, places)) for peer, places in tree["peers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is not used: %s", path, error)
+        return {}
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(path.read_text().split())
+    except (OSError, UnicodeDecodeError):
+        return ()
