@@ -156,6 +156,34 @@ def test_the_death_of_the_daemon_is_noticed(start: Callable[..., Directory]) -> 
         directory.peers()
 
 
+def test_a_daemon_that_has_ended_is_started_again_at_its_address(three: list[Directory]) -> None:
+    directory, *others = three
+    addresses = directory.addresses
+    kill_daemon(directory)
+    until(lambda: not directory.running)
+    directory.reopen()
+    assert directory.addresses == addresses
+    places = {other.identity.peer_id: other.addresses for other in others}
+    nobody = Identity.load(directory.identity.path.with_name("nobody")).peer_id
+    assert directory.reach({**places, nobody: [f"/ip4/127.0.0.1/tcp/9/p2p/{nobody}"]}) == set(places)
+    published = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
+    assert [peer.peers() for peer in three] == [published] * 3
+
+
+def test_a_cut_holds_for_the_directory(start: Callable[..., Directory]) -> None:
+    cut: set[str] = set()
+    one = start("a", is_cut=cut.__contains__)
+    two = start("b", bootstrap=one.addresses, is_cut=cut.__contains__)
+    cut |= {one.identity.peer_id, two.identity.peer_id}
+    for directory in (one, two):
+        directory.publish(RECORD, expires_s=60)
+        assert list(directory.peers()) == [directory.identity.public_key]
+    assert not one.reach({two.identity.peer_id: two.addresses})
+    cut.clear()
+    assert one.reach({two.identity.peer_id: two.addresses})
+    assert one.identity.public_key in one.peers() and two.identity.public_key in one.peers()
+
+
 def test_the_daemon_dies_with_its_guard(start: Callable[..., Directory]) -> None:
     directory = start("a")
     daemon = child_of(guard_of(directory))

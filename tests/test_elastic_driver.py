@@ -106,6 +106,18 @@ def test_a_first_deadline_that_is_too_short_is_found_out(monkeypatch):
         wait_for(lambda: any(len(record.proposal.contributions) == 2 for record in records()), islands)
 
 
+def test_a_refusal_at_an_address_of_long_ago_is_no_evidence_that_its_owner_is_gone():
+    with team(("A", "B"), silence_s=5.0) as (_, islands):
+        views, mailbox = islands[0].driver.node.peers.views, islands[0].driver.mailbox
+        at_round(islands, 2)
+        islands[0].driver.know({"long gone": PeerAddress("long gone")})
+        wait_for(lambda: "long gone" in mailbox._lines and mailbox._lines["long gone"]._failures > 1, islands)
+        assert not views["long gone"].closed and "B" in mailbox.met
+        islands[1].close()
+        islands[1].driver.network.plain.close()
+        wait_for(lambda: views["B"].closed, islands[:1])
+
+
 def test_a_newcomer_fetches_from_several_and_contributes():
     with team() as (network, islands):
         at_round(islands, 3)

@@ -76,6 +76,11 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         """Tell whether p2pd is alive, as far as this process has noticed."""
         return self._child.returncode is None
 
+    def _terminate(self) -> None:
+        """End p2pd. hivemind also calls this from a finalizer, where an error would only be printed."""
+        with suppress(OSError):  # /tmp, where the sockets are, cannot be written
+            super()._terminate()
+
     async def ended(self) -> None:
         """Wait until p2pd has exited."""
         await self._child.wait()

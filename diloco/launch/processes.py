@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from diloco.config.schema import IslandConfig
+from diloco.errors import DeviceError
 from diloco.run.signals import PAUSE, signals
 
 PR_SET_PDEATHSIG = 1
@@ -135,7 +136,11 @@ def start_if_several(island: IslandConfig) -> None:
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:
     """Run `diloco ARGUMENTS…` as one island of so many processes, and return its exit code."""
-    with tempfile.TemporaryDirectory(prefix="diloco-") as name, signals() as heard:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="diloco-")
+    except OSError as error:
+        raise DeviceError(f"no temporary folder can be made ({error.strerror}): set TMPDIR to another place") from None
+    with temporary as name, signals() as heard:
         folder = Path(name)
         processes: Processes = []
         try:

@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -45,9 +46,18 @@ def open_folder(
             events.emit("note", text=text)
 
 
+class LogFile(logging.FileHandler):
+    """Append to a log file. What a full disk refuses is lost, without a traceback on the terminal for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print a bug of ours, but not that the disk is full: whoever wrote to it has said that."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to(path: Path) -> None:
     """Write warnings of the network's threads to a file: for those who look for a reason, not for the terminal."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     ours = logging.getLogger("diloco")
     ours.handlers, ours.propagate = [handler], False
