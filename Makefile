@@ -25,8 +25,9 @@ types: install  ## mypy, strict
 unit: install browser .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m 'not soak' --durations=25
 
-soak: install  ## the tests that take minutes by their nature: hundreds of disasters, many kills
+soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
+	$(BIN)/python tests/prove.py --only 'faults of every kind'
 
 browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \

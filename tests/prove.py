@@ -146,6 +146,7 @@ CLAIMS = [
     Claim("a run comes back from a bucket", tests("tests/test_checkpoint_remote.py")),
     Claim("twenty kills in a row; an epoch with crashes and joins",
           tests("tests/test_elastic_kills.py", DILOCO_KILLS="20")),
+    Claim("ten minutes of faults of every kind: nothing is lost, rounds go on", bench("soak", "--seed", "1")),
     Claim("a writer killed 300 times loses nothing that was durable",
           tests("tests/test_checkpoint_kills.py", DILOCO_WRITER_KILLS="300")),
     Claim("a run whose islands were all killed goes on from their disks", tests("tests/test_checkpoint_restart.py")),

@@ -120,6 +120,30 @@ def join(
     return {"values": values, "joins": joins, "bits_per_s": parse_positive("--rate", rate, parse_rate)}
 
 
+@benchmark("soak --minutes 10 --islands 6 --seed 1 --keep soak-1")
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.1, help="For how long faults come.")] = 10.0,
+    islands: Annotated[int, typer.Option(min=2, max=32, help="Number of islands at the beginning.")] = 6,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="The faults follow from it.")] = 0,
+    partition: Annotated[str, typer.Option(help="elastic.partition: auto, quorum or merge.")] = "auto",
+    keep: Annotated[
+        Path | None, typer.Option(help="A new folder for report.md, soak.json and all that the islands write.")
+    ] = None,
+    faults: Annotated[bool, typer.Option("--faults/--no-faults", help="Let faults happen.")] = True,
+    baseline: Annotated[
+        float | None, typer.Option(min=0.0, help="Rounds per second without faults (default: measured first).")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="What cuts the network: netns (root), shaped, or auto for netns where it can be had.")
+    ] = "auto",
+) -> None:
+    """Let islands suffer faults of every kind, and check that nothing is lost (13 minutes).
+
+    Islands are killed, stopped, cut off and slowed down, they leave, join and come back with a wrong clock.
+    """
+
+
 @benchmark("checkpoint --json")
 def checkpoint(
     device: Device = "auto",

@@ -1,8 +1,8 @@
 """Put each island into a network namespace (Linux, root), where the kernel holds its rates: tc's token bucket.
 
 So everything counts: the directory's traffic, TCP's acknowledgements and retransmissions. A bridge connects the
-namespaces. Delays, jitter and stalls are still made by the islands: not every kernel has netem. A cut is made by both:
-the islands break their streams at once, and the kernel loses every packet of the pair.
+namespaces. Delays, jitter and stalls are still made by the islands: not every kernel has netem. A cut of `simulate` is
+made by both: the islands break their streams at once, and the kernel loses every packet of the pair.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from diloco.errors import ConfigError
 from diloco.simulate.real.topology import Rates
 
 CLONE_NEWNET = 0x40000000
-NOBODY = "02:00:00:00:00:00"  # a hardware address that no island has
 QUEUE_S, BURST_S, MIN_BURST_BYTES = 0.2, 0.01, 16384
+NOBODY = "02:d1:10:c0:00:00"  # the address of no device
 
 
 class Namespaces:
@@ -72,16 +72,28 @@ class Namespaces:
             _run("tc", *_bucket(self._cable(island), rates.down_bits_per_s))
             self._rates[island] = rates
 
-    def cut(self, pairs: set[frozenset[int]]) -> None:
+    def unshape(self, island: int) -> None:
+        """Let an island's link be as fast as the machine again."""
+        if self._rates.pop(island, None) is not None:
+            _run("tc", "-n", self.name(island), "qdisc", "delete", "dev", "eth0", "root")
+            _run("tc", "qdisc", "delete", "dev", self._cable(island), "root")
+
+    def cut_exactly(self, pairs: set[frozenset[int]]) -> None:
         """Lose all packets between exactly these pairs of islands from now on, without a sign to either."""
         for pair in pairs ^ self._cut:
-            for island in pair:
-                (other,) = pair - {island}
-                neighbour = ["neighbour", "replace" if pair in pairs else "delete", self.host(other), "dev", "eth0"]
-                if pair in pairs:
-                    neighbour += ["lladdr", NOBODY, "nud", "permanent"]
-                _run("ip", "-n", self.name(island), *neighbour)
+            one, other = sorted(pair)
+            for sender, receiver in ((one, other), (other, one)):
+                (self.cut if pair in pairs else self.heal)(sender, receiver)
         self._cut = set(pairs)
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """Lose whatever one island sends to another, without an error: it goes to a device that does not exist."""
+        entry = [self.host(receiver), "lladdr", NOBODY, "nud", "permanent", "dev", "eth0"]
+        _run("ip", "-n", self.name(sender), "neighbour", "replace", *entry)
+
+    def heal(self, sender: int, receiver: int) -> None:
+        """Undo a cut; the receiver's device is asked for again."""
+        _run("ip", "-n", self.name(sender), "neighbour", "delete", self.host(receiver), "dev", "eth0")
 
 
 def _bucket(device: str, bits_per_s: float) -> list[str]:
