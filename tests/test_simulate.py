@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import threading
+from contextlib import ExitStack, suppress
 
 import pytest
 import yaml
@@ -129,6 +130,35 @@ def test_namespaces_reach_each_other_hold_rates_and_leave_nothing_behind():
         names = [namespaces.name(island) for island in (1, 2)]
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert not any(name in left for name in names)
+
+
+@pytest.mark.skipif(not permitted(), reason=BACKEND_REASON)
+def test_a_cut_between_namespaces_loses_one_direction_without_an_error():
+    with Namespaces(2).opened() as namespaces, ExitStack() as stack:
+        sockets: dict[int, socket.socket] = {}
+
+        def listen(island: int) -> None:
+            enter(namespaces.name(island))
+            sockets[island] = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            sockets[island].bind((namespaces.host(island), 0))
+            sockets[island].settimeout(0.5)
+
+        for island in (1, 2):
+            thread = threading.Thread(target=listen, args=(island,))  # the test itself stays where it is
+            thread.start()
+            thread.join(30)
+
+        def arrives(sender: int, receiver: int, text: bytes) -> bool:
+            sockets[sender].sendto(text, sockets[receiver].getsockname())
+            with suppress(TimeoutError):
+                return sockets[receiver].recv(100) == text
+            return False
+
+        assert arrives(1, 2, b"before") and arrives(2, 1, b"before")
+        namespaces.cut(1, 2)
+        assert not arrives(1, 2, b"lost") and arrives(2, 1, b"the other direction")
+        namespaces.heal(1, 2)
+        assert arrives(1, 2, b"after") and arrives(2, 1, b"after")
 
 
 def test_without_permission_namespaces_are_refused_with_the_reason(monkeypatch):

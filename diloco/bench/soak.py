@@ -33,7 +33,7 @@ from diloco.history.log import furthest, newest_state, state_of
 PARTITIONS = ("auto", "quorum", "merge")
 QUIET_SHARE, QUIET_S = 0.1, (20.0, 60.0)  # how long the run without faults is, as a share of the soak and in seconds
 TEXT_BYTES = 1 << 18
-SILENCE_S, GRACE_S, MIN_ISLANDS = 2.0, 5.0, 2
+GRACE_S, MIN_ISLANDS = 5.0, 2
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def write_config(config: SoakConfig, root: Path) -> Path:
         "inner": {"lr": 1e-3, "warmup": 2, "steps": 10_000_000, "schedule": "constant"},
         "sync": {"every": 20},
         "elastic": {
-            "min_islands": MIN_ISLANDS, "silence_s": SILENCE_S, "grace_s": GRACE_S,
+            "min_islands": MIN_ISLANDS, "grace_s": GRACE_S,
             "partition": partition_key(config.partition),
         },
         "checkpoint": {"dir": str(root / "island-1")},

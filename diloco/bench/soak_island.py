@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diloco.bench.soak_proc import Usage, daemons, descendants, sockets_of, usage_of
 from diloco.bench.soak_process import CLOCK
-from diloco.launch.processes import REFUSED, end_with_parent, killed_by, last_line
+from diloco.launch.processes import REFUSED, end_with_parent, killed_by
 from diloco.report.events import Event
 from diloco.report.watching import Tail
 
@@ -25,7 +25,7 @@ class Exit:
 
 
 class SoakIsland:
-    """Start, signal and watch one island. `state` says what is done with it at present."""
+    """Start, signal and watch one island."""
 
     def __init__(self, number: int, name: str, root: Path) -> None:
         self.number, self.name, self.folder = number, name, root / name
@@ -38,6 +38,7 @@ class SoakIsland:
         self._tail = Tail(self.folder / "events.jsonl")
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped_pids: list[int] = []
+        self._output_begin = 0
 
     @property
     def running(self) -> bool:
@@ -56,6 +57,7 @@ class SoakIsland:
             folder.mkdir(parents=True, exist_ok=True)
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", CLOCK: str(self.clock_s)}
         with self._output.open("ab") as output:
+            self._output_begin = output.tell()
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, **environment, **own}, preexec_fn=end_with_parent(),
@@ -77,10 +79,17 @@ class SoakIsland:
             return None
         asked, self._process, self.up, self.stopped = self.leaving_since is not None, None, False, False
         self.leaving_since = None
-        if asked and code == 0:
+        if asked and code in (0, -signal.SIGTERM):  # or it had no handler yet
             return None
         how = killed_by(code) if code < 0 else f"exit code {code}"
-        return Exit(code == REFUSED, f"{self.name}: {how}: {last_line(self._output)}")
+        return Exit(code == REFUSED, f"{self.name}: {how}: {self._reason()}")
+
+    def _reason(self) -> str:
+        """Return the error message of this life; if there is none, its last line of output."""
+        with self._output.open("rb") as output:
+            output.seek(self._output_begin)
+            lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if line.startswith("error[")), (lines or ["no output"])[-1])
 
     def kill(self) -> None:
         """End the process at once; its p2pd has to notice by itself."""

@@ -1,0 +1,61 @@
+"""Two minutes of `diloco bench soak`: real islands, killed, stopped, cut off and slowed down. No time is judged."""
+
+import json
+
+import pytest
+
+from diloco.bench.soak import measure, partition_key
+from diloco.bench.soak_network import FileNetwork, choose_backend
+from diloco.errors import ConfigError
+
+JUDGED = ("soak.rounds_lost", "soak.rounds_unchecked", "soak.samples_twice", "soak.digests_equal")
+
+
+@pytest.mark.slow
+def test_two_minutes_of_faults_lose_no_round_and_train_on_no_sample_twice(tmp_path):
+    folder = tmp_path / "soak"
+    report = measure(
+        minutes=2.0, islands=4, every=5.0, seed=1, partition="quorum", keep=folder, faults=True, baseline=1.0,
+        backend="auto",
+    )  # fmt: skip
+    checks = {check.name: check for check in report.checks}
+    assert [str(checks[name]) for name in JUDGED if not checks[name].holds] == []
+    assert report.figures["rounds"] > 0 and report.figures["faults"] > 0
+    assert json.loads((folder / "soak.json").read_text())["rounds"] == report.figures["rounds"]
+    assert "## What was done" in (folder / "report.md").read_text()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "letter.txt").touch()
+    options = {"minutes": 1.0, "islands": 2, "every": 5.0, "seed": 0, "faults": True, "baseline": None}
+    with pytest.raises(ConfigError, match="already exists"):
+        measure(**options, partition="auto", keep=tmp_path, backend="shaped")
+    with pytest.raises(ConfigError, match="--partition pause"):
+        measure(**options, partition="pause", keep=None, backend="shaped")
+
+
+def test_a_mode_that_does_not_exist_yet_is_the_nearest_one():
+    assert partition_key("merge") == "merge"
+    assert partition_key("auto") in ("auto", "pause") and partition_key("quorum") in ("quorum", "pause")
+
+
+def test_without_root_the_network_is_a_file_that_the_islands_follow(tmp_path):
+    network = FileNetwork(tmp_path, 3)
+    network.set_cut(frozenset({(1, 2), (2, 1), (3, 1)}))
+    network.set_slow(2, 1e6)
+    (path,) = network.environment().values()
+    with open(path) as file:
+        tree = json.load(file)
+    assert tree["cut"] == [["island-1", "island-2"], ["island-1", "island-3"]]
+    assert tree["islands"]["island-2"]["up_bits_per_s"] == 1e6 < tree["islands"]["island-1"]["up_bits_per_s"]
+    network.set_cut(frozenset())
+    network.set_slow(2, None)
+    with open(path) as file:
+        tree = json.load(file)
+    assert tree["cut"] == [] and tree["islands"]["island-2"]["up_bits_per_s"] > 1e6
+
+
+def test_an_unknown_backend_is_refused():
+    assert choose_backend("shaped") == "shaped"
+    with pytest.raises(ConfigError, match="--backend tape"):
+        choose_backend("tape")
