@@ -4,6 +4,7 @@ Started as `python -m diloco.bench.soak_process join TICKET …`.
 """
 
 import os
+import runpy
 import time
 
 CLOCK = "DILOCO_SOAK_CLOCK_S"  # how many seconds this island's clock is ahead
@@ -11,14 +12,12 @@ SOURCE = "paced"  # in the configuration: data.source
 
 
 def main() -> None:
-    """Set the clock before anything reads it, register the data source, and run the command line."""
+    """Set the clock before anything reads it, register the data source, and run `python -m diloco` with our words."""
     set_clock(float(os.environ.get(CLOCK, "0")))
     from diloco.config.schema import SOURCES
 
     SOURCES[SOURCE] = "diloco.bench.soak_data:PacedText"
-    from diloco.cli import main as run_command
-
-    run_command()
+    runpy.run_module("diloco", run_name="__main__", alter_sys=True)
 
 
 def set_clock(ahead_s: float) -> None:
