@@ -206,8 +206,8 @@ class Operator:
     def _listen(self, island: SoakIsland) -> None:
         for event in island.events():
             if event["event"] == "round":
-                told = Told(self._now, island.name, event["round"], event["digest"], tuple(event["contributors"]))
-                self.seen.told.append(told)
+                contributors = tuple(map(self._name_of, event["contributors"]))
+                self.seen.told.append(Told(self._now, island.name, event["round"], event["digest"], contributors))
 
     def _start(self, island: SoakIsland) -> None:
         """Start an island as its owner would: the founder resumes its run, others join by the newest ticket."""
@@ -255,10 +255,17 @@ class Operator:
                         self.seen.records[digest] = SeenRecord(entry.round, digest, entry.parent, roster)
 
     def _name_of(self, peer: str) -> str:
-        if peer not in self._names:
+        """Return an island's name by its peer id, or by the end of it, which islands report before they know the name.
+
+        A name stays what it is.
+        """
+        names = {island.name for island in self.islands.values()}
+        if peer in names:
+            return peer
+        if not any(known.endswith(peer) for known in self._names):
             keys = {island.folder / "identity.key": island.name for island in self.islands.values()}
             self._names |= {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
-        return self._names.get(peer, peer)
+        return next((name for known, name in self._names.items() if known.endswith(peer)), peer)
 
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> bool:
         deadline = self._now + limit_s

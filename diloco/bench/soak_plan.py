@@ -146,8 +146,9 @@ class _Planner:
             return []
         if kind == "depart" and (self._departed > self._joined or len(self._present) <= LEAST):
             return []
-        late = kind in ENDS_PROCESS and at_s + AWAY_S[1] + START_S > self._config.seconds / 2
-        return [island for island in there if not (late and island in self._spared)]
+        late = at_s + AWAY_S[1] + START_S > self._config.seconds / 2
+        spare = kind == "depart" or (late and kind in ENDS_PROCESS)
+        return [island for island in there if not (spare and island in self._spared)]
 
     def _strike(self, kind: str, at_s: float, island: int) -> Fault:
         until_s, amount = at_s, 0.0
