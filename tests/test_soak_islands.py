@@ -1,11 +1,17 @@
 """Two minutes of `diloco bench soak`: real islands, killed, stopped, cut off and slowed down. No time is judged."""
 
 import json
+import sys
+import time
+from contextlib import closing
 
 import pytest
+from launched import wait_until
 
 from diloco.bench.soak import measure, partition_key
+from diloco.bench.soak_island import SoakIsland
 from diloco.bench.soak_network import FileNetwork, choose_backend
+from diloco.bench.soak_process import set_clock
 from diloco.errors import ConfigError
 
 # `pause` hands out the leases of an island that was only stopped: then samples are in two contributions
@@ -55,6 +61,63 @@ def test_without_root_the_network_is_a_file_that_the_islands_follow(tmp_path):
     with open(path) as file:
         tree = json.load(file)
     assert tree["cut"] == [] and tree["islands"]["island-2"]["up_bits_per_s"] > 1e6
+
+
+@pytest.fixture
+def island(tmp_path):
+    with closing(SoakIsland(3, "island-3", tmp_path)) as made:
+        yield made
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_an_island_that_ends_unasked_says_why(island):
+    for code, refused, reason in (
+        (
+            "print('error[join]: nobody answers'); print('a late line'); exit(2)",
+            True,
+            "error[join]: nobody",
+        ),
+        ("print('Traceback'); exit(1)", False, "exit code 1: Traceback"),  # not what the life before has printed
+        ("import os; os.kill(os.getpid(), 9)", False, "killed by SIGKILL: no output"),
+    ):
+        island.start(python(code), {})
+        found = []
+        assert wait_until(lambda found=found: found.append(island.ended()) or not island.running)
+        (ended,) = filter(None, found)
+        assert ended.refused is refused and reason in ended.text
+    assert island.life == 3
+
+
+def test_an_island_that_was_asked_to_leave_or_killed_ends_in_silence(island):
+    for end in (lambda: island.ask_to_leave(0.0), island.kill):
+        island.start(python("import time; time.sleep(600)"), {})
+        end()
+        assert wait_until(lambda: island.ended() or not island.running)
+        assert island.ended() is None and not island.running
+
+
+def test_a_stopped_island_cannot_work_until_it_proceeds(island):
+    island.start(python("import time; time.sleep(600)"), {})
+    assert not island.able  # it has not reported that it trains
+    island.folder.mkdir()
+    (island.folder / "events.jsonl").write_text('{"event": "start", "time": 1}\n')
+    assert [event["event"] for event in island.events()] == ["start"] and island.able
+    island.stop(daemon_too=True)
+    assert not island.able and island.running
+    island.proceed()
+    assert island.able and not island.kill_daemon()
+    usage = island.usage()
+    assert usage is not None and usage.threads >= 1 and usage.files == 1 and usage.temporary == 0
+
+
+def test_a_clock_that_is_off_leaves_the_monotonic_one_alone(monkeypatch):
+    true_time, monotonic = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", true_time)  # undone in the end
+    set_clock(-1000.0)
+    assert time.time() < true_time() - 900 and time.monotonic is monotonic
 
 
 def test_an_unknown_backend_is_refused():

@@ -98,6 +98,11 @@ class SoakIsland:
             self._process.wait()
             self._process, self.up, self.stopped, self.leaving_since = None, False, False, None
 
+    def close(self) -> None:
+        """Let what was stopped continue, and kill it."""
+        self.proceed()
+        self.kill()
+
     def ask_to_leave(self, now: float) -> None:
         """Send SIGTERM: it contributes what it has, says goodbye and ends."""
         if self._process is not None:

@@ -114,8 +114,7 @@ class Operator:
     def close(self) -> None:
         """Kill whatever still runs."""
         for island in self.islands.values():
-            island.proceed()
-            island.kill()
+            island.close()
 
     @property
     def survivors(self) -> list[Path]:
