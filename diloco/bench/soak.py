@@ -74,12 +74,13 @@ def _soak(config: SoakConfig, root: Path) -> Report:
         quiet = observe(config, root / "quiet", (), min(most, max(least, QUIET_SHARE * seconds)))
         quiet_per_s = judge(quiet, merge=_merges(config), quiet_per_s=None).per_s
     plan = PlanConfig(config.seed, config.islands, seconds, config.every, one_way=config.backend == "netns")
-    seen = observe(config, root / "soak", draw_faults(plan) if config.faults else (), seconds)
+    faults = draw_faults(plan) if config.faults else ()
+    seen = observe(config, root / "soak", faults, seconds)
     verdict = judge(seen, merge=_merges(config), quiet_per_s=quiet_per_s)
     title = f"Soak: {config.islands} islands, {config.minutes:g} minutes, seed {config.seed}, {config.partition}"
     (root / "report.md").write_text(render_report(title, seen, verdict), encoding="utf-8")
     figures: dict[str, Any] = {
-        **asdict(config), "elastic.partition": partition_key(config.partition), "faults": len(seen.faults),
+        **asdict(config), "elastic.partition": partition_key(config.partition), "faults": len(faults),
         "rounds": len(verdict.commits), "rounds_per_s": verdict.per_s, "quiet_rounds_per_s": quiet_per_s,
         "quorum_s": sum(span.seconds for span in verdict.spans), "seconds": seen.end_s,
         "heal_median_s": percentile(verdict.heals, 0.5), "longest_gap_s": verdict.gap_s,

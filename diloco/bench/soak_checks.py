@@ -119,7 +119,7 @@ def growth(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     for life in lives.values():
         if life[0].at_s > seconds / 2 + SAMPLED_S or life[-1].at_s < seconds - SAMPLED_S:
             continue
-        quarters = [[], []]  # type: list[list[Usage]]
+        quarters: tuple[list[Usage], list[Usage]] = [], []
         for sample in life:
             quarters[sample.at_s >= 0.75 * seconds].append(sample.usage)
         if all(quarters):

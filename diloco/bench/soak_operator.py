@@ -69,6 +69,7 @@ class Operator:
         self._zero += shift
         self.seen.told = [replace(each, at_s=each.at_s - shift) for each in self.seen.told]
         self.seen.moments, self.seen.samples = [], []
+        self._sampled = self._archived = -ARCHIVE_S  # by the new clock: at once
         self._note_moment()
 
     def inflict(self, faults: Sequence[Fault], seconds: float) -> None:
@@ -129,17 +130,16 @@ class Operator:
     # faults
 
     def _carry_out(self, fault: Fault) -> None:
-        island = self.islands.get(fault.islands[0])
+        number = fault.islands[0]
+        island = self.islands.get(number)
         if fault.kind in CUTS:
             self._cuts.append(fault)
             self._set_cut()
         elif fault.kind == "join":
-            island = self.islands[fault.islands[0]] = SoakIsland(
-                fault.islands[0], island_name(fault.islands[0]), self._root
-            )
-            self._start(island)
+            self.islands[number] = SoakIsland(number, island_name(number), self._root)
+            self._start(self.islands[number])
         elif fault.kind == "slow":
-            self._network.set_slow(fault.islands[0], fault.amount)
+            self._network.set_slow(number, fault.amount)
         elif island is None or not island.running or island.leaving_since is not None:
             self._say(f"{fault.describe()}: skipped, it does not run")
             return
