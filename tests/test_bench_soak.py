@@ -235,6 +235,17 @@ def test_rounds_that_do_not_go_on_fail_and_so_do_few_and_late_ones():
     assert failing(late) == {"heal_p95_s"}
 
 
+def test_the_quiet_time_after_the_last_heal_does_not_make_up_for_rounds_that_did_not_come():
+    seen = observation()
+    before = judge(seen, merge=False, quiet_per_s=None).per_s
+    for number in range(4, 14):
+        seen.told.append(told(number, f"r{number}", 46))
+        seen.records[f"r{number}"] = record(number, f"r{number}", f"r{number - 1}")
+    seen.head = "r13"
+    verdict = judge(seen, merge=False, quiet_per_s=None)
+    assert len(verdict.commits) == 13 and verdict.per_s == before > 0
+
+
 def usage(descriptors: int) -> Usage:
     return Usage(descriptors, 10, 2**20, 5, 0)
 

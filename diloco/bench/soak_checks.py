@@ -144,7 +144,7 @@ class Verdict:
     commits: list[Commit]
     spans: list[Span]
     lost: list[Told]
-    per_s: float
+    per_s: float  # while faults came
     heals: list[float]
     gap_s: float
 
@@ -158,7 +158,8 @@ def judge(seen: Observation, *, merge: bool, quiet_per_s: float | None) -> Verdi
     lost, unchecked = lost_rounds(seen.told, chain)
     commits = commits_of(seen.told, chain)
     spans = quorum_spans(seen.moments, commits, seen.founder, seen.end_s, merge=merge)
-    per_s, heals = rounds_per_s(commits, spans), heal_times(seen.moments, commits, spans)
+    under_fire = [Span(span.begin_s, min(span.end_s, seen.seconds)) for span in spans if span.begin_s < seen.seconds]
+    per_s, heals = rounds_per_s(commits, under_fire), heal_times(seen.moments, commits, spans)
     later = sum(bool(commit.contributors) and commit.at_s > seen.seconds for commit in commits)
     checks = []
     if not merge:

@@ -20,7 +20,7 @@ def _checks(verdict: Verdict) -> Iterator[str]:
         yield f"| {check.name} | {check.value:.4g} | {check.bound} | {'holds' if check.holds else '**fails**'} |"
     yield ""
     yield (
-        f"{verdict.per_s:.2f} rounds a second while there was a linked quorum; the longest wait for one then was "
+        f"{verdict.per_s:.2f} rounds a second while faults came and there was a linked quorum; the longest wait for one was "
         f"{verdict.gap_s:.0f} s; {len(verdict.heals)} waits after a change of the world."
     )
     yield ""
