@@ -20,8 +20,8 @@ def _checks(verdict: Verdict) -> Iterator[str]:
         yield f"| {check.name} | {check.value:.4g} | {check.bound} | {'holds' if check.holds else '**fails**'} |"
     yield ""
     yield (
-        f"{verdict.per_s:.2f} rounds a second while faults came and there was a linked quorum; the longest wait for one was "
-        f"{verdict.gap_s:.0f} s; {len(verdict.heals)} waits after a change of the world."
+        f"{verdict.per_s:.2f} rounds a second while faults came and there was a linked quorum; the longest wait "
+        f"for one was {verdict.gap_s:.0f} s; {len(verdict.heals)} waits after a change of the world."
     )
     yield ""
 
