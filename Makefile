@@ -13,7 +13,6 @@ help:     ## this list
 install: .venv/.installed  ## create .venv with everything in it (PYTHON=python3.12 picks the interpreter)
 
 test: lint types unit  ## install, then every check below
-	$(BIN)/python tests/prove.py --quick
 
 lint: install  ## style and formatting
 	$(BIN)/ruff check .
@@ -23,7 +22,7 @@ types: install  ## mypy, strict
 	$(BIN)/mypy
 
 unit: install browser .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
-	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m 'not soak' --durations=25
+	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak' --durations=25
 
 soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak

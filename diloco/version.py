@@ -1,2 +1,10 @@
-__version__ = "0.1.0"
-PROTOCOL = 4  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents; 4: chunks
+__version__ = "0.2.0"
+PROTOCOL = 5  # 2: fragments, result codecs, more outer optimizers; 3: the owner, its amendments, parents; 4: chunks;
+# 5: quorum and latch, who follows whom, records with those who stored them
+READERS = {4: "0.1.0"}  # which version of diloco reads the folders of an earlier protocol
+
+
+def refusal(protocol: int) -> str:
+    """Describe how to go on with what speaks another protocol than this version of diloco."""
+    reader = f": diloco {READERS[protocol]} reads it" if protocol in READERS else ": use the version that wrote it"
+    return f"speaks protocol {protocol}, this diloco {PROTOCOL}{reader}"

@@ -20,8 +20,8 @@ from diloco.checkpoint.log.segments import segment_paths
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import Held, Memory
-from diloco.elastic.protocol.record import Ballot, Contribution, Head, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.messages import Held, Memory, Vow
+from diloco.elastic.protocol.record import Ballot, Contribution, Head, LoggedRecord, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier, RunContext
@@ -118,8 +118,8 @@ def work(folder: Path, pipe: Connection, calls: int) -> None:
         record, payload = following(state)
         applier.hold(record.payload, payload)
         ballot = Ballot(state.head.round + 1, "A", 0)
-        store.remember(encode(Memory(state.key, ballot, Held(ballot, record), ballot.term)))
-        applier.append(record)
+        store.remember(encode(Memory((Vow(state.head, ballot, Held(ballot, record)),), ballot.term)))
+        applier.append(LoggedRecord(record, ("A",)))
         state = state.after(record)
         written = threading.Event()
         store.then(say_durable)

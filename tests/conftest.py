@@ -17,6 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second threa
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 
+# What waits long for processes comes first, so that nobody waits for it at the end.
+LONG = (
+    "test_mesh.py", "test_soak_islands.py", "test_prove.py", "test_simulate_real.py", "test_elastic_kills.py",
+    "test_launcher.py", "test_elastic_simulator.py", "test_cli.py", "test_packaging.py", "test_bench_mutants.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
 hypothesis.settings.register_profile("diloco", deadline=None)  # how long a case takes says nothing on a busy machine
 hypothesis.settings.load_profile("diloco")
 SMALL: dict[str, Any] = {

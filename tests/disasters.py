@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from diloco.simulate.virtual.faults import Campaign
+from diloco.simulate.virtual.campaign import Campaign
 
 CAMPAIGN = Campaign()
 

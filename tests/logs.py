@@ -14,6 +14,7 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.comm.peers.ticket import run_id_of
 from diloco.config.schema import Config
+from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.applier import Applier, RunContext
 from diloco.report.events import Events
 from diloco.run.folder import OUTER
@@ -101,7 +102,7 @@ def write_log(
     for _ in range(rounds):
         record, payload = following(state, run.fragments.count)
         applier.hold(record.payload, payload)
-        applier.append(record)
+        applier.append(LoggedRecord(record, ("A",)))
         state = state.after(record)
         with applier.changed:
             applier.changed.wait_for(lambda state=state: applier.applied == state)

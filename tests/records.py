@@ -15,5 +15,5 @@ def record(state: RunState, *parts: Contribution, **changes) -> Record:
     return Record(replace(proposal, **changes), EMPTY)
 
 
-def contribution(island: str, lo: int, hi: int, *, samples=(), fragment: int = 0) -> Contribution:
-    return Contribution(island, Offer(fragment, lo, hi, 10, samples, incarnation=1), weight=10)
+def contribution(island: str, lo: int, hi: int, *, samples=(), fragment: int = 0, incarnation: int = 1) -> Contribution:
+    return Contribution(island, Offer(fragment, lo, hi, 10, samples, incarnation=incarnation), weight=10)

@@ -25,7 +25,7 @@ from diloco.checkpoint.log.store import Store
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.memory import MemoryNetwork
-from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready
+from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready, Vow
 from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier
@@ -224,11 +224,11 @@ def test_a_result_that_was_held_when_everything_stopped_is_the_one_that_is_commi
     store.begin(DIGEST, state.head.digest, 0, known=False)
     applier = Applier(SMALL.run, state, begun.vectors, store, lambda state, digest: None)
     applier.hold(record.payload, payload)
-    store.remember(encode(Memory(state.key, ballot, Held(ballot, record), 3)))
+    store.remember(encode(Memory((Vow(state.head, ballot, Held(ballot, record)),), 3)))
     store.close()
     with living(tmp_path, life=2) as (_, team):  # the disks of the others are empty
         at_round(team, 2)
-        assert team[0].restored.memory.held.record == record
+        assert team[0].restored.memory.vows[0].held.record == record
         assert {island.driver.records[0].digest for island in team} == {record.digest}
 
 

@@ -17,7 +17,7 @@ from diloco.bench.team import Heard
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import segment_paths
+from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import clean, manifests, read_manifest, read_vectors, snapshots, write_snapshot
 from diloco.checkpoint.save import saves
 from diloco.errors import SnapshotDamaged
@@ -129,6 +129,71 @@ def test_after_a_move_to_another_branch_nothing_is_durable_before_its_snapshot(t
     settle(store)
     assert store.durable == 7 and not store.wants_snapshot
     store.close()
+
+
+def listening(store: DiskStore) -> list[str]:
+    heads: list[str] = []
+    store.on_durable = heads.append
+    return heads
+
+
+def test_a_head_is_told_of_after_the_sync(tmp_path, monkeypatch):
+    (record, payload), synced = chain(1)[0], []
+    store, _ = opened(tmp_path)
+    sync = SegmentWriter.sync
+    monkeypatch.setattr(SegmentWriter, "sync", lambda self: (sync(self), synced.append(True)))
+    take_snapshot(store, 0, BASE)
+    settle(store)
+    synced.clear()
+    told: list[tuple[str, int]] = []
+    store.on_durable = lambda version: told.append((version, len(synced)))
+    write(store, [(record, payload)])
+    settle(store)
+    assert told and told[-1][0] == record.digest and all(syncs for version, syncs in told if version == record.digest)
+    store.close()
+
+
+def test_a_head_that_was_moved_to_is_told_of_after_its_snapshot(tmp_path):
+    store, _ = opened(tmp_path)
+    take_snapshot(store, 0, BASE)
+    settle(store)
+    heads = listening(store)
+    store.follow("b" * 64, 7)
+    store.await_durable("b" * 64)
+    settle(store)
+    assert "b" * 64 not in heads
+    take_snapshot(store, 7, "b" * 64)
+    settle(store)
+    assert heads[-1] == "b" * 64
+    store.close()
+
+
+def test_whoever_asks_when_a_head_is_durable_already_is_told_at_once(tmp_path):
+    """The writer may be quicker than whoever handed the record in."""
+    ((record, payload),) = chain(1)
+    store, _ = opened(tmp_path)
+    write(store, [(record, payload)])
+    settle(store)
+    heads = listening(store)
+    store.await_durable("b" * 64)
+    assert heads == []
+    store.await_durable(record.digest)
+    assert heads == [record.digest]
+    store.close()
+
+
+def test_nobody_waits_for_a_disk_that_refuses(tmp_path):
+    with small_disk(tmp_path / "disk") as folder:
+        store, _ = opened(folder / "outer")
+        take_snapshot(store, 0, BASE)
+        settle(store)
+        heads = listening(store)
+        fill(folder)
+        for record, payload in chain(2):
+            write(store, [(record, payload * 100)])
+            settle(store)
+            assert heads[-1] == record.digest and store.durable == 0
+        store.close()
 
 
 def test_a_gap_that_a_move_has_made_is_no_damage(tmp_path):

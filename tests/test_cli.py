@@ -26,7 +26,7 @@ COMMANDS = [
     "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "recover", "join", "checkpoint", "virtual", "mutants", "overlap",
+    "overhead", "speed", "codec", "allreduce", "recover", "join", "soak", "checkpoint", "virtual", "mutants", "overlap",
     "plan", "quality", "link",
 ]  # fmt: skip
 

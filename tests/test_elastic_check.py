@@ -10,8 +10,8 @@ from diloco.simulate.virtual.check import Checker, Violation
 CALM = {"steady": set[str](), "calm": True}
 
 
-def checker(*, strict: bool = False, fragments: int = 1) -> Checker:
-    made = Checker(strict, fragments)
+def checker(*, fragments: int = 1) -> Checker:
+    made = Checker(fragments)
     made.genesis(GENESIS.head.digest)
     return made
 
@@ -62,12 +62,22 @@ def test_samples_that_are_used_twice_must_be_on_the_books():
         judge.appended("B", second, ((4, 7),), **CALM)
 
 
-def test_two_records_of_a_round_are_never_right_in_pause():
+def test_two_records_of_a_round_are_never_right_after_the_latch():
     one, other = record(GENESIS, contribution("A", 0, 1)), record(GENESIS, contribution("B", 0, 1))
-    judge = checker(strict=True)
+    judge = checker()
+    judge.latch(GENESIS.head.digest)
     judge.appended("A", one, (), steady=set(), calm=False)
+    judge.appended("B", other, (), steady=set(), calm=False, valid=False)  # it is in no history
     with pytest.raises(Violation, match="I1: B has another record of round 1 than A"):
         judge.appended("B", other, (), steady=set(), calm=False)
+
+
+def test_two_latched_histories_are_never_right():
+    judge = checker()
+    judge.latch(GENESIS.head.digest)
+    judge.latch(GENESIS.head.digest)
+    with pytest.raises(Violation, match="I1: two latched histories"):
+        judge.latch("f" * 64)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_a_peer_that_only_sends_heartbeats_holds_nobody_up_for_long():
         liar = Liar(network, islands)
 
         def excluded() -> bool:
-            liar.say(encode_message(Heartbeat(islands[0].state.head, NO_BALLOT, False, 1)))
+            liar.say(encode_message(Heartbeat(islands[0].state.head, NO_BALLOT, incarnation=1, sequence=1)))
             return any(note.kind == "excluded" and note.peer == "Z" for island in islands for note in island.notes)
 
         wait_for(excluded, islands)
@@ -324,3 +324,17 @@ def test_work_that_another_branch_lacks_is_owed_again():
     assert work.rebase(1).tolist() == [10.0, 20.0]  # a branch that has the first only
     again = work.cut(nothing, StepsDone(0, ()))()
     assert (again.lo, again.hi) == (1, 2)
+
+
+def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_path):
+    work = PendingProgress(
+        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        keep_bytes=8, spill=tmp_path / "spilled",
+    )  # fmt: skip
+    for number in range(1, 4):
+        work.cut(torch.tensor([float(number), 0.0]), StepsDone(5, ((number, number + 1),)))()
+        assert work.rebase(number) is None  # contained
+    assert len(list((tmp_path / "spilled").iterdir())) == 2  # of three pieces of 8 bytes
+    assert work.rebase(0).tolist() == [6.0, 0.0]  # a branch that has none of them
+    assert work.rebase(3, settled=True) is None
+    assert work.pieces == [] and list((tmp_path / "spilled").iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 from diloco.bench.bare import BareConfig
 from diloco.bench.crew import PHASES, Crew, crew
 from diloco.elastic.protocol.ranges import minus, size
-from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.record import LoggedRecord, Record
 from diloco.elastic.protocol.wire import decode
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def bring_back(team: Crew, name: str) -> None:
 
 
 def records_of(reports: dict[str, dict]) -> dict[str, Record]:
-    records = [decode(Record, raw) for report in reports.values() for raw in report["records"]]
+    records = [decode(LoggedRecord, raw).record for report in reports.values() for raw in report["records"]]
     return {record.digest: record for record in records}
 
 

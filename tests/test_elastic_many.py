@@ -32,11 +32,11 @@ from diloco.elastic.protocol.wire import (
 from diloco.elastic.runtime import reducing
 from diloco.errors import MessageRefused
 from diloco.simulate.virtual import chances
-from diloco.simulate.virtual.faults import Campaign
+from diloco.simulate.virtual.campaign import Campaign
 
 NAMES = tuple("ABCDEFGH")
 STATE = RunState(Head(0, 0, "0" * 64), NAMES, Ledger(epoch=1000))
-BEAT = Heartbeat(STATE.head, NO_BALLOT, False, 1)
+BEAT = Heartbeat(STATE.head, NO_BALLOT, incarnation=1, sequence=1)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def few_are_many(monkeypatch):
     monkeypatch.setattr(liveness, "FRONT", 2)
 
 
-def node(me: str, flat_up_to: int = 0) -> Node:
+def node(me: str, flat_up_to: int = 1) -> Node:
     return Node(me, STATE, options(flat_up_to=flat_up_to), now=0.0, incarnation=1)
 
 
@@ -95,8 +95,9 @@ def test_who_has_lost_the_front_believes_nobodys_word():
 def test_who_leads_believes_nobodys_word():
     leader = node("C")
     leader.tick(0.1)
-    leader.closed("A", 0.2)
-    leader.closed("B", 0.2)
+    for peer in "AB":
+        leader.receive(peer, BEAT, 0.15)
+        leader.closed(peer, 0.2)
     leader.tick(0.6)
     assert leader.own.term is not None
     for peer in "AB":  # they are back, and it still leads
@@ -188,13 +189,13 @@ def test_a_number_that_no_float_holds_is_refused(number):
 @pytest.mark.parametrize("front", [1, 2])
 def test_disasters_violate_nothing_with_a_front(monkeypatch, front):
     monkeypatch.setattr(liveness, "FRONT", front)
-    monkeypatch.setattr(chances, "Options", partial(Options, flat_up_to=0))
+    monkeypatch.setattr(chances, "Options", partial(Options, flat_up_to=1))
     assert commits_of(range(5), Campaign(islands=6)) > 0
 
 
 def test_islands_agree_bit_by_bit_with_a_front_and_two_levels(monkeypatch):
     """Real threads and streams; one is lost on the way."""
-    monkeypatch.setattr(bare, "Options", partial(Options, flat_up_to=0))
+    monkeypatch.setattr(bare, "Options", partial(Options, flat_up_to=1))
     monkeypatch.setattr(reducing, "FLAT_UP_TO", 3)
     with team(NAMES[:7], silence_s=1.0) as (network, islands):
         at_round(islands, 3)

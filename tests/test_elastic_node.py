@@ -2,31 +2,32 @@
 
 from dataclasses import replace
 
-from nodes import OFFER, STATE, begin, options, proposal, said, those
-from records import record
+from nodes import OFFER, STATE, beat, begin, commit, from_disk, options, proposal, said, those
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Record
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Record
 
 
 def node() -> Node:
+    """B, which has heard A and C and is heard by them."""
     made = Node("B", STATE, options(), now=0.0, incarnation=1)
-    made.know(["A", "B", "C"], 0.0)
+    for peer in ("A", "C"):
+        made.receive(peer, beat(), 0.0)
     return made
 
 
 def leader(roster: tuple[str, ...] = STATE.roster, **changes) -> Node:
-    return Node("A", replace(STATE, roster=roster), options(**changes), now=0.0, incarnation=1)
+    """A, which the others hear and follow."""
+    made = Node("A", replace(STATE, roster=roster), options(**changes), now=0.0, incarnation=1)
+    for peer in roster[1:]:
+        made.receive(peer, beat(), 0.0)
+    return made
 
 
 def kinds(effects):
     """Of what is sent, and of what else is asked for."""
     return [type(effect.message) if isinstance(effect, msg.Send) else type(effect) for effect in effects]
-
-
-def beat(head: Head = STATE.head, promise: Ballot = NO_BALLOT, digest: str = "") -> msg.Heartbeat:
-    return msg.Heartbeat(head, promise, False, 1, digest)
 
 
 def test_a_promise_is_durable_before_it_is_given():
@@ -43,16 +44,29 @@ def test_a_coordinators_own_promise_is_durable_before_it_asks():
 def test_terms_are_never_used_twice_not_even_after_a_restart_at_another_round():
     memory = those(leader().tick(0.0), msg.Remember)[-1].memory
     later = replace(STATE, head=Head(0, 1, "1" * 64))
-    effects = Node("A", later, options(), now=9.0, incarnation=2, memory=memory).tick(9.0)
-    assert {collect.term for collect in said(effects, msg.Collect)} == {memory.term + 1}
+    back = Node("A", later, options(), now=9.0, incarnation=2, memory=memory)
+    asked: set[int] = set()
+    for tenth in range(91, 130):
+        for peer in ("B", "C"):
+            back.receive(peer, beat(later.head), tenth / 10)
+        asked |= {collect.term for collect in said(back.tick(tenth / 10), msg.Collect)}
+    assert asked == {memory.term + 1}
 
 
 def test_less_than_promised_is_refused_and_said():
     member = node()
-    member.receive("C", msg.Collect(STATE.head, 5), 0.1)
-    refusal = said(member.receive("A", msg.Collect(STATE.head, 4), 0.2), msg.Nack)
-    assert refusal and refusal[0].promise == Ballot(5, "C", 0)
-    assert said(member.receive("A", begin(Ballot(4, "A", 0)), 0.3), msg.Nack)
+    member.receive("A", msg.Collect(STATE.head, 5), 0.1)
+    refusal = said(member.receive("C", msg.Collect(STATE.head, 4), 0.2), msg.Nack)
+    assert refusal and refusal[0].promise == Ballot(5, "A", 0)
+    assert said(member.receive("C", begin(Ballot(4, "C", 0)), 0.3), msg.Nack)
+
+
+def test_nobody_promises_to_one_it_does_not_follow():
+    """And it says whom it follows: who asks would otherwise take it for mute."""
+    answer = said(node().receive("C", msg.Collect(STATE.head, 5), 0.1))
+    assert answer == [msg.Follows(STATE.key, 5, "A")]
+    unheard = Node("B", STATE, options(), now=0.0, incarnation=1)
+    assert said(unheard.receive("A", msg.Collect(STATE.head, 5), 0.1), msg.Follows), "it has not said that it hears B"
 
 
 def test_another_head_is_answered_with_ones_own():
@@ -94,7 +108,7 @@ def test_a_result_that_was_not_asked_for_is_not_adopted():
 def test_who_slept_judges_nobody_whatever_comes_first():
     for wake in (
         lambda node: node.tick(60.0),
-        lambda node: node.receive("C", msg.Commit(Record(proposal(), EMPTY)), 60.0),
+        lambda node: node.receive("C", commit(), 60.0),
         lambda node: node.reduced(Ballot(1, "A", 0), EMPTY, 60.0),
     ):
         coordinator = leader()
@@ -118,7 +132,7 @@ def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
 
 
 def test_one_that_has_just_come_back_is_given_time_to_answer():
-    coordinator = leader(partition="pause")
+    coordinator = leader(partition="quorum")
     for tenth in range(200):
         coordinator.tick(tenth / 10)
     coordinator.receive("B", beat(), 20.0)
@@ -151,9 +165,9 @@ def test_a_greater_head_is_caught_up_with_and_a_lesser_one_is_not():
 def test_a_commit_of_what_is_held_is_appended_and_other_bytes_are_fetched():
     member = node()
     member.receive("A", begin(Ballot(1, "A", 0)), 0.1)
-    effects = member.receive("A", msg.Commit(Record(proposal(), EMPTY)), 0.2)
+    effects = member.receive("A", commit(), 0.2)
     assert [effect.record.payload for effect in those(effects, msg.Append)] == [EMPTY]
-    assert those(node().receive("A", msg.Commit(Record(proposal("A"), "f" * 64)), 0.2), msg.CatchUp)
+    assert those(node().receive("A", commit(Record(proposal("A"), "f" * 64)), 0.2), msg.CatchUp)
 
 
 def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
@@ -171,26 +185,27 @@ def test_a_ballot_that_cannot_be_right_bans_its_sender_by_name():
 def test_of_three_the_one_with_other_vectors_fetches_theirs():
     member = node()
     member.report_digest("mine", 0.1)
-    assert not those(member.receive("A", beat(digest="theirs"), 0.2), msg.CatchUp)
-    assert those(member.receive("C", beat(digest="theirs"), 0.2), msg.CatchUp), "they are a majority"
+    assert not those(member.receive("A", beat(state_digest="theirs"), 0.2), msg.CatchUp)
+    assert those(member.receive("C", beat(state_digest="theirs"), 0.2), msg.CatchUp), "they are a majority"
     assert member.own.diverged
     member = node()
     member.report_digest("mine", 0.1)
-    member.receive("C", beat(digest="mine"), 0.2)
-    assert not those(member.receive("A", beat(digest="theirs"), 0.3), msg.CatchUp)
+    member.receive("C", beat(state_digest="mine"), 0.2)
+    assert not those(member.receive("A", beat(state_digest="theirs"), 0.3), msg.CatchUp)
     first = leader()
     first.report_digest("mine", 0.1)
-    assert not those(first.receive("B", beat(digest="theirs"), 0.2), msg.CatchUp), "of two, the first"
+    assert not those(first.receive("B", beat(state_digest="theirs"), 0.2), msg.CatchUp), "of two, the first"
 
 
 def test_goodbye_is_quicker_than_silence():
     member = node()
     member.receive("A", beat(), 0.1)
-    assert member.liveness.coordinator(0.2) == "A"
+    assert member.leading.leader(0.2) == "A"
     member.receive("A", msg.Goodbye("leaves"), 0.2)
-    assert member.liveness.coordinator(0.2) == "B"
+    member.receive("C", beat(hears=(1, 2)), 0.2)
+    assert member.leading.leader(0.2) == "B"
     assert said(member.leave(0.3), msg.Goodbye)
-    assert member.liveness.coordinator(0.3) == "C"
+    assert member.leading.leader(0.3) == "C"
 
 
 def test_adopting_fetches_from_the_holder():
@@ -220,15 +235,36 @@ def test_a_greater_head_that_cannot_be_fetched_holds_a_round_up_only_so_long():
     assert fetches < 30, "and it is asked less and less"
 
 
-def test_whoever_comes_back_waits_for_the_rest_of_the_roster_until_something_is_committed():
+def back(**changes) -> Node:
+    """A after a restart, at round 1 of a run of A and B."""
+    state = replace(STATE, head=Head(10, 1, "1" * 64), roster=("A", "B"))
+    made = Node("A", state, options(**changes), now=0.0, incarnation=2)
+    made.offer(replace(OFFER, incarnation=2), 0.0)
+    return made
+
+
+def test_whoever_comes_back_looks_for_its_roster_before_it_goes_on_alone():
     """Silence is believed after 2 s here; the others may need longer to start again."""
-    coordinator = leader(("A", "B"))
-    coordinator.peers.expect(["A", "B"], 60.0)
-    coordinator.tick(0.0)
-    assert not said_or_begun(coordinator.offer(OFFER, 0.1))
-    assert not any(said_or_begun(coordinator.tick(half / 2)) for half in range(1, 100))
-    coordinator.caught_up(coordinator.state.after(record(coordinator.state)), 51.0)
-    assert "B" not in coordinator.liveness.alive(54.0)
+    coordinator = back(rejoin_s=60.0)
+    assert not any(said_or_begun(coordinator.tick(half / 2)) for half in range(1, 120))
+    effects = [effect for half in range(120, 124) for effect in coordinator.tick(half / 2)]
+    assert those(effects, msg.Reduce) and [note.peer for note in those(effects, msg.Note)] == ["B"]
+
+
+def test_where_a_quorum_decides_it_looks_for_ever():
+    state = replace(STATE, head=Head(10, 1, "1" * 64))
+    lonely = Node("A", state, options(partition="quorum"), now=0.0, incarnation=2)
+    lonely.offer(replace(OFFER, incarnation=2), 0.0)
+    assert not any(said_or_begun(lonely.tick(half / 2)) for half in range(1, 400))
+
+
+def test_an_address_of_long_ago_tells_nothing():
+    coordinator = back(rejoin_s=1.0)
+    coordinator.closed("B", 0.1)
+    assert coordinator.liveness.alive(0.1) == {"B"}
+    coordinator.receive("B", beat(coordinator.state.head), 0.2)
+    coordinator.closed("B", 0.3)
+    assert coordinator.liveness.alive(0.3) == set()
 
 
 def said_or_begun(effects) -> list[object]:
@@ -257,3 +293,61 @@ def test_a_member_that_was_never_heard_of_is_lost_without_a_word():
     for tick in range(100, 200):
         effects += alone.tick(0.1 * tick)
     assert those(effects, msg.Reduce)  # the round goes on
+
+
+def alone_at_the_end() -> tuple[Node, list[msg.Effect]]:
+    """A, which has just reduced the first round of a run of its own, and what follows from that."""
+    made = leader(("A",))
+    made.tick(0.0)
+    (reduce,) = those(made.offer(OFFER, 0.1), msg.Reduce)
+    return made, made.reduced(reduce.begin.ballot, "f" * 64, 0.2)
+
+
+def test_a_coordinators_own_done_comes_back_from_its_disk():
+    coordinator, effects = alone_at_the_end()
+    asked = kinds(effects)
+    assert asked.index(msg.Remember) < asked.index(msg.Done) and not those(effects, msg.Append)
+    (append,) = those(from_disk(coordinator, effects, 0.3), msg.Append)
+    assert append.stored_by == ("A",)
+
+
+def test_a_head_is_told_when_it_is_durable():
+    coordinator, effects = alone_at_the_end()
+    from_disk(coordinator, effects, 0.3)
+    coordinator.know(["B"], 0.3)
+    before = [told.head for told in said(coordinator.tick(0.8), msg.Heartbeat, to="B")]
+    after = [told.head for told in said(coordinator.stored(coordinator.state.head, 0.9), msg.Heartbeat, to="B")]
+    assert set(before) == {STATE.head} and set(after) == {coordinator.state.head}
+
+
+def test_a_very_late_heartbeat_changes_nothing():
+    member = node()
+    member.receive("A", beat(promise=Ballot(3, "A", 0), sequence=9), 0.1)
+    member.receive("A", beat(Head(99, 9, "9" * 64), sequence=8), 0.2)
+    view = member.peers.views["A"]
+    assert (view.head, view.promise, member.own.catching_up) == (STATE.head, Ballot(3, "A", 0), None)
+
+
+def test_a_promise_outlives_a_change_of_state_until_a_durable_head_lies_beyond():
+    member, ballot = node(), Ballot(3, "A", 0)
+    member.receive("A", msg.Collect(STATE.head, 3), 0.1)
+    moved = member.caught_up(replace(STATE, head=Head(10, 1, "1" * 64)), 0.2)
+    memory = those(moved, msg.Remember)[-1].memory
+    assert msg.Vow(STATE.head, ballot) in memory.vows
+    crashed = Node("B", STATE, options(), now=1.0, incarnation=2, memory=memory)  # before it wrote what it took over
+    assert crashed.own.promise == ballot
+    member.stored(member.state.head, 0.3)
+    assert member.own.vows == {}
+
+
+def test_a_result_that_was_fetched_is_begun_only_when_everybody_has_answered():
+    coordinator, record_ = leader(), Record(proposal("B"), "f" * 64)
+    coordinator.tick(0.0)
+    held = msg.Held(Ballot(0, "B", 1), record_)
+    coordinator.receive("B", msg.Promise(STATE.key, 1, 1, 0, held), 0.1)
+    effects = coordinator.receive("C", msg.Promise(STATE.key, 1, 1, 0, None), 0.1)
+    assert [fetch.holder for fetch in those(effects, msg.FetchResult)] == ["B"]
+    coordinator.receive("D", beat(), 0.2)  # one more has come meanwhile
+    assert not said(coordinator.fetched(record_, 0.3), msg.Begin)
+    begun = said(coordinator.receive("D", msg.Promise(STATE.key, 1, 1, 0, None), 0.4), msg.Begin)
+    assert {begin.adopted for begin in begun} == {"f" * 64}

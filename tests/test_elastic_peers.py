@@ -76,17 +76,17 @@ def test_order_is_the_same_everywhere():
     assert list(peers.views) == ["B", "C", "D", "E"]
 
 
-def test_those_who_are_to_come_back_are_not_missed_before_their_time():
-    peers = heard(B=0.0)
-    peers.know(["C"], 0.0)
-    peers.expect(["B", "C"], 60.0)
-    assert peers.alive(59.0, ("A", "B", "C")) == {"B", "C"}
-    assert not peers.heard_lately("B", 59.0)  # so nobody asks why it does not answer
-    assert peers.alive(61.0, ("A", "B", "C")) == set()
+def test_one_that_only_the_directory_knows_is_not_alive():
+    peers = heard(B=9.0)
+    peers.know({"C", "X"}, 9.0)
+    assert peers.alive(9.1, ROSTER) == {"B", "C"}, "a member of the roster counts until it has been silent for long"
+    peers.hear("X", 9.2)
+    assert peers.alive(9.3, ROSTER) == {"B", "C", "X"}
 
 
-def test_who_has_come_back_is_missed_like_anybody():
-    peers = heard(B=0.0)
-    peers.expect(["B"], 60.0)
-    peers.hear("B", 1.0)
-    assert peers.alive(8.0, ("A", "B")) == set()
+def test_to_hear_is_more_than_to_think_alive():
+    peers = heard(B=9.0, D=5.0)
+    peers.know({"C"}, 9.0)
+    assert [peer for peer in "BCDX" if peers.hears(peer, 9.1)] == ["B"]
+    peers.views["B"].closed = True
+    assert not peers.hears("B", 9.1)

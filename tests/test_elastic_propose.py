@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Failed, Held, Promise
-from diloco.elastic.protocol.proposer import culprits, deadline, outsize, propose, quorum, together, weigh
+from diloco.elastic.protocol.proposer import (
+    ABSENT_RECORDS,
+    culprits,
+    deadline,
+    outsize,
+    propose,
+    together,
+    weigh,
+    without_the_absent,
+)
 from diloco.elastic.protocol.protocol_state import Term
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings, quorum
 from diloco.elastic.protocol.state import RunState
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
@@ -83,9 +92,40 @@ def test_a_proposal_admits_releases_and_leases():
     assert proposal.roster == ("A", "C", "D"), "B is gone, D is new; C is alive without a contribution"
     assert proposal.islands == ("A", "D")
     assert proposal.releases == ("B#1",)
-    assert [(grant.holder, grant.samples) for grant in proposal.grants] == [("D#3", ((8, 14),))]
+    assert [(grant.holder, grant.samples) for grant in proposal.grants] == [("D#3", ((16, 22),))]
     assert proposal.settings.lr == 0.5
     state.after(Record(proposal, EMPTY))  # and it can follow
+
+
+def absent(*names: str, roster: str = "ABCDE", records: int = ABSENT_RECORDS - 1) -> RunState:
+    return replace(STATE, roster=tuple(roster), absent=tuple((name, records) for name in names))
+
+
+def test_with_a_quorum_silence_takes_three_records_to_leave_the_roster():
+    assert without_the_absent(absent("E", records=1), "ABCD", (), 3) == tuple("ABCDE")
+    assert without_the_absent(absent("E"), "ABCD", (), 3) == tuple("ABCD")
+    assert without_the_absent(absent("E"), "ABCDE", (), 3) == tuple("ABCDE"), "it has answered"
+
+
+def test_silence_alone_never_makes_the_roster_smaller_than_the_floor():
+    assert without_the_absent(absent(*"BCDE"), "A", (), 3) == tuple("ABC"), "the last of the roster go first"
+    assert without_the_absent(absent(*"BC", roster="ABC"), "A", (), 3) == tuple("ABC")
+    assert without_the_absent(absent(*"BC", roster="ABC"), "A", (), 1) == ("A",)
+
+
+def test_a_goodbye_makes_the_roster_smaller_than_the_floor():
+    assert without_the_absent(absent(roster="ABC"), "AB", {"C"}, 3) == ("A", "B")
+    assert without_the_absent(absent("B", roster="ABC"), "A", {"C"}, 3) == ("A", "B")
+
+
+def test_a_roster_that_is_given_stays_whoever_lives():
+    proposal = propose(STATE, 0, {"D": offer(), "A": offer()}, {"A": 1, "D": 1}, {}, decide, roster=("A", "B"))
+    assert proposal.roster == ("A", "B", "D")
+
+
+def test_a_witness_enters_without_a_contribution():
+    proposal = propose(STATE, 0, {"A": offer()}, {"A": 1, "W": 1}, {}, decide, witnesses=("W",))
+    assert proposal.roster == ("A", "W") and proposal.witnesses == ("W",) and proposal.islands == ("A",)
 
 
 def test_without_offers_nothing_but_admission():

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.simulate.virtual import faults, scenario
+from diloco.simulate.virtual.campaign import Campaign, rule_names
 from diloco.simulate.virtual.chances import DisasterConfig
-from diloco.simulate.virtual.faults import FIRST_STREAMING, Campaign, Disaster, Fault, pace_of, rule_names
+from diloco.simulate.virtual.cuts import PAIR_CUTS, share_with_first_pair_cut
+from diloco.simulate.virtual.faults import FIRST_STREAMING, PARTITIONS, Disaster, Fault, pace_of
 from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import World
 
@@ -25,17 +27,15 @@ STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pa
 # was ready with the next fragment at once, and waited for nobody.
 ONCE_WRONG = (17875, 1004276, 1003167)
 
-# The smallest seeds whose disaster shows what a rule is for. The others have scenarios only.
+# Seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
-    "adoption_survives_retries": 90,
-    "new_term_after_sleep": 270,
-    "done_is_durable": 320,
-    "marks_decide": 0,
-    "key_names_the_parent": 33,
-    "wait_for_everybody": 22,
-    "anybody_may_lead": 43,
-    "yield_to_higher_promises": 9,
-    "leave_out_stuck_pairs": 67,
+    "done_is_durable": ("harsh", 7),
+    "marks_decide": ("usual", 0),
+    "wait_for_everybody": ("usual", 20),
+    "anybody_may_lead": ("usual", 2),
+    "yield_to_higher_promises": ("harsh", 0),
+    "leave_out_stuck_pairs": ("usual", 5),
+    "follow_the_linked": ("harsh", 15),
 }
 
 
@@ -44,9 +44,9 @@ def test_scenarios_go_as_written(path):
     scenario.check(path)
 
 
-def test_every_rule_has_a_scenario():
-    holes = [scenario.parse(path.read_text()) for path in SCENARIOS if path.stem.startswith("h")]
-    assert [hole.rule for hole in holes] == rule_names()
+def test_every_rule_has_a_scenario_or_a_seed_that_shows_what_it_is_for():
+    holes = {scenario.parse(path.read_text()).rule for path in SCENARIOS}
+    assert holes | CAUGHT.keys() >= set(rule_names())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,30 @@ def test_a_third_of_the_seeds_have_fragments_or_overlap():
 
 @pytest.mark.parametrize("rule", CAUGHT)
 def test_chance_finds_what_a_rule_is_for(rule):
-    seed = CAUGHT[rule]
-    assert Campaign(without=rule).run_one(seed).violation
-    assert not Campaign().run_one(seed).violation
+    kind, seed = CAUGHT[rule]
+    assert Campaign(without=rule, kind=kind).run_one(seed).violation
+    assert not Campaign(kind=kind).run_one(seed).violation
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("first", [0, *(pytest.param(i * 50, marks=pytest.mark.soak) for i in range(1, 7))])
+def test_harsh_disasters_violate_nothing(partition, first):
+    """Long exchanges, disks that lag, lost and overtaken messages."""
+    count = 50 if first else 3
+    assert commits_of(range(first, first + count), Campaign(kind="harsh", partition=partition)) > 10 * count
+
+
+def test_rounds_go_on_wherever_a_quorum_of_linked_islands_is():
+    assert commits_of(range(6), Campaign(kind="cuts")) > 0
+
+
+@pytest.mark.parametrize("cut", PAIR_CUTS)
+@pytest.mark.parametrize(
+    ("islands", "exchanges"),
+    [(4, 5), *(pytest.param(n, x, marks=pytest.mark.soak) for n, x in ((4, 1), (4, 15), (8, 1), (8, 5), (8, 15)))],
+)
+def test_a_cut_between_the_first_two_costs_little_more_than_one_between_the_last(islands, exchanges, cut):
+    assert share_with_first_pair_cut(islands, exchanges, cut) >= 0.8
 
 
 names = st.sampled_from("ABCDE")
@@ -97,7 +118,7 @@ any_fault = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(10**6, 10**9),
-    partition=st.sampled_from(["merge", "pause"]),
+    partition=st.sampled_from(PARTITIONS),
     pace=st.sampled_from([USUAL, USUAL, SyncPace(2), SyncPace(3, overlap=1), SyncPace(3, scarce=True)]),
     schedule=st.lists(any_fault, max_size=8),
     all_return=st.booleans(),
@@ -108,7 +129,7 @@ def test_any_list_of_faults_violates_nothing(seed, partition, pace, schedule, al
 
 
 def test_a_violation_says_what_where_and_how_to_see_it_again():
-    campaign, seed = Campaign(without="marks_decide"), CAUGHT["marks_decide"]
+    campaign, (_, seed) = Campaign(without="marks_decide"), CAUGHT["marks_decide"]
     said = campaign.describe(seed).splitlines()
     assert said[0].startswith(f"seed {seed}: I")
     assert "of the faults" in said[1]
@@ -117,7 +138,7 @@ def test_a_violation_says_what_where_and_how_to_see_it_again():
 
 
 def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
-    plan = Campaign(without="marks_decide").disaster(CAUGHT["marks_decide"])
+    plan = Campaign(without="marks_decide").disaster(CAUGHT["marks_decide"][1])
     harmless = Fault(39.0, "heal")
     short, violation = faults.shorten(replace(plan, faults=(*plan.faults, harmless)))
     assert harmless not in short.faults
@@ -158,7 +179,7 @@ def test_from_the_command_line(command):
     good = command("simulate", "protocol", "--seeds", "3", "--islands", "3", "--jobs", "2")
     assert good.code == 0, good.err
     assert "3 seeds from 0:" in good.out and "0 violations" in good.out
-    seed = CAUGHT["marks_decide"]
+    _, seed = CAUGHT["marks_decide"]
     bad = command("simulate", "protocol", "--first", seed, "--seeds", "1", "--without", "marks_decide")
     assert bad.code == 1
     assert f"again: diloco simulate protocol --first {seed} --seeds 1 --without marks_decide" in bad.out

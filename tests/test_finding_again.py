@@ -117,12 +117,12 @@ def test_a_cut_that_outlasts_every_record_heals(start: Start) -> None:
             for number in namespaces.islands
         ]
         assert wait_until(lambda: together(islands))
-        namespaces.cut({frozenset((1, 2)), frozenset((1, 3))})
+        namespaces.cut_exactly({frozenset((1, 2)), frozenset((1, 3))})
         cut_at = time.time()
         time.sleep(90)  # the records of the other side live for 60 s
         assert islands[0].rounds_of(1, cut_at + 45) and not islands[0].rounds_of(2, cut_at + 45)
         assert islands[1].rounds_of(2, cut_at + 45) and not islands[1].rounds_of(3, cut_at + 45)
-        namespaces.cut(set())
+        namespaces.cut_exactly(set())
         healed_at = time.time()
         assert wait_until(lambda: together(islands, healed_at))
         print(f"together {min(islands[0].rounds_of(3, healed_at)) - healed_at:.1f} s after the cut had healed")

@@ -32,12 +32,14 @@ from diloco.comm.transport.wire import Piece, WireCarrier
 from diloco.config.file import parse_config
 from diloco.elastic.protocol import messages
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import Held, Memory
+from diloco.elastic.protocol.messages import Held, Memory, Vow
 from diloco.elastic.protocol.record import (
     Amendment,
     Ballot,
     Contribution,
     Grant,
+    Latch,
+    LoggedRecord,
     Offer,
     Proposal,
     Record,
@@ -94,8 +96,8 @@ def genesis() -> Genesis:
 
 
 def rewound() -> Genesis:
-    leases = ((f"{B}#1", ((70, 80),)),)
-    ledger = Ledger(epoch=96, limit=None, next=80, free=((3, 5),), leases=leases, overlaps=((1, 2),))
+    leases, lost = ((f"{B}#1", ((70, 80),)),), ((f"{A}#0", ((60, 64),)),)
+    ledger = Ledger(epoch=96, limit=None, next=80, free=((3, 5),), leases=leases, lost=lost, overlaps=((1, 2),))
     parent = Parent(
         genesis=genesis().digest, round=4, chain="a" * 64, vectors="b" * 64, tokens=2048, step=40, updates=3,
         ledger=ledger,
@@ -103,16 +105,20 @@ def rewound() -> Genesis:
     return replace(genesis(), parent=parent).signed(OWNER)
 
 
+def latch() -> Latch:
+    return Latch.sign(OWNER, genesis().state().head)
+
+
 def record() -> Record:
-    """The first one of the run: it contributes, leases, returns, and changes a setting."""
+    """The first one of the run: it contributes, leases, returns, changes a setting, and demands a quorum."""
     first = Offer(
         fragment=0, lo=0, hi=10, tokens=1024, samples=((0, 16),), norm=0.75, incarnation=1, late=False, steps=10,
         step_ms=20,
     )  # fmt: skip
     late = replace(first, hi=5, tokens=512, samples=((16, 24),), norm=0.125, late=True, steps=5, step_ms=21)
     settings = Settings(
-        lr=0.7, momentum=0.9, codec="int8", result="union:64n", optimizer="adam", second=0.99, eps=1e-08,
-        first_correction=0.1, second_correction=0.01,
+        lr=0.7, momentum=0.9, codec="int8", result="union:64n", optimizer="adam", beta2=0.99, eps=1e-08,
+        beta1_correction=0.1, beta2_correction=0.01,
     )  # fmt: skip
     proposal = Proposal(
         key=genesis().state().key,
@@ -130,6 +136,9 @@ def record() -> Record:
         settings=settings,
         step=10,
         amendment=AMENDMENT,
+        answered=(A,),
+        witnesses=(B,),
+        latch=latch(),
     )
     return Record(proposal=proposal, payload=hashlib.sha256(RESULT).hexdigest())
 
@@ -144,19 +153,23 @@ def all_messages() -> list[messages.Message]:
     held, offers = Held(ballot=ballot, record=record()), tuple(each.offer for each in record().proposal.contributions)
     return [
         messages.Heartbeat(
-            head=head, promise=ballot, leading=True, incarnation=4, state_digest="c" * 64, missed=(1, 5)
+            head=head, promise=ballot, incarnation=4, sequence=17, leading=True, running=True, moving=True,
+            roster_of=head.digest, hears=(0, 1), linked=(1,), follows=A, behind_s=2.5, latched=True,
+            latch=latch(), state_digest="c" * 64, missed=(1, 5),
         ),
         messages.Collect(head=head, term=3),
-        messages.Promise(key=key, term=3, incarnation=4, want=32, held=held, amendment=AMENDMENT),
+        messages.Promise(key=key, term=3, incarnation=4, want=32, held=held, amendment=AMENDMENT, witness=True),
         messages.Nack(key=key, promise=ballot),
+        messages.Follows(key=key, term=3, leader=B),
         messages.Ready(key=key, term=3, offers=offers, bytes_per_s=1_250_000),
         messages.Begin(
             key=key, ballot=ballot, proposal=record().proposal, members=(A, B), bytes_per_s=(1_250_000, 0),
             adopted="d" * 64, holder=B,
         ),
+        messages.Begun(key=key, ballot=ballot),
         messages.Done(key=key, ballot=ballot, payload=record().payload),
         messages.Failed(key=key, ballot=ballot, blamed=B, reason="it is gone", refused=True, amendment=False),
-        messages.Commit(record=record()),
+        messages.Commit(key=genesis().state().key, head=head, stored_by=(A, B)),
         messages.Goodbye(reason="its owner asked it to leave"),
     ]  # fmt: skip
 
@@ -250,15 +263,21 @@ def frames() -> dict[str, Golden]:
     }
 
 
+def logged() -> LoggedRecord:
+    return LoggedRecord(record=record(), stored_by=(A, B), time_ms=int(NOW * 1000))
+
+
 def entry() -> Entry:
     made = record()
     parent = made.proposal.key.parent
-    return Entry(round=1, digest=made.digest, parent=parent, header=encode(made), payload=made.payload)
+    return Entry(round=1, digest=made.digest, parent=parent, header=encode(logged()), payload=made.payload)
 
 
 def memory() -> Memory:
     held = Held(ballot=Ballot(term=2, coordinator=B, attempt=1), record=record())
-    return Memory(key=state().key, promise=Ballot(term=3, coordinator=A, attempt=2), held=held, term=3)
+    before = Vow(head=genesis().state().head, promise=Ballot(term=2, coordinator=B, attempt=1), held=held)
+    vows = before, Vow(head=state().head, promise=Ballot(term=3, coordinator=A, attempt=2))
+    return Memory(vows=vows, term=3, latch=latch())
 
 
 def write_segment() -> bytes:
@@ -338,6 +357,8 @@ def everything() -> dict[str, Golden]:
             rewound().raw, rewound(), lambda raw: Genesis.given(raw, OWNER_RUN), rewound().digest
         ),
         "genesis.json": Golden(genesis_file(genesis()), genesis(), read_genesis_file),
+        "latch": Golden(encode(latch()), latch(), lambda raw: decode(Latch, raw)),
+        "logged record": Golden(encode(logged()), logged(), lambda raw: decode(LoggedRecord, raw)),
         "amendment": Golden(encode(AMENDMENT), AMENDMENT, lambda raw: decode(Amendment, raw)),
         "record": Golden(encode(record()), record(), lambda raw: decode(Record, raw), record().digest),
         "proposal, canonical": Golden(
@@ -384,6 +405,7 @@ def test_what_was_written_is_read_back(name: str):
 def test_signatures_of_old_hold_and_forged_ones_do_not():
     old = Genesis.parse(golden_bytes(kept()["genesis"]))
     assert old.is_of(OWNER_RUN) and decode(Amendment, golden_bytes(kept()["amendment"])).is_by(old.owner)
+    assert decode(Latch, golden_bytes(kept()["latch"])).is_by(old.owner)
     assert not replace(old, samples=old.samples + 1).is_of(OWNER_RUN)
     assert not old.is_of(run_id_of(ISLAND.public_key))
 

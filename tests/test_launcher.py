@@ -62,7 +62,8 @@ def test_a_joiner_gets_what_is_its_own_and_nothing_else(plan):
 def test_the_founder_gets_every_override_and_a_folder_of_its_own(plan):
     arguments = plan.founder()
     assert arguments[:4] == ["run", str(plan.path), "--islands", "1"]
-    assert option(arguments, "--set") == ["log.every=3", f"checkpoint.dir={plan.folder}/island-1"]
+    own = ["log.every=3", f"checkpoint.dir={plan.folder}/island-1"]
+    assert option(arguments, "--set") == ["elastic.start_islands=2", *own]  # nobody trains ahead of the others
 
 
 def test_islands_share_the_cores(plan):

@@ -1,5 +1,6 @@
 """The proofs themselves: a claim that does not hold must turn the table red."""
 
+import subprocess
 import sys
 
 import prove
@@ -29,3 +30,9 @@ def test_only_the_claims_asked_for_are_run(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         prove.main()
     assert ran == ["b"]
+
+
+@pytest.mark.slow
+def test_quick_claims_hold():
+    done = subprocess.run([sys.executable, prove.__file__, "--quick"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

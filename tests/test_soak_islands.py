@@ -8,22 +8,20 @@ from contextlib import closing
 import pytest
 from launched import wait_until
 
-from diloco.bench.soak import measure, partition_key
+from diloco.bench.soak import measure
 from diloco.bench.soak_island import SoakIsland
 from diloco.bench.soak_network import FileNetwork, choose_backend
 from diloco.bench.soak_process import set_clock
 from diloco.errors import ConfigError
 
-# `pause` hands out the leases of an island that was only stopped: then samples are in two contributions
-HAS_QUORUM = partition_key("quorum") == "quorum"
-JUDGED = ["soak.rounds_lost", "soak.rounds_unchecked", "soak.digests_equal"] + ["soak.samples_twice"] * HAS_QUORUM
+JUDGED = ("soak.rounds_lost", "soak.samples_twice", "soak.rounds_unchecked", "soak.digests_equal")
 
 
 @pytest.mark.slow
 def test_two_minutes_of_faults_lose_no_round_and_leave_equal_states(tmp_path):
     folder = tmp_path / "soak"
     report = measure(
-        minutes=2.0, islands=4, every=5.0, seed=1, partition="quorum", keep=folder, faults=True, baseline=1.0,
+        minutes=2.0, islands=4, every=5.0, seed=1, partition="auto", keep=folder, faults=True, baseline=1.0,
         backend="auto",
     )  # fmt: skip
     checks = {check.name: check for check in report.checks}
@@ -40,11 +38,6 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
         measure(**options, partition="auto", keep=tmp_path, backend="shaped")
     with pytest.raises(ConfigError, match="--partition pause"):
         measure(**options, partition="pause", keep=None, backend="shaped")
-
-
-def test_a_mode_that_does_not_exist_yet_is_the_nearest_one():
-    assert partition_key("merge") == "merge"
-    assert partition_key("auto") in ("auto", "pause") and partition_key("quorum") in ("quorum", "pause")
 
 
 def test_without_root_the_network_is_a_file_that_the_islands_follow(tmp_path):

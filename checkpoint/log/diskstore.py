@@ -67,6 +67,7 @@ class DiskStore(Store):
         self.failing = ""  # why nothing is durable at present
         self._keep, self._segment_bytes = keep, segment_bytes
         self._genesis, self._head = "", ("", 0)
+        self._told = ""  # the last head that somebody who waits was told of
         self._anchored = False
         self._stretch: set[str] = set()  # without an anchor: heads from which on all records are here
         self._segment: SegmentWriter | None = None
@@ -113,6 +114,12 @@ class DiskStore(Store):
 
     def record_digest(self, version: str, digest: str) -> None:
         self._hand_in(Job(Kind.STATE, f"{version} {digest}".encode()))
+
+    def await_durable(self, version: str) -> None:
+        with self._changed:
+            no_wait = self._dead or version == self._told
+        if no_wait:  # the writer was quicker than whoever asks
+            self.on_durable(version)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` on the writer thread when all before is on disk, or at once where nothing is left to write."""
@@ -240,6 +247,8 @@ class DiskStore(Store):
             self._fail(error)
             for job in jobs:
                 self._keep_in_mind(job)
+        if self._segment is None:  # it has been reported: nobody waits for a disk that refuses
+            self._tell_durable(self._head[0])
         for job in jobs:
             if job.act is not None:
                 job.act()
@@ -294,10 +303,16 @@ class DiskStore(Store):
             if not self._anchored:
                 return
             self._stretch.clear()
-            self.durable = self._head[1]
+            version, self.durable = self._head
+        self._tell_durable(version)
         if self.failing:
             self.failing = ""
             self.report("durable again", f"round {self.durable} is safe in {self.folder}")
+
+    def _tell_durable(self, version: str) -> None:
+        with self._changed:
+            self._told = version
+        self.on_durable(version)
 
     def _fail(self, error: OSError) -> None:
         if self._segment is not None:
@@ -345,6 +360,7 @@ class DiskStore(Store):
                 self.report("snapshot failed", f"{text}: the log keeps everything since the one before")
             else:
                 self._say_failing(text)
+                self._tell_durable(self._head[0])
             return
         with self._changed:
             self._anchored = self._anchored or contents.version in self._stretch

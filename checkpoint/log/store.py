@@ -92,6 +92,7 @@ class Store:
 
     keeps = False  # snapshots
     download: PartialDownload | None = None  # a download of a whole state
+    on_durable: Callable[[str], None] = staticmethod(lambda version: None)  # called with each head that becomes durable
 
     @property
     def wants_snapshot(self) -> bool:
@@ -115,6 +116,10 @@ class Store:
 
     def record_digest(self, version: str, digest: str) -> None:
         """Store the digest of all vectors at this head, which a later replay is compared with."""
+
+    def await_durable(self, version: str) -> None:
+        """Have `on_durable` called when the folder gives back this head after a crash, or never will."""
+        self.on_durable(version)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` when all before is durable, in order, on any thread; never wait for what cannot become so."""

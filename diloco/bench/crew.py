@@ -26,7 +26,7 @@ from diloco.comm.codec.registry import warm_up
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Reduce, Send
-from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, entry_of, fetch_state
 from diloco.elastic.runtime.mailbox import greet
@@ -273,9 +273,9 @@ class Watched(Driver):
         self.worker = worker
         super().__init__(*parts)
 
-    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[Effect]:
-        updates = sum(bool(record.proposal.contributions) for record, _ in missed)
-        size = sum(len(entry_of(record).header) + len(result) for record, result in missed)
+    def _extend(self, missed: list[tuple[LoggedRecord, Tensor]], now: float) -> list[Effect]:
+        updates = sum(bool(logged.record.proposal.contributions) for logged, _ in missed)
+        size = sum(len(entry_of(logged).header) + len(result) for logged, result in missed)
         self.worker.report("caught up", bytes=size, updates=updates)
         return super()._extend(missed, now)
 

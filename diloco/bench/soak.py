@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
@@ -25,7 +25,6 @@ from diloco.bench.soak_process import SOURCE
 from diloco.bench.soak_report import render_report
 from diloco.bench.soak_timeline import percentile
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.config.schema import ElasticConfig
 from diloco.elastic.protocol.ranges import size
 from diloco.errors import ConfigError, SaveError
 from diloco.history.log import furthest, newest_state, state_of
@@ -80,7 +79,7 @@ def _soak(config: SoakConfig, root: Path) -> Report:
     title = f"Soak: {config.islands} islands, {config.minutes:g} minutes, seed {config.seed}, {config.partition}"
     (root / "report.md").write_text(render_report(title, seen, verdict), encoding="utf-8")
     figures: dict[str, Any] = {
-        **asdict(config), "elastic.partition": partition_key(config.partition), "faults": len(faults),
+        **asdict(config), "faults": len(faults),
         "rounds": len(verdict.commits), "rounds_per_s": verdict.per_s, "quiet_rounds_per_s": quiet_per_s,
         "quorum_s": sum(span.seconds for span in verdict.spans), "seconds": seen.end_s,
         "heal_median_s": percentile(verdict.heals, 0.5), "longest_gap_s": verdict.gap_s,
@@ -123,7 +122,7 @@ def write_config(config: SoakConfig, root: Path) -> Path:
         "sync": {"every": 20},
         "elastic": {
             "min_islands": MIN_ISLANDS, "grace_s": GRACE_S,
-            "partition": partition_key(config.partition),
+            "partition": config.partition,
         },
         "checkpoint": {"dir": str(root / "island-1")},
     }  # fmt: skip
@@ -134,14 +133,8 @@ def write_config(config: SoakConfig, root: Path) -> Path:
     return path
 
 
-def partition_key(asked: str) -> str:
-    """Return the value of `elastic.partition`: where there is no quorum yet, `pause` is what comes closest."""
-    known = get_args(ElasticConfig.model_fields["partition"].annotation)
-    return asked if asked in known else "pause"
-
-
 def _merges(config: SoakConfig) -> bool:
-    return partition_key(config.partition) == "merge"
+    return config.partition == "merge"
 
 
 def _read_logs(logs: list[Path], seen: Observation) -> None:

@@ -21,7 +21,7 @@ from diloco.bench.soak_timeline import Moment
 from diloco.checkpoint.log.journal import Journal
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.elastic.runtime.restoring import record_of
+from diloco.elastic.runtime.restoring import logged_of
 from diloco.errors import DilocoError
 from diloco.launch.fleet import TICKET_S, spread
 from diloco.run.folder import OUTER, OWNER_KEY, has_log
@@ -250,7 +250,7 @@ class Operator:
             with suppress(OSError, DilocoError):  # a segment was pruned meanwhile: next time
                 for digest, entry in Journal.read(island.folder / OUTER).entries.items():
                     if digest not in self.seen.records:
-                        roster = tuple(map(self._name_of, record_of(entry).proposal.roster))
+                        roster = tuple(map(self._name_of, logged_of(entry).record.proposal.roster))
                         self.seen.records[digest] = SeenRecord(entry.round, digest, entry.parent, roster)
 
     def _name_of(self, peer: str) -> str:

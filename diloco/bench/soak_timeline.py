@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
 
-from diloco.elastic.protocol.proposer import quorum
+from diloco.elastic.protocol.record import quorum
 
 HEAL_S = 30.0  # the limit: a shorter wait that something else ended proves nothing
 

@@ -138,7 +138,7 @@ def soak(
         str, typer.Option(help="What cuts the network: netns (root), shaped, or auto for netns where it can be had.")
     ] = "auto",
 ) -> None:
-    """Let islands suffer faults of every kind, and check that nothing is lost (13 minutes).
+    """Let real islands suffer faults of every kind (15 minutes).
 
     Islands are killed, stopped, cut off and slowed down, they leave, join and come back with a wrong clock.
     """

@@ -32,6 +32,7 @@ simulate = typer.Typer(
     "islands CONFIG`. The other commands simulate the protocol alone, or thousands of islands in virtual time.",
     no_args_is_help=True,
 )
+CUTS_MAY_STOP = 0.01  # of the topologies in which a quorum of linked islands exists
 First = Annotated[int, typer.Option(min=0, help="The first seed (of `virtual`: the only one).")]
 
 
@@ -83,6 +84,12 @@ def protocol(
     islands: Annotated[
         int | None, typer.Option(help="Number of islands, 2 to 26. Without it, 2 to 9 at random.")
     ] = None,
+    campaign: Annotated[
+        str, typer.Option(help="usual; harsh: long exchanges, slow disks, lost messages; cuts: links cut for ever.")
+    ] = "usual",
+    partition: Annotated[
+        str | None, typer.Option(help="quorum, merge or auto. Without it, each seed draws its own.")
+    ] = None,
     without: Annotated[
         str | None, typer.Option(metavar="RULE", help="A rule to switch off, to see what it is for.")
     ] = None,
@@ -93,22 +100,28 @@ def protocol(
     Nothing is trained, and the network is virtual. Every invariant is checked at every commit. A violation is printed
     with its seed, its shortest transcript and the command that shows it again; the exit code is then 1.
     """
-    from diloco.simulate.virtual.faults import Campaign, rule_names
+    from diloco.simulate.virtual.campaign import CAMPAIGNS, PARTITIONS, Campaign, rule_names
 
     if without is not None and without not in rule_names():
         raise ConfigError(f"--without {without}: the rules are {', '.join(rule_names())}")
     if islands is not None and not 2 <= islands <= 26:
         raise ConfigError(f"--islands {islands}: 2 to 26, or none for 2 to 9 at random")
-    campaign = Campaign(without or "", islands)
+    if campaign not in CAMPAIGNS:
+        raise ConfigError(f"--campaign {campaign}: the campaigns are {', '.join(CAMPAIGNS)}")
+    if partition not in (None, *PARTITIONS):
+        raise ConfigError(f"--partition {partition}: {', '.join(PARTITIONS)}")
+    chosen = Campaign(without or "", islands, campaign, partition or "")
     start, commits, violations = time.perf_counter(), 0, 0
-    for outcome in campaign.run(range(first, first + seeds), jobs=jobs):
+    for outcome in chosen.run(range(first, first + seeds), jobs=jobs):
         commits += outcome.commits
         if outcome.violation:
             violations += 1
-            print(campaign.describe(outcome.seed), flush=True)
+            print(chosen.describe(outcome.seed), flush=True)
     seconds = time.perf_counter() - start
     print(f"{seeds} seeds from {first}: {commits} commits, {violations} violations, {seconds:.1f} s")
-    sys.exit(1 if violations else 0)
+    if campaign == "cuts":
+        print(f"{1 - violations / seeds:.1%} of the topologies go on")
+    sys.exit(1 if violations > (CUTS_MAY_STOP * seeds if campaign == "cuts" else 0) else 0)
 
 
 @simulate.command(epilog="Example: diloco simulate virtual --islands 1000 --link 100mbit,40ms --mtbf 1min")

@@ -252,7 +252,7 @@ class OuterConfig(Section):
         "nesterov's, adam's decay of the first moment; auto: 0.9 (0.6 with inner muon and one island), less in runs of "
         "under 200 rounds",
     )
-    beta2: Fraction = key(0.99, "adam's decay of the second moment", alias="second")  # so it is hashed until protocol 5
+    beta2: Fraction = key(0.99, "adam's decay of the second moment", alias="second")  # as it was called before
     eps: Number = key(1e-8, "adam's epsilon", gt=0)
 
     @model_validator(mode="after")
@@ -349,9 +349,15 @@ class ElasticConfig(Section):
     grace_s: Annotated[Seconds, Field(ge=0)] = key(
         20.0, "seconds an island that is asked to stop waits for a round to take its progress"
     )
-    partition: Literal["merge", "pause"] = key(
-        "merge", "a cut network: both sides train on and merge, or a minority waits"
+    partition: Literal["auto", "quorum", "merge"] = key(
+        "auto", "a cut network: `quorum`, a minority waits; `merge`, both sides train on; `auto`, quorum from three on"
     )
+    min_voters: Positive = key(3, "islands below which silence alone makes the roster no smaller (quorum)")
+    rejoin_s: Annotated[Seconds, Field(ge=0)] = key(
+        60.0, "seconds for which an island that comes back looks for the others before it goes on alone (merge)"
+    )
+    start_islands: Positive = key(1, "islands with which the first round begins")
+    start_s: Annotated[Seconds, Field(ge=0)] = key(300.0, "seconds after which it begins with those who are there")
 
 
 class CheckpointConfig(Section):

@@ -23,6 +23,7 @@ from diloco.island.island import materialise
 from diloco.island.layout import Layout
 from diloco.model.build import Network, build_network
 from diloco.model.decoder import Decoder
+from diloco.run.folder import refuse_other_protocols
 
 RUNS = Path("runs")
 
@@ -59,6 +60,7 @@ def find_run(name: str) -> Path:
     """Find the folder of a run, or of one island of it, by its path or by its name under runs/; it must hold a save."""
     places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
     if found := [place for place in places if saves_of(place)]:
+        refuse_other_protocols(found[0])
         return found[0]
     if places:
         raise SaveError(

@@ -19,10 +19,10 @@ from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, points_of, record_of, replay
+from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, points_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
-from diloco.run.folder import OUTER, has_log
+from diloco.run.folder import OUTER, has_log, refuse_other_protocols
 from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
@@ -50,6 +50,7 @@ def find_logs(name: str) -> list[Path]:
     for place in (Path(name).expanduser(), RUNS / name):
         found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
         if found:
+            refuse_other_protocols(place)
             return [island / OUTER for island in found]
     if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
         raise SaveError(
@@ -72,7 +73,7 @@ def rows(log: Path) -> list[Row]:
     journal = Journal.read(log)
     best = max(points_of(log, journal), key=lambda point: point.end.head, default=None)
     head = best.end.head.digest if best is not None else ""
-    return [_row(record_of(entry), journal) for entry in journal.leading_to(head)]
+    return [_row(logged_of(entry).record, journal) for entry in journal.leading_to(head)]
 
 
 def _row(record: Record, journal: Journal) -> Row:

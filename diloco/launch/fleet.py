@@ -23,7 +23,7 @@ from diloco.errors import SaveError
 from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
-from diloco.run.folder import islands_in, prepare_folder
+from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.signals import PAUSE, signals
 from diloco.train.resume import among_others
 
@@ -48,6 +48,7 @@ class Plan:
     host: str | None = None
     restart: bool = True
     resume: bool = False
+    later: int = 0  # so many of the islands are not there from the beginning
 
     @property
     def folder(self) -> Path:
@@ -68,6 +69,8 @@ class Plan:
     def founder(self) -> list[str]:
         """Return the arguments of `diloco` that found the run, or resume it, as the first island."""
         changes = [*self.overrides, f"checkpoint.dir={self.folder / self.names[0]}"]
+        if "start_islands" not in self.config.elastic.model_fields_set:  # nobody trains ahead of the others
+            changes.insert(0, f"elastic.start_islands={self.islands - self.later}")
         resume = ["--resume"] if self.resume else []
         return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network()]
 
@@ -111,6 +114,8 @@ def end_of(plan: Plan) -> str | None:
 def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
     """Make the folders of the run and of its islands, and lock the run's; `fresh` keeps an earlier run elsewhere."""
     folder = plan.folder
+    if plan.resume:
+        refuse_other_protocols(folder)
     if plan.resume and not islands_in(folder) and not any(map(saves, (folder, *folder.glob("island-*/")))):
         raise SaveError(f"{folder} holds no run to go on with: start without --resume")
     try:

@@ -67,10 +67,9 @@ def updates_at(config: Config, step: int, updates: int) -> int:
 
 
 def released(ledger: Ledger) -> Ledger:
-    """Release every lease: samples that were consumed stay so, those that were leased can be had again."""
-    for holder, _ in ledger.leases:
-        ledger = ledger.release(holder)
-    return ledger
+    """Return the ledger with all leases free: their holders are of another run."""
+    leased = tuple(part for _, ranges in (*ledger.leases, *ledger.lost) for part in ranges)
+    return replace(ledger, free=normal(ledger.free + leased), leases=(), lost=())
 
 
 def goes_on(

@@ -17,6 +17,7 @@ from diloco.errors import ConfigError, SaveError
 from diloco.report.events import Events, JsonLines
 from diloco.report.terminal import open_view
 from diloco.run.genesis import FILE as GENESIS
+from diloco.run.genesis import read_genesis
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
@@ -129,6 +130,12 @@ def numbered(folder: Path) -> Path:
 def has_log(folder: Path) -> bool:
     """Tell whether an island has left its log of a run there."""
     return any((folder / OUTER).glob("log-*.seg"))
+
+
+def refuse_other_protocols(folder: Path) -> None:
+    """Raise SaveError where the run in a folder, or an island's log in it, is of another protocol than this diloco."""
+    for island in (folder, *sorted(folder.glob("island-*"))):
+        read_genesis(island / OUTER)
 
 
 def has_begun(folder: Path) -> bool:

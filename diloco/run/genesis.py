@@ -23,7 +23,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.island.layout import Layout
-from diloco.version import PROTOCOL
+from diloco.version import PROTOCOL, refusal
 
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
@@ -131,15 +131,19 @@ class Genesis:
         """Return the state that the run begins with: an empty one, or what it takes over from its parent."""
         epochs = self.config["data"].get("epochs")
         limit = None if epochs is None or self.data == OWN_LOOP else epochs * self.samples
+        latch = self.digest if self.config.get("elastic", {}).get("partition") == "quorum" else ""
+        empty = RunState(
+            Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner, latch=latch
+        )
         if (came := self.parent) is None:
-            return RunState(Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner)
+            return empty
         head, ledger = Head(came.tokens, 0, self.digest), replace(came.ledger, limit=limit)
-        return RunState(head, (self.founder,), ledger, step=came.step, updates=came.updates, owner=self.owner)
+        return replace(empty, head=head, ledger=ledger, step=came.step, updates=came.updates)
 
     def configure(self, own: Mapping[str, Any]) -> Config:
         """Return the run's settings with this island's own; raise JoinRefused if `own` sets what is the run's."""
         if self.protocol != PROTOCOL:
-            raise JoinRefused(f"the run speaks protocol {self.protocol}, this diloco {PROTOCOL}: use the same version")
+            raise JoinRefused(f"the run {refusal(self.protocol)}")
         tree: dict[str, Any] = {**self.config}
         for name, value in own.items():
             if name == "island":
@@ -193,7 +197,7 @@ class Genesis:
 
 def shared_of(config: Config) -> dict[str, Any]:
     """Return those settings of a configuration that are the same for all islands, or suggested to them."""
-    tree = config.model_dump(mode="json", by_alias=True)
+    tree = config.model_dump(mode="json")
     return {name: tree[name] for name in SHARED} | {"island": {name: tree["island"][name] for name in SUGGESTED}}
 
 
@@ -232,8 +236,9 @@ def read_genesis(folder: Path, run_id: bytes | None = None) -> Genesis | None:
             f"{folder} holds the log of another run (one that was rewound is another one, too): choose another folder"
         )
     genesis = Genesis.parse(raw)
-    known = genesis.protocol == PROTOCOL  # older ones were not signed: `configure` refuses them
-    return None if known and not genesis.is_of(written_for) else genesis
+    if genesis.protocol != PROTOCOL:
+        raise SaveError(f"{folder} {refusal(genesis.protocol)}")
+    return genesis if genesis.is_of(written_for) else None
 
 
 def _seal(raw: bytes, run: bytes) -> bytes:

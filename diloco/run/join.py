@@ -4,18 +4,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
+from diloco.comm.peers.identity import Identity
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
 from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment
+from diloco.elastic.protocol.record import Amendment, Latch
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.applier import Vectors
 from diloco.elastic.runtime.driver import RunContext, among_friends, open_island
@@ -25,7 +27,7 @@ from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, memory_of, restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.report.events import Events
-from diloco.run.folder import OUTER
+from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import LocalPeer, Peer
 from diloco.train.amend import Inbox, amended, objection
@@ -37,7 +39,6 @@ from diloco.train.schedule import schedule_of
 from diloco.train.sync import samples_ahead
 
 SEARCH_S = 60.0  # for a member that answers
-RETURN_S = 60.0  # for the others of the roster to come back with this island, before it goes on without them
 AGAIN_S = 0.3
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
@@ -97,7 +98,8 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Participant, first: Vect
                 raise
             raise JoinRefused(f"{refused} This island founded it and has no state of it: --fresh starts over") from None
         givers = sum(size > 0 for size in snapshot.donors.values())
-        origin, giver = Origin(snapshot.state, snapshot.vectors), f"{givers} peer{'s' * (givers != 1)}"
+        promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
+        origin, giver = Origin(snapshot.state, snapshot.vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
     store.report("joined", f"state of round {head.round} from {giver}")
@@ -178,8 +180,6 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
                 bring(found)
 
     def prepare(node: Node) -> None:
-        if start.returns:
-            node.peers.expect(origin.state.roster, time.monotonic() + RETURN_S)
         node.own.bytes_per_s = int(min(filter(None, peer.connection.rates), default=0) / 8)
         hand_in(node.bring)  # before it leads anything
 
@@ -188,6 +188,8 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
         hand_in(driver.amend)
 
     run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)
+    if (owner := owner_of(Path(config.dir), start.genesis)) is not None:
+        options = replace(options, sign_latch=partial(Latch.sign, owner))
     incarnation = incarnation or new_incarnation(peer.id, origin.state)
     if (remote := remote_of(peer, config)) is not None:  # the rest is copied when the store has been closed
         stack.callback(Mirror(store.folder, remote, peer.id, store.report).close)
@@ -202,6 +204,14 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)
     return Rounds(driver, config, peer.name_of)
+
+
+def owner_of(folder: Path, genesis: Genesis) -> Identity | None:
+    """Return the key of the run's owner, where this island has it."""
+    if not (folder / OWNER_KEY).exists():
+        return None
+    owner = Identity.load(folder / OWNER_KEY)
+    return owner if owner.public_key.hex() == genesis.owner else None
 
 
 @contextmanager
@@ -254,7 +264,9 @@ def options_for(config: Config, *, alone: bool = False) -> Options:
 
     least = 1 if alone else elastic.min_islands
     return Options(
-        decider(config), elastic.silence_s, elastic.straggler, least, elastic.partition,
+        decider(config), elastic.silence_s, elastic.straggler, least, "merge" if alone else elastic.partition,
+        min_voters=elastic.min_voters, rejoin_s=elastic.rejoin_s,
+        start_islands=1 if alone else elastic.start_islands, start_s=elastic.start_s,
         fragments=config.sync.fragments, want=samples_ahead(config, config.island.batch),
         steps=config.inner.steps, amended=heeding,
         objection=lambda state, amendment: objection(config, (*state.amendments, amendment)),

@@ -24,7 +24,7 @@ from diloco.errors import DirectoryError, SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
-from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder
+from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder, refuse_other_protocols
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.join import Start, find_start, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
@@ -106,6 +106,7 @@ class RunEntry:
     def resume(self, config: Config) -> Participant:
         """Continue a run that was founded here, from this island's disk and from whichever others are present."""
         folder = Path(config.dir)
+        refuse_other_protocols(folder)
         if self.closed and not has_log(folder) and not saves(folder):
             raise SaveError(f"{folder} holds no save to resume from: start without --resume")
         if (has_log(folder) or not self.closed) and not (folder / OWNER_KEY).exists():

@@ -112,8 +112,7 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
     same = [key for key in asked if new[key] == before[key]]
     if same:
         raise ConfigError(f"{same[0]} is {before[same[0]]} already: there is nothing to change")
-    signed = {new: old for old, new in RENAMED.items()}  # an amendment is hashed: it has the old names
-    return {signed.get(key, key): new[key] for key in asked}
+    return {key: new[key] for key in asked}
 
 
 def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:

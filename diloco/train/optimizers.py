@@ -82,11 +82,11 @@ class Adam(OuterOptimizer):
         first, second = vectors["momentum"], vectors["variance"]
         first.mul_(_scalar(settings.momentum, first)).add_(gradient * _scalar(1 - settings.momentum, first))
         first.masked_fill_(first.abs() < TINY, 0.0)
-        square = (gradient * gradient).mul_(_scalar(1 - settings.second, second))
-        second.mul_(_scalar(settings.second, second)).add_(square)
+        square = (gradient * gradient).mul_(_scalar(1 - settings.beta2, second))
+        second.mul_(_scalar(settings.beta2, second)).add_(square)
         second.masked_fill_(second < TINY, 0.0)
-        mean = first / torch.full_like(first, settings.first_correction)
-        root = _square_root(second / torch.full_like(second, settings.second_correction))
+        mean = first / torch.full_like(first, settings.beta1_correction)
+        root = _square_root(second / torch.full_like(second, settings.beta2_correction))
         root.add_(_scalar(settings.eps, root))
         vectors["parameters"].sub_((mean / root).mul_(_scalar(settings.lr, mean)))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from diloco.train.amend import AmendedConfig
 from diloco.train.outer import outer_settings, preview
 from diloco.train.policy import View
 from diloco.train.schedule import schedule_of, usual_steps
+
+SPILLED = "spilled"  # in an island's folder: progress that another branch may lack, beyond what the memory should hold
 
 
 def decider(config: Config) -> Callable[[RunState, int, tuple[Contribution, ...]], tuple[Settings, int]]:
@@ -47,7 +50,9 @@ class Rounds:
     def __init__(self, driver: Driver, config: Config, names: Callable[[str], str]) -> None:
         self.fragments = driver.run.fragments
         feedback = config.sync.feedback_decay if config.sync.feeds_back else None
-        self.driver, self.session = driver, Session(driver, self.fragments, config.sync.codec, feedback=feedback)
+        spill = Path(config.dir) / SPILLED if driver.store.keeps else None
+        self.driver = driver
+        self.session = Session(driver, self.fragments, config.sync.codec, feedback=feedback, spill=spill)
         self._names = names  # of islands, for people
         self._config = AmendedConfig(config)
         with driver.replica.reading() as vectors:

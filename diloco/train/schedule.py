@@ -4,6 +4,7 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median_high
 from typing import NamedTuple
 
@@ -41,9 +42,10 @@ class Schedule:
     delay: int = 0
     eager: bool = False
 
-    @classmethod
-    def of(cls, sync: SyncConfig, inner: InnerConfig) -> "Schedule":
-        """Build the schedule of a configuration.
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(sync: SyncConfig, inner: InnerConfig) -> "Schedule":
+        """Build the schedule of a configuration, once: a long run has hundreds of thousands of launches.
 
         Phases are equally long, or grow as the learning rate falls: max(every, (growth / lr)^2).
         """
@@ -58,7 +60,7 @@ class Schedule:
             start += length
         inside = [step for step in launches if step < inner.steps]
         eager = sync.apply == "eager"
-        return cls((*inside, inner.steps), sync.fragments, 0 if eager else sync.delay, eager)
+        return Schedule((*inside, inner.steps), sync.fragments, 0 if eager else sync.delay, eager)
 
     @property
     def steps(self) -> int:

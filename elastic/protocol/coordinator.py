@@ -1,37 +1,47 @@
-"""Leading rounds: a coordinator collects promises, adopts or proposes, and commits once all members hold the result.
+"""Leading rounds: a coordinator collects promises, adopts or proposes, and commits once enough islands hold the result.
 
-Any island can be the coordinator: it is the first of the roster that is not suspected. The next one needs nothing that
-it knew.
+Any island can be the coordinator; `leading.py` says who is. The next one needs nothing that it knew.
 """
 
+from dataclasses import replace
+
 from diloco.elastic.protocol import messages as msg
+from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import Proposer, culprits
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
-from diloco.elastic.protocol.record import Ballot, Key, Record
+from diloco.elastic.protocol.record import Ballot, Key, Record, quorum
 
 RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
+LATCH_FROM = 3  # members of the roster
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
 class Coordinator:
     """Lead rounds while this island is first in line: collect promises, begin attempts, commit."""
 
-    def __init__(self, own: ProtocolState, liveness: Liveness, member: Member, proposer: Proposer) -> None:
-        self.own, self.liveness, self.member, self.proposer = own, liveness, member, proposer
+    def __init__(
+        self, own: ProtocolState, liveness: Liveness, leading: Leading, member: Member, proposer: Proposer
+    ) -> None:
+        self.own, self.liveness, self.leading, self.member, self.proposer = own, liveness, leading, member, proposer
 
     def lead(self, now: float) -> None:
-        """Start a term if this island is first in line, and take the next step of the term under way."""
+        """Start a term if this island is to lead, and take the next step of the term under way."""
+        self._latch_if_due()
+        self.own.follows = self.leading.leader(now)
         if self.own.term is None and self._may_lead(now):
             self.own.highest_term += 1
-            self.own.term = Term(self.own.highest_term, self.own.me, resend_at=now)
+            self.own.term = Term(self.own.highest_term, self.own.me, started_at=now, resend_at=now)
             collect = msg.Collect(self.own.state.head, self.own.term.number)
             self.member.on_collect(self.own.me, collect, now)  # durable before anything is sent
         if (term := self.own.term) is None:
+            return
+        if self._must_give_up(term, now):
+            self.own.term = None
             return
         if now >= term.resend_at:
             self._resend(term, now)
@@ -41,12 +51,31 @@ class Coordinator:
         elif not self._member_lost(term, term.begin, now):
             self._commit_if_done(term, term.begin, now)
 
+    def _latch_if_due(self) -> None:
+        """Demand a quorum from here on, as the owner, as soon as the roster has three members."""
+        own = self.own
+        if own.options.sign_latch is None or own.needs_quorum or own.options.partition != "auto":
+            return
+        if len(own.state.roster) >= LATCH_FROM and own.is_stored and not own.leaving:
+            own.obey(own.options.sign_latch(own.state.head))
+            own.note("latched", own.me, f"after round {own.state.head.round}, every round needs a quorum")
+
+    def _must_give_up(self, term: Term, now: float) -> bool:
+        """Return whether another island should lead by now, or no byte has moved for so long that anybody may."""
+        if not self.own.rules.follow_the_linked:
+            return False
+        if self.leading.is_stuck(now):
+            return self.leading.was_stuck_since(term.started_at, now)
+        return term.begin is None and self.own.follows != self.own.me
+
     def _may_lead(self, now: float) -> bool:
         own, liveness = self.own, self.liveness
         if now < own.lead_at or own.leaving or own.diverged or own.catching_up is not None:
             return False
-        if liveness.coordinator(now) != own.me:
+        if not self.leading.may_lead(now):
             return False
+        if own.rules.follow_the_linked and liveness.are_few():
+            return True
         leading = [peer for peer, view in own.peers.views.items() if view.leading and view.head == own.state.head]
         busy = any(own.peers.views[peer].promise >= own.promise and liveness.is_alive(peer, now) for peer in leading)
         return not busy or not own.rules.yield_to_higher_promises
@@ -59,12 +88,15 @@ class Coordinator:
         if term is None:
             return
         if not self.own.same_key(Key(beat.head.round + 1, beat.head.digest)):
-            term.answers[sender] = None
+            answer = term.answers.get(sender)  # a promise tells more than a head that the disk is behind with
+            ahead = self.own.outranks(beat.latched, beat.head)
+            if answer is None or answer.incarnation != beat.incarnation or ahead:
+                term.answers[sender] = None
         elif sender in term.answers and term.answers[sender] is None:
             del term.answers[sender]
             self.own.send(sender, msg.Collect(self.own.state.head, term.number))
 
-    def on_answer(self, sender: str, answer: msg.Promise | msg.Ready | msg.Done | msg.Failed, now: float) -> None:
+    def on_answer(self, sender: str, answer: msg.Answer, now: float) -> None:
         """Take in a member's answer; one of another round, term or ballot counts against its sender."""
         term = self.own.term
         if not self.own.same_key(answer.key):
@@ -75,10 +107,15 @@ class Coordinator:
         match answer:
             case msg.Promise() if answer.term == term.number:
                 self._on_promise(term, sender, answer, now)
+            case msg.Follows() if answer.term == term.number:
+                if term.answers.get(sender) is None:
+                    term.elsewhere[sender] = answer.leader
             case msg.Ready() if answer.term == term.number:
                 self._on_ready(term, sender, answer, now)
+            case msg.Begun() if term.begin is not None and answer.ballot == term.begin.ballot:
+                term.begun.add(sender)
             case msg.Done() if term.begin is not None and answer.ballot == term.begin.ballot:
-                if sender in term.begin.members:
+                if sender in (*term.begin.members, *term.promised()):
                     term.done[sender] = answer.payload
             case msg.Failed() if term.begin is not None and answer.ballot == term.begin.ballot:
                 self._on_failed(term, term.begin, sender, answer, now)
@@ -93,12 +130,12 @@ class Coordinator:
         if before is not None and before.incarnation != promise.incarnation:
             term.ready.pop(sender, None)  # that life is over
         term.answers[sender] = promise
+        term.elsewhere.pop(sender, None)
 
     def _on_ready(self, term: Term, sender: str, ready: msg.Ready, now: float) -> None:
         for offer in ready.offers:
             if self.own.rules.marks_decide and not self.own.state.fits(sender, offer):
-                if self.own.rules.key_names_the_parent:
-                    self.own.ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
+                self.own.ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
                 return
             if not is_normal(offer.samples) or max(size(offer.samples), offer.steps) > offer.tokens:
                 self.own.ban(sender, "offers samples or steps that cannot be right", now)
@@ -133,6 +170,8 @@ class Coordinator:
             if term.begin is not None and peer in members:
                 if self._is_due(term, term.begin.ballot, peer):
                     self.own.send(peer, term.begin)
+            elif term.store is not None and peer in term.store.members and peer not in term.done:
+                self.own.send(peer, term.store)
             elif term.answers.get(peer) is None or (peer not in ready and self._is_due(term, self.own.promise, peer)):
                 self.own.send(peer, msg.Collect(self.own.state.head, term.number))
 
@@ -147,7 +186,8 @@ class Coordinator:
     def _leave_out_mute(self, term: Term, now: float) -> None:
         """Ban peers that give signs of life but no promise, or do not confirm what cannot take long."""
         answer_s = self.own.options.answer_s
-        lively = (p for p in self.liveness.alive(now) - term.answers.keys() if self.own.peers.heard_lately(p, now))
+        silent = self._waited_for(now) - term.answers.keys() - term.elsewhere.keys() - {self.own.me}
+        lively = (peer for peer in silent if self.own.peers.heard_lately(peer, now))
         term.asked = {peer: term.asked.get(peer, now) for peer in sorted(lively)}
         for peer in term.asked:
             if now - term.asked[peer] > answer_s:
@@ -157,8 +197,21 @@ class Coordinator:
             for peer in sorted(set(begin.members) - term.done.keys() - {self.own.me}):
                 self.own.ban(peer, "does not confirm what takes no time", now, for_s=answer_s)
 
+    def _waited_for(self, now: float) -> set[str]:
+        """Return who must answer before anything begins.
+
+        All who live; where a quorum decides, of the roster only, and nobody that does not hear this island.
+        """
+        alive = self.liveness.alive(now)
+        if not self.own.needs_quorum:
+            return alive | {self.own.me}
+        members = alive & self.own.state.places.keys()
+        if self.own.rules.follow_the_linked and self.liveness.are_few():
+            members = {peer for peer in members if self.leading.is_linked(peer, now)}
+        return members | {self.own.me}
+
     def _collect(self, term: Term, now: float) -> None:
-        """Begin an attempt once every peer that is alive has answered."""
+        """Begin an attempt once everybody who matters has answered."""
         alive = self.liveness.alive(now) | {self.own.me}
         if term.fetching is not None and term.fetching[0] in alive:
             return
@@ -167,15 +220,17 @@ class Coordinator:
             return  # its head is to be moved to before anything is decided
         for lost in term.answers.keys() - alive:
             del term.answers[lost]
-        if self.own.me not in term.answers or (self.own.rules.wait_for_everybody and alive - term.answers.keys()):
+        answered = term.answers.keys() | (term.elsewhere.keys() if self.own.needs_quorum else set())
+        missing = self._waited_for(now) - answered if self.own.rules.wait_for_everybody else ()
+        if self.own.me not in term.answers or missing:
             return
-        if not self.proposer.has_quorum(term.promised()):
+        if not self.proposer.has_quorum(term.promised(), now) or (self.own.needs_quorum and not self.own.is_latched):
             return
         if term.adopted is not None and self.own.rules.adoption_survives_retries:
             self._begin_adopted(term, term.adopted, now)
         elif term.adopted is None and (found := term.highest_held()) is not None:
             holder, record = found[0], found[1].record
-            if self.own.holds(record.digest):
+            if self.own.holds(record.digest) or term.at_hand == record.digest:
                 self._begin_adopted(term, record, now)
             else:
                 self._fetch(term, holder, record)
@@ -188,13 +243,15 @@ class Coordinator:
         One that is heard but cannot be reached must not block everybody.
         """
         view, head = self.own.peers.views.get(peer), self.own.state.head
-        return view is not None and view.fetches_failed < MAX_FETCHES and (view.head or head) > head
+        if view is None or view.head is None or view.fetches_failed >= MAX_FETCHES or view.head == head:
+            return False
+        return self.own.outranks(view.latched, view.head)
 
     def _begin_adopted(self, term: Term, record: Record, now: float) -> None:
         term.adopted, term.fetching = record, None
         if not self.own.rules.adopting_is_not_committing:
             self.own.held = msg.Held(term.ballot, record)
-            self._commit(term, record, now)
+            self._finish(record, (self.own.me,), now)
             return
         if not self.own.holds(record.digest):
             self.own.hold(term.ballot, record)
@@ -204,6 +261,8 @@ class Coordinator:
 
     def _begin(self, term: Term, begin: msg.Begin, now: float) -> None:
         term.begin, term.begun_at, term.settle_at = begin, now, 0.0
+        term.store, term.enough_at = None, None
+        term.begun.clear()
         term.done.clear()
         term.failures.clear()
         term.resend_at = now + self.own.options.silence_s / RESEND
@@ -211,13 +270,21 @@ class Coordinator:
             self.own.send(member, begin)
 
     def _member_lost(self, term: Term, begin: msg.Begin, now: float) -> bool:
-        """End the attempt if a member died, or if it has failed; return whether it has ended.
+        """End the attempt if a member died that owes something, or if it has failed; return whether it has ended.
 
         After a failure it waits a little, so that members that died meanwhile are noticed.
         """
         lost = sorted(set(begin.members) - self.liveness.alive(now) - {self.own.me})
-        if not lost and not (term.settle_at and now >= term.settle_at):
+        failed = bool(term.settle_at) and now >= term.settle_at
+        if self.own.needs_quorum and term.done:
+            if self.own.me in term.done and quorum(self.own.state.roster, term.done):
+                return False  # it will be committed, whoever else misses something
+            lost = [] if not failed else lost  # somebody has the whole result: the others say whether they miss bytes
+        deaf = set() if lost or failed else self._deaf(term, begin, now)
+        if not lost and not failed and not deaf:
             return False
+        for peer in deaf:
+            term.answers.pop(peer, None)  # until it answers anew
         refused = [(failed.blamed, failed.reason) for _, failed in term.failures if failed.refused]
         for blamed, reason in refused:
             self.own.ban(blamed, f"its contribution was refused: {reason}", now)
@@ -227,6 +294,13 @@ class Coordinator:
         self._again(term, now)
         return True
 
+    def _deaf(self, term: Term, begin: msg.Begin, now: float) -> set[str]:
+        """Return the members that have not confirmed the attempt in time: as long as telling all of them may take."""
+        limit_s = self.own.options.answer_s * (1 + len(begin.members) / max(1, self.own.options.flat_up_to))
+        if now - term.begun_at <= limit_s or not self.own.rules.follow_the_linked:
+            return set()
+        return set(begin.members) - term.begun - term.done.keys() - {self.own.me}
+
     def _again(self, term: Term, now: float) -> None:
         """Make another attempt in the same term, without those that are gone."""
         term.begin, term.fetching, term.settle_at = None, None, 0.0
@@ -234,7 +308,8 @@ class Coordinator:
         self._collect(term, now)
 
     def _commit_if_done(self, term: Term, begin: msg.Begin, now: float) -> None:
-        if set(begin.members) - term.done.keys():
+        missing = set(begin.members) - term.done.keys()
+        if not term.done or (missing and not self.own.needs_quorum):
             return
         payloads = sorted(term.done.values())
         right = term.done.get(self.own.me) or max(payloads, key=payloads.count)
@@ -243,8 +318,36 @@ class Coordinator:
             self.own.ban(peer, "holds another result than the others", now)
         if wrong:
             self._again(term, now)
-        else:
+        elif self._is_enough(term, begin, right, now):
             self._commit(term, Record(begin.proposal, right), now)
+
+    def _is_enough(self, term: Term, begin: msg.Begin, payload: str, now: float) -> bool:
+        """Return whether the result is stored widely enough to be committed.
+
+        With a quorum, the rest of the members get `silence_s` more; where members are no quorum, others store it, too.
+        """
+        if not self.own.needs_quorum:
+            return True
+        missing = set(begin.members) - term.done.keys()
+        if not quorum(self.own.state.roster, term.done.keys() | {self.own.me}):
+            if not missing - self._gone(begin, now):
+                self._have_it_stored(term, begin, payload)
+            return False
+        if term.enough_at is None:
+            term.enough_at = now
+        return not missing - self._gone(begin, now) or now - term.enough_at > self.own.options.silence_s
+
+    def _gone(self, begin: msg.Begin, now: float) -> set[str]:
+        return set(begin.members) - self.liveness.alive(now) - {self.own.me}
+
+    def _have_it_stored(self, term: Term, begin: msg.Begin, payload: str) -> None:
+        """Ask those who have promised and do not contribute to store the result: it needs a quorum."""
+        holder = self.own.me if self.own.me in term.done else min(term.done)
+        others = tuple(sorted(term.promised().keys() - set(begin.members) - {self.own.me}))
+        if term.store is None and others:
+            term.store = replace(begin, members=others, bytes_per_s=(), adopted=payload, holder=holder)
+            for peer in others:
+                self.own.send(peer, term.store)
 
     def _commit(self, term: Term, record: Record, now: float) -> None:
         """Append the record and send it to all, once the result is held here.
@@ -253,14 +356,22 @@ class Coordinator:
         next moment would know of the commit.
         """
         if self.own.holds(record.digest):
-            self.proposer.reunite(set(record.proposal.islands))
-            self.member.append(record, now)
-            self.own.send_all(msg.Commit(record))
+            if self.own.needs_quorum and self.own.me not in term.done:
+                return  # its own *done* is on its way to the disk
+            self._finish(record, tuple(sorted(term.done.keys() | {self.own.me})), now)
         elif term.fetching is None:
             assert term.begin is not None
             holder = term.begin.members[term.fetches % len(term.begin.members)]
             term.fetches += 1
             self._fetch(term, holder, record)
+
+    def _finish(self, record: Record, stored_by: tuple[str, ...], now: float) -> None:
+        """Append a record, and announce it to all."""
+        self.proposer.reunite(set(record.proposal.islands))
+        if record.proposal.contributions:
+            self.proposer.holding.committed(now)
+        self.member.append(record, now, stored_by)
+        self.own.send_all(msg.Commit(record.proposal.key, self.own.state.head, stored_by))
 
     def _fetch(self, term: Term, holder: str, record: Record) -> None:
         term.fetching = holder, record
@@ -273,9 +384,10 @@ class Coordinator:
             return
         term.fetching = None
         if term.begin is None:
-            self._begin_adopted(term, record, now)
+            term.at_hand = record.digest  # and wait again: others may have decided meanwhile
         else:
             self.own.hold(term.begin.ballot, record)
+            self.member.say_done(self.own.me, msg.Done(self.own.state.key, term.begin.ballot, record.payload))
 
     def fetch_failed(self, holder: str, record: Record, now: float) -> None:
         """Take in that a result could not be fetched.

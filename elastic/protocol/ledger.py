@@ -1,7 +1,8 @@
 """The ledger of samples: which are taken. A part of the replicated state, changed by committed records only.
 
-Positions count through the epochs: position p is sample p mod `epoch`. Everything below `next` that is neither free nor
-leased has been consumed. Leases of islands that are gone return to `free`, which is handed out first.
+Positions count through the epochs: position p is sample p mod `epoch`. Everything below `next` that is neither free,
+lost nor leased has been consumed. What islands that are gone had leased is *lost*: it is handed out again when nothing
+fresh is left in the epoch, so that one which comes back finds it as it was.
 """
 
 from bisect import bisect_left
@@ -19,6 +20,7 @@ class Ledger:
     next: int = 0
     free: Ranges = ()
     leases: tuple[tuple[str, Ranges], ...] = ()  # by holder, sorted
+    lost: tuple[tuple[str, Ranges], ...] = ()  # leases of holders that are gone, the last to go last
     overlaps: Ranges = ()  # consumed more than once: two sides of a cut network, or an island thought dead
 
     def lease_of(self, holder: str) -> Ranges:
@@ -29,16 +31,24 @@ class Ledger:
     def grant(self, holder: str, count: int) -> tuple["Ledger", Ranges]:
         """Lease `count` more positions to a holder, or fewer where the limit is near.
 
-        Returns the new ledger and the positions; those that other holders gave back come first.
+        Returns the new ledger and the positions: first what the holder had itself, then what is fresh in this epoch,
+        then what others had, then the next epoch.
         """
-        returned = first(self.free, count)
-        fresh = self._fresh(count - size(returned))
-        granted = normal(returned + fresh)
-        ledger = replace(self, free=minus(self.free, returned), next=self.next + size(fresh))
+        own = first(dict(self.lost).get(holder, ()), count)
+        fresh = self._fresh(count - size(own), self.next + (-self.next) % max(1, self.epoch))
+        ledger = replace(self, next=self.next + size(fresh))
+        others = tuple(part for _, ranges in self.lost for part in ranges)
+        used = first(minus(normal(self.free + others), own), count - size(own) - size(fresh))
+        later = ledger._fresh(count - size(own) - size(fresh) - size(used))
+        granted = normal(own + fresh + used + later)
+        taken = normal(own + used)
+        lost = tuple((who, rest) for who, ranges in self.lost if (rest := minus(ranges, taken)))
+        ledger = replace(ledger, free=minus(self.free, taken), lost=lost, next=ledger.next + size(later))
         return ledger._lease(holder, normal(self.lease_of(holder) + granted)), granted
 
-    def _fresh(self, count: int) -> Ranges:
-        hi = self.next + count if self.limit is None else min(self.next + count, self.limit)
+    def _fresh(self, count: int, end: int | None = None) -> Ranges:
+        """Return so many positions that were never handed out, before `end` and the limit."""
+        hi = min([self.next + count, *(bound for bound in (self.limit, end) if bound is not None)])
         return ((self.next, hi),) if hi > self.next else ()
 
     def consume(self, holder: str, ranges: Ranges) -> "Ledger":
@@ -55,6 +65,7 @@ class Ledger:
             ledger,
             free=minus(ledger.free, ranges),
             leases=tuple((who, rest) for who, lease in ledger.leases if (rest := minus(lease, ranges))),
+            lost=tuple((who, rest) for who, lease in ledger.lost if (rest := minus(lease, ranges))),
             overlaps=normal(self.overlaps + minus(ranges, ledger.unconsumed)),
         )
 
@@ -62,8 +73,10 @@ class Ledger:
         return self if end <= self.next else replace(self, next=end, free=normal((*self.free, (self.next, end))))
 
     def release(self, holder: str) -> "Ledger":
-        """Move a holder's whole lease back to the free positions, because the holder is gone."""
-        return replace(self, free=normal(self.free + self.lease_of(holder)))._lease(holder, ())
+        """Count a holder's whole lease as lost, because the holder is gone."""
+        lease = normal(dict(self.lost).get(holder, ()) + self.lease_of(holder))
+        others = tuple((who, ranges) for who, ranges in self.lost if who != holder)
+        return replace(self, lost=(*others, *([(holder, lease)] if lease else [])))._lease(holder, ())
 
     def _lease(self, holder: str, ranges: Ranges) -> "Ledger":
         place = self._place(holder)
@@ -80,11 +93,11 @@ class Ledger:
 
     @property
     def unconsumed(self) -> Ranges:
-        """Return the positions below `next` that are free or leased."""
-        return normal(self.free + tuple(part for _, lease in self.leases for part in lease))
+        """Return the positions below `next` that are free, lost or leased."""
+        return normal(self.free + tuple(part for _, lease in (*self.leases, *self.lost) for part in lease))
 
     def exhausted(self, batch: int = 1) -> bool:
         """Return whether nothing is left to lease and no holder has enough for a batch; False without a limit."""
-        if self.limit is None or self.next < self.limit or self.free:
+        if self.limit is None or self.next < self.limit or self.free or self.lost:
             return False
         return all(size(lease) < batch for _, lease in self.leases)

@@ -24,6 +24,7 @@ class Liveness:
         self.own = own
         self.broadcasts = True
         self._beat_at = now
+        self._news = 0, ""  # when it last looked: how many are heard, and whom it follows
 
     def alive(self, now: float) -> set[str]:
         """Return the peers thought alive, judged by silence, closed connections and reports of the front."""
@@ -66,8 +67,13 @@ class Liveness:
         return since is None or now - since <= 2 * self.own.options.heartbeat_s
 
     def tick(self, now: float) -> None:
-        """Send a heartbeat if `heartbeat_s` seconds have passed since the last one."""
-        if now >= self._beat_at:
+        """Send a heartbeat if `heartbeat_s` seconds have passed since the last one, or if there is news.
+
+        News are a peer that was not heard before, and another island to follow.
+        """
+        heard = sum(self.own.peers.hears(peer, now) for peer in self.own.state.roster) if self.are_few() else 0
+        news, self._news = (heard, self.own.follows) != self._news, (heard, self.own.follows)
+        if now >= self._beat_at or news:
             self._beat_at = now + self.own.options.heartbeat_s
             self.beat(now)
 
@@ -78,7 +84,12 @@ class Liveness:
         before, self.broadcasts = self.broadcasts, self._must_broadcast(front, now)
         if self.broadcasts and not before:
             self.own.peers.judge_alone(now, but=front)  # whom it should have heard before
-        beat = self.own.heartbeat()
+        behind_s = max(0.0, self.own.caught_up_at - now) if self.own.catching_up else 0.0
+        heard = self._heard(now) if self.are_few() else ()
+        roster = self.own.state.roster
+        linked = tuple(place for place in heard if self.hear_each_other(roster[place], now))
+        beat = self.own.heartbeat(heard if self.are_few() else None, linked, behind_s)
+        self.own.moved = False
         if self.broadcasts:
             self.own.send_all(beat if self.are_few() else replace(beat, missed=self._missed(now)))
         else:
@@ -97,6 +108,18 @@ class Liveness:
         views = [self.own.peers.views[peer] for peer in front]
         heard = any(now - view.heard_at <= self.own.options.silence_s for view in views)
         return not heard or any(view.fetches_failed for view in views)
+
+    def hear_each_other(self, peer: str, now: float) -> bool:
+        """Return whether this island and a peer hear each other. Nobody tells whether it hears a newcomer."""
+        own = self.own
+        if not own.peers.hears(peer, now):
+            return False
+        return own.me in own.peers.views[peer].hears or own.me not in own.state.places
+
+    def _heard(self, now: float) -> tuple[int, ...]:
+        """Return the places in the roster of the members that are heard here."""
+        peers, places = self.own.peers, self.own.state.places
+        return tuple(place for peer, place in places.items() if peers.hears(peer, now))
 
     def _missed(self, now: float) -> tuple[int, ...]:
         """Return the places in the roster of members that were not heard within the last two heartbeats."""

@@ -4,48 +4,66 @@ from collections import Counter
 from dataclasses import replace
 
 from diloco.elastic.protocol import messages as msg
+from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record, quorum
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import RecordInvalid
 
 MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends a few
+LINEAGE = 64  # records
 MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
 
 
 class Member:
     """Answer coordinators: promise, offer progress, take part in attempts, hold and append results."""
 
-    def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
-        self.own, self.liveness = own, liveness
+    def __init__(self, own: ProtocolState, liveness: Liveness, leading: Leading) -> None:
+        self.own, self.liveness, self.leading = own, liveness, leading
         self.pending: dict[int, Offer] = {}  # by fragment: to be contained
         self._frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
 
-    def on_heartbeat(self, sender: str, beat: msg.Heartbeat, now: float) -> None:
-        """Take in a peer's head and promise: catch up with a greater head, yield to a higher promise."""
+    def on_heartbeat(self, sender: str, beat: msg.Heartbeat, now: float) -> bool:
+        """Take in a peer's head and promise: catch up with a greater head, yield to a higher promise.
+
+        Returns False for one that a later one has overtaken: it changes nothing.
+        """
         view = self.own.peers.view(sender, now)
-        if view.head is not None and beat.incarnation == view.incarnation and beat.head < view.head:
-            return  # very late: within a life, heads only grow
-        view.head, view.promise, view.leading = beat.head, beat.promise, beat.leading
-        view.incarnation, view.state_digest = beat.incarnation, beat.state_digest
-        behind = beat.head < self.own.state.head
+        if (beat.incarnation, beat.sequence) < (view.incarnation, view.sequence):
+            return False
+        view.incarnation, view.sequence, view.state_digest = beat.incarnation, beat.sequence, beat.state_digest
+        view.head, view.promise, view.leading, view.follows = beat.head, beat.promise, beat.leading, beat.follows
+        view.behind_s, view.latched, view.running = beat.behind_s, beat.latched, beat.running
+        if beat.latch is not None:
+            self.own.obey(beat.latch)
+        if beat.roster_of == self.own.state.head.digest:
+            roster = self.own.state.roster
+            view.hears = frozenset(roster[place] for place in beat.hears if 0 <= place < len(roster))
+            view.linked = frozenset(roster[place] for place in beat.linked if 0 <= place < len(roster))
+        if beat.moving and beat.head == self.own.state.head:
+            self.own.moved_at = max(self.own.moved_at, now)
+        behind = view.head < self.own.state.head
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
         self.liveness.hear(sender, beat, now)
-        self._meet(sender, beat.head, now)
+        self._meet(sender, beat.head, now, latched=beat.latched)
         if beat.head == self.own.state.head:
             self.own.highest_term = max(self.own.highest_term, beat.promise.term)
             self._compare_digests()
             if self.own.term is not None and beat.promise > self.own.term.ballot:
                 self.own.drop_term(now)
+        return True
 
-    def _meet(self, sender: str, head: Head, now: float) -> None:
+    def _meet(self, sender: str, head: Head, now: float, *, latched: bool) -> None:
         """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
-        wanted = head > self.own.state.head or (self.own.diverged and head == self.own.state.head)
+        same = head == self.own.state.head
+        wanted = self.own.diverged if same else self.own.outranks(latched, head)
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
         if self.own.held is not None and self.own.holds(head.digest):
-            self.append(self.own.held.record, now)  # whoever has this head knows that it was committed
+            # whoever has this head knows that it was committed, and by whom it is stored
+            stored_by = self.own.state.roster if latched else self.own.held.record.proposal.islands
+            self.append(self.own.held.record, now, stored_by)
         else:
             self.own.catch_up(sender, head)
 
@@ -72,7 +90,9 @@ class Member:
 
         The refusal is a nack after a higher promise, and a heartbeat where this island has another head.
         """
-        self._meet(sender, collect.head, now)
+        self._meet(sender, collect.head, now, latched=self._is_latched(sender))
+        if sender != self.own.me:
+            self._shows(sender, collect.head, now)
         ballot = Ballot(collect.term, sender, 0)
         if not self.own.same_key(Key(collect.head.round + 1, collect.head.digest)):
             self._refuse(sender, self.own.heartbeat(), now)
@@ -80,10 +100,22 @@ class Member:
             self.own.ban(sender, f"asks for term {collect.term}", now)
         elif ballot < self.own.promise and ballot[:2] != self.own.promise[:2]:
             self.own.send(sender, msg.Nack(self.own.state.key, self.own.promise))
+        elif ballot[:2] != self.own.promise[:2] and not self.leading.may_promise(sender, now):
+            self.own.send(sender, msg.Follows(self.own.state.key, collect.term, self.leading.leader(now)))
         else:
             self._promise(max(ballot, self.own.promise), now)
             self.own.send(sender, self.own.promise_for(collect.term))
-            self.say_ready()
+            self.say_ready(now)
+
+    def _is_latched(self, peer: str) -> bool:
+        """Return whether a peer has said that its chain contains the latched record; this island counts, too."""
+        return self.own.is_latched if peer == self.own.me else self.own.peers.views[peer].latched
+
+    def _shows(self, sender: str, head: Head, now: float) -> None:
+        """Take in a durable head that a peer shows by another message than a heartbeat."""
+        view = self.own.peers.view(sender, now)
+        if view.head is None or head > view.head:
+            view.head, view.promise = head, NO_BALLOT
 
     def _refuse(self, sender: str, answer: msg.Message, now: float) -> None:
         self.count_misfit(sender, now)
@@ -105,7 +137,9 @@ class Member:
         self.own.promise = ballot
         self.own.highest_term = max(self.own.highest_term, ballot.term)
         self.own.remember()
-        if self.own.current is not None and self.own.current.begin.ballot < ballot:
+        if (current := self.own.current) is not None and current.begin.ballot < ballot:
+            if current.sender != ballot.coordinator:  # that it hangs up is no sign of a cut
+                self.own.send(current.sender, msg.Nack(self.own.state.key, ballot))
             self.own.stop_attempt()
         if self.own.term is not None and self.own.term.ballot[:2] < ballot[:2]:
             self.own.drop_term(now)
@@ -115,11 +149,13 @@ class Member:
         if coordinator := self.own.promise.coordinator:
             self.own.send(coordinator, self.own.promise_for(self.own.promise.term))
 
-    def say_ready(self) -> None:
+    def say_ready(self, now: float) -> None:
         """Send this island's offers to the coordinator it has promised; they stay the same for this round."""
         for fragment, offer in self.pending.items():
             if self.own.state.fits(self.own.me, offer) or not self.own.rules.marks_decide:
                 self._frozen.setdefault(fragment, offer)
+        if self.own.due in self._frozen and self.own.ready_at is None:
+            self.own.ready_at = now
         if self.own.promise.coordinator and self._frozen and not self.own.diverged:
             offers = tuple(self._frozen.values())
             ready = msg.Ready(self.own.state.key, self.own.promise.term, offers, self.own.bytes_per_s)
@@ -133,8 +169,7 @@ class Member:
         elif begin.ballot < self.own.promise:
             self._refuse(sender, msg.Nack(self.own.state.key, self.own.promise), now)
         elif current is not None and current.begin.ballot == begin.ballot:
-            if answer := current.done or current.failed:
-                self.own.send(sender, answer)
+            self.own.send(sender, current.done or current.failed or msg.Begun(begin.key, begin.ballot))
         elif reason := self._what_is_wrong(sender, begin):
             self.own.ban(sender, reason, now)
         elif refusal := self._refusal(begin):
@@ -142,7 +177,8 @@ class Member:
         else:
             self._promise(begin.ballot, now)
             self.own.stop_attempt()
-            self.own.current = CurrentAttempt(begin, sender)
+            self.own.current = CurrentAttempt(begin, sender, now)
+            self.own.send(sender, msg.Begun(begin.key, begin.ballot))
             self._take_part(self.own.current)
 
     def _take_part(self, current: CurrentAttempt) -> None:
@@ -163,7 +199,7 @@ class Member:
         proposal = begin.proposal
         if begin.ballot.coordinator != sender:
             return "it began somebody else's ballot"
-        if not (self.own.rules.marks_decide and self.own.rules.key_names_the_parent):
+        if not self.own.rules.marks_decide:
             return ""
         if proposal.key != begin.key or self.own.me not in begin.members:
             return "it began a ballot that cannot be right"
@@ -199,7 +235,14 @@ class Member:
         self.own.held = msg.Held(begin.ballot, record)
         if self.own.rules.done_is_durable:
             self.own.remember()
-        self.own.send(current.sender, current.done)
+        self.say_done(current.sender, current.done)
+
+    def say_done(self, coordinator: str, done: msg.Done) -> None:
+        """Send *done* once everything before is durable, to this island itself, too."""
+        if coordinator == self.own.me and self.own.rules.only_durable_is_told:
+            self.own.effects.append(msg.Send(coordinator, done))
+        else:
+            self.own.send(coordinator, done)
 
     def give_up(self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False) -> None:
         """Answer *failed* to the coordinator: the attempt did not succeed here, and `blamed` may be why."""
@@ -207,27 +250,30 @@ class Member:
         current.failed = msg.Failed(current.begin.key, current.begin.ballot, blamed, reason, refused)
         self.own.send(current.sender, current.failed)
 
-    def on_commit(self, sender: str, record: Record, now: float) -> None:
+    def on_commit(self, sender: str, commit: msg.Commit, now: float) -> None:
         """Append a committed record if its result is held here; otherwise catch up with its sender."""
-        if not self.own.same_key(record.proposal.key):
+        self._shows(sender, commit.head, now)
+        if not self.own.same_key(commit.key):
             return  # its sender's heartbeat tells which branch it is on
-        if self.own.held is not None and self.own.holds(record.digest):
-            self.append(self.own.held.record, now)
-        elif self.own.catching_up is None:
-            self.own.catch_up(sender, self.own.state.head_after(record))
+        if self.own.held is not None and self.own.holds(commit.head.digest):
+            self.append(self.own.held.record, now, commit.stored_by)
+        elif self.own.catching_up is None and self.own.outranks(self._is_latched(sender), commit.head):
+            self.own.catch_up(sender, commit.head)
 
-    def append(self, record: Record, now: float) -> None:
+    def append(self, record: Record, now: float, stored_by: tuple[str, ...] = ()) -> None:
         """Move to the state after a committed record, and ask the driver to append it to the log."""
         try:
             state = self.own.state.after(record)
         except RecordInvalid:
-            if self.own.rules.marks_decide and self.own.rules.key_names_the_parent:
+            if self.own.rules.marks_decide:
                 raise
-            # only with rules switched off: what would happen without them
+            # only with that rule switched off: what would happen without it
             head, proposal = self.own.state.head_after(record), record.proposal
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
-        self.own.effects.append(msg.Append(record))
-        self._move(state, now, switched=False)
+        if record.proposal.contributions:
+            self.own.last_contributors = frozenset(record.proposal.islands)
+        self.own.effects.append(msg.Append(record, stored_by))
+        self._move(state, now, switched=False, stored_by=stored_by)
 
     def caught_up(self, state: RunState, now: float, *, whole: bool) -> None:
         """Move to a state that was fetched, if its head is greater than this island's.
@@ -235,27 +281,58 @@ class Member:
         With the whole state, the same head will do where this island's vectors are damaged.
         """
         donor, self.own.catching_up = self.own.catching_up, None
-        if state.head > self.own.state.head or (self.own.diverged and whole and state.head >= self.own.state.head):
+        better = self.is_better(state, donor)
+        if better or (self.own.diverged and whole and state.head >= self.own.state.head):
             if donor is not None:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
             self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
-            self.liveness.beat(now)  # whoever collects can ask it now
 
-    def _move(self, state: RunState, now: float, *, switched: bool) -> None:
+    def is_better(self, state: RunState, donor: str | None) -> bool:
+        """Return whether a state that a peer gives is of a greater branch than this island's."""
+        view = self.own.peers.views.get(donor or "")
+        latched = bool(state.latch) or self.own.options.partition == "quorum" or (view is not None and view.latched)
+        return state.head.digest != self.own.state.head.digest and self.own.outranks(latched, state.head)
+
+    def _note_lineage(
+        self, parent: RunState, state: RunState, stored_by: tuple[str, ...] | None, *, switched: bool
+    ) -> None:
+        """Keep in mind whether the last records had a quorum: a latch may come that names one of them."""
+        own = self.own
+        if switched or stored_by is None:
+            own.lineage.clear()
+            own.lineage[state.head.digest] = True  # what lies before is judged by whoever gave it
+            return
+        own.lineage.setdefault(parent.head.digest, True)
+        own.lineage[state.head.digest] = quorum(parent.roster, stored_by)
+        while len(own.lineage) > LINEAGE:
+            del own.lineage[next(iter(own.lineage))]
+
+    def _move(self, state: RunState, now: float, *, switched: bool, stored_by: tuple[str, ...] | None = None) -> None:
         """Move to another head, and forget everything about the round that followed the last one."""
         own = self.own
         own.amendments = {a.number: a for a in own.state.amendments} | own.amendments  # a new branch may lack them
         if state.amendments != own.state.amendments:
             own.options = own.options.amended(own.options, state)
-        own.state = state
         own.stop_attempt()
-        own.promise, own.held, own.term = NO_BALLOT, None, None
+        parent = own.state
+        own.move_to(state)
+        self._note_lineage(parent, state, stored_by, switched=switched)
+        own.term, own.ready_at, own.moved_at = None, None, now
         self._frozen.clear()
         own.state_digest, own.drops = "", 0
         if own.rules.marks_decide:
             self.pending = {f: offer for f, offer in self.pending.items() if state.fits(own.me, offer)}
         own.commit_at[(state.updates - 1) % own.options.fragments] = own.lead_at = now
-        own.peers.expected.clear()  # it goes on: who is not there by now is missed like anybody
         own.effects.append(msg.Moved(switched))
         own.remember()
+
+    def on_stored(self, head: Head, now: float) -> None:
+        """Take in that the log, or a snapshot, is durable up to a head; only then others are told of it."""
+        own = self.own
+        if head != own.state.head and head <= own.stored:
+            return
+        own.stored = head
+        own.forget_vows()
+        if head == own.state.head and self.liveness.are_few():
+            self.liveness.beat(now)

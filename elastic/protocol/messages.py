@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Offer, Proposal, Record
+from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Latch, Offer, Proposal, Record
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,20 @@ class Held:
 class Heartbeat:
     """Announce that the sender is alive, and its head; also the answer to a peer with another head."""
 
-    head: Head
+    head: Head  # durable
     promise: Ballot  # for the round that follows this head
-    leading: bool
     incarnation: int
+    sequence: int  # one that comes after a later one changes nothing
+    leading: bool = False  # a term of the sender's own is under way
+    running: bool = False  # and an attempt in it
+    moving: bool = False  # bytes of an exchange have moved at the sender since its last one
+    roster_of: str = ""  # the digest of the record whose roster these are places of; "": many do not say
+    hears: tuple[int, ...] = ()
+    linked: tuple[int, ...] = ()  # those of them that hear the sender, too
+    follows: str = ""  # to whom alone it promises
+    behind_s: float = 0.0  # until it will have caught up, as it thinks
+    latched: bool = False  # its chain contains the latched record, and nothing without a quorum after it
+    latch: Latch | None = None  # until a record contains it
     state_digest: str = ""  # of the vectors at this head, where it is known
     missed: tuple[int, ...] | None = None  # by one that speaks for others, too: whom of the roster it does not hear
 
@@ -43,6 +53,7 @@ class Promise:
     want: int  # samples that the sender would like to hold
     held: Held | None
     amendment: Amendment | None = None  # the next one, where the sender has it
+    witness: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,15 @@ class Nack:
 
     key: Key
     promise: Ballot
+
+
+@dataclass(frozen=True)
+class Follows:
+    """Refuse a *collect* because another island should lead; nothing is promised."""
+
+    key: Key
+    term: int
+    leader: str
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,14 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Confirm that the sender takes part in an attempt."""
+
+    key: Key
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
 class Done:
     """Report that the sender has stored the result of an attempt."""
 
@@ -99,9 +127,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Commit:
-    """Announce that a record is final: all members of its attempt hold the result."""
+    """Announce that a record is final, and whose *done* made it so."""
 
-    record: Record
+    key: Key
+    head: Head  # after it
+    stored_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,20 +141,30 @@ class Goodbye:
     reason: str = ""
 
 
-Message = Heartbeat | Collect | Promise | Nack | Ready | Begin | Done | Failed | Commit | Goodbye
+Message = Heartbeat | Collect | Promise | Nack | Follows | Ready | Begin | Begun | Done | Failed | Commit | Goodbye
+
+Answer = Promise | Follows | Ready | Begun | Done | Failed
 
 
 # What a node asks for, in order. What is to be durable comes before what depends on it.
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Hold what a restart must not forget about the round that follows `key.parent`."""
+class Vow:
+    """Hold what an island has promised and stored for the round that follows a head."""
 
-    key: Key
+    head: Head
     promise: Ballot
-    held: Held | None
+    held: Held | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold what a restart must not forget: a vow for each head that a crash could bring back, and for later ones."""
+
+    vows: tuple[Vow, ...] = ()
     term: int = 0  # the highest seen so far, for any key: a ballot's name is never used twice
+    latch: Latch | None = None
 
 
 @dataclass(frozen=True)
@@ -177,9 +217,13 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Append:
-    """Ask the driver to append a committed record to the log, then to apply it to the outer state."""
+    """Ask the driver to append a committed record to the log, then to apply it to the outer state.
+
+    The driver answers with `stored` when the log is durable up to it.
+    """
 
     record: Record
+    stored_by: tuple[str, ...] = ()  # whose *done* made it final
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.coordinator import Coordinator
+from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
 from diloco.elastic.protocol.proposer import Proposer
 from diloco.elastic.protocol.protocol_state import ProtocolState
-from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Offer, Record
+from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Offer, Record
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 
@@ -27,21 +28,29 @@ class Node:
 
     def __init__(
         self, me: str, state: RunState, options: Options, *, now: float, incarnation: int = 0,
-        memory: msg.Memory | None = None, rules: Rules = ALL, peers: Peers | None = None,
+        memory: msg.Memory | None = None, lineage: dict[str, bool] | None = None, rules: Rules = ALL,
+        peers: Peers | None = None,
     ) -> None:  # fmt: skip
         self.me, self.incarnation, self.peers = me, incarnation, peers or Peers(options.silence_s)
         self.peers.know(set(state.roster) - {me}, now)  # until they are silent for too long, they count as alive
-        memory = memory or msg.Memory(state.key, NO_BALLOT, None)
-        remembers = memory.key == state.key
+        memory = memory or msg.Memory()
+        vows = {vow.head: vow for vow in memory.vows if vow.head == state.head or rules.promises_outlive_states}
+        vow = vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))
+        returns = rules.who_returns_waits and state.head.round > 0 and me in state.roster
         self.own = own = ProtocolState(
             me, incarnation, rules, self.peers, state, options.amended(options, state) if state.amendments else options,
-            options.want, commit_at=[now] * options.fragments, lead_at=now,
-            promise=memory.promise if remembers else NO_BALLOT, held=memory.held if remembers else None,
+            options.want, commit_at=[now] * options.fragments,
+            lead_at=now + options.silence_s * returns, rejoin_until=now + options.rejoin_s * returns,
+            start_until=now + options.start_s * (not state.updates), latch=memory.latch, lineage=dict(lineage or {}),
+            stored=state.head, promise=vow.promise, held=vow.held,
+            vows=vows, moved_at=now,
             highest_term=memory.term, amendments={amendment.number: amendment for amendment in state.amendments},
         )  # fmt: skip
         self.liveness = Liveness(own, now)
-        self.member = Member(own, self.liveness)
-        self._coordinator = Coordinator(own, self.liveness, self.member, Proposer(own, self.liveness))
+        self.leading = Leading(own, self.liveness)
+        self.member = Member(own, self.liveness, self.leading)
+        proposer = Proposer(own, self.liveness)
+        self._coordinator = Coordinator(own, self.liveness, self.leading, self.member, proposer)
         self._awake_at = now
 
     # inputs
@@ -58,10 +67,11 @@ class Node:
     def receive(self, sender: str, message: msg.Message, now: float) -> list[msg.Effect]:
         """Handle a message from a peer, unless that peer is banned or this island is leaving."""
         if not self.peers.banned(sender, now) and not self.own.leaving:
-            self.peers.hear(sender, now)
+            if sender != self.me:  # whose *done* comes back from its disk
+                self.peers.hear(sender, now)
             self._handle(sender, message, now)
         # a tick will do for heartbeats and, among many, for answers: each time, a coordinator looks at all of them
-        answer = isinstance(message, msg.Promise | msg.Ready | msg.Done | msg.Failed)
+        answer = isinstance(message, msg.Answer)
         can_wait = isinstance(message, msg.Heartbeat) or (answer and not self.liveness.are_few())
         return self._take_effects() if can_wait else self._finish(now)
 
@@ -72,14 +82,30 @@ class Node:
 
     def closed(self, peer: str, now: float) -> list[msg.Effect]:
         """Take in that a peer's connection broke and that it cannot be reached again."""
-        if (view := self.peers.views.get(peer)) is not None:
-            view.closed = True
+        view = self.peers.views.get(peer)
+        if view is not None and (view.heard or not self.own.rules.who_returns_waits):
+            view.closed = True  # an address of long ago tells nothing
         return self._finish(now)
+
+    def stored(self, head: Head, now: float) -> list[msg.Effect]:
+        """Take in that the log, or a snapshot, is durable up to this head."""
+        self.member.on_stored(head, now)
+        return self._finish(now)
+
+    def expect_to_catch_up(self, seconds: float, now: float) -> list[msg.Effect]:
+        """Take in the driver's estimate of how long catching up will take."""
+        self.own.caught_up_at = now + seconds
+        return []
+
+    def moved(self, now: float) -> list[msg.Effect]:
+        """Take in that bytes of an exchange have moved."""
+        self.own.moved_at, self.own.moved = now, True
+        return []
 
     def offer(self, offer: Offer, now: float) -> list[msg.Effect]:
         """Offer progress to be contained in a round. It stays on offer until it is, or is withdrawn."""
         self.pending[offer.fragment] = offer
-        self.member.say_ready()
+        self.member.say_ready(now)
         return self._finish(now)
 
     def withdraw(self, fragment: int) -> list[msg.Effect]:
@@ -119,6 +145,7 @@ class Node:
         current = self.own.current
         if current is not None and current.begin.ballot == ballot and ballot >= self.own.promise:
             current.reducing = False
+            self.own.exchange_s = max(now - current.since, self.own.exchange_s / 2)
             self.member.hold(current, Record(current.begin.proposal, payload))
         return self._finish(now)
 
@@ -148,6 +175,10 @@ class Node:
         else:
             self._coordinator.fetch_failed(holder, record, now)
         return self._finish(now)
+
+    def would_move_to(self, state: RunState) -> bool:
+        """Return whether a state that was fetched is of a greater branch than this island's."""
+        return self.member.is_better(state, self.own.catching_up)
 
     def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[msg.Effect]:
         """Move to a state that was fetched completely, if its head is strictly greater.
@@ -194,21 +225,21 @@ class Node:
     def _handle(self, sender: str, message: msg.Message, now: float) -> None:
         match message:
             case msg.Heartbeat():
-                self.member.on_heartbeat(sender, message, now)
-                self._coordinator.on_heartbeat(sender, message)
+                if self.member.on_heartbeat(sender, message, now):
+                    self._coordinator.on_heartbeat(sender, message)
             case msg.Collect():
                 self.member.on_collect(sender, message, now)
-            case msg.Promise() | msg.Ready() | msg.Done() | msg.Failed():
+            case msg.Promise() | msg.Follows() | msg.Ready() | msg.Begun() | msg.Done() | msg.Failed():
                 self._coordinator.on_answer(sender, message, now)
             case msg.Nack():
                 self._coordinator.on_nack(message, now)
             case msg.Begin():
                 self.member.on_begin(sender, message, now)
             case msg.Commit():
-                self.member.on_commit(sender, message.record, now)
+                self.member.on_commit(sender, message, now)
             case msg.Goodbye():
                 view = self.peers.view(sender, now)
-                view.closed = view.left = True
+                view.closed = view.left = view.said_goodbye = True
                 self.own.note("left", sender, message.reason[:200])
 
     def _finish(self, now: float) -> list[msg.Effect]:

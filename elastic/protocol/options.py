@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.elastic.protocol.record import Amendment, Contribution, Settings
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Settings
 from diloco.elastic.protocol.state import RunState
 
 # the state, the fragment, its contributions -> the round's settings, and the run's clock after it
@@ -18,7 +18,13 @@ class Options:
     silence_s: float = 5.0
     straggler: float = 1.5
     min_islands: int = 1
-    partition: str = "merge"
+    partition: str = "merge"  # or quorum; auto: merge until the run's owner has signed a latch
+    start_islands: int = 1  # with which the first round begins
+    start_s: float = 0.0  # after which it begins with those who are there
+    min_voters: int = 3  # below which silence alone makes the roster no smaller
+    witness: bool = False  # it stores and votes, and contributes nothing
+    sign_latch: Callable[[Head], Latch] | None = None  # by the owner's key, where this process has it
+    rejoin_s: float = 60.0  # for which one that returns looks for its roster, under `merge`
     fragments: int = 1
     want: int = 0  # samples to hold
     flat_up_to: int = 64  # so many islands all tell each other that they live; of more, only the first of the roster do

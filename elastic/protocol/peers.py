@@ -13,11 +13,21 @@ class PeerView:
     """Hold what this island knows of one peer, from its messages and from what has failed with it."""
 
     heard_at: float
+    heard: bool = False  # in this life of ours, rather than only known of
+    heard_since: float = 0.0  # without a silence
     head: Head | None = None
     behind_since: float | None = None  # its head is less than ours
     promise: Ballot = NO_BALLOT
     leading: bool = False
+    running: bool = False
     incarnation: int = -1
+    sequence: int = -1  # of its last heartbeat
+    hears: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()
+    follows: str = ""
+    behind_s: float = 0.0  # until it will have caught up, as it said
+    latched: bool = False
+    said_goodbye: bool = False
     state_digest: str = ""
     closed: bool = False  # its connection broke and it is not to be reached
     left: bool = False  # it said goodbye, or was said to be lost
@@ -48,7 +58,6 @@ class Peers:
     silence_s: float
     views: dict[str, PeerView] = field(default_factory=dict)
     reports: dict[str, LivenessReport] = field(default_factory=dict)  # of the front, where they are accepted
-    expected: dict[str, float] = field(default_factory=dict)  # until when those count as alive who are to come back
 
     def know(self, peers: Iterable[str], now: float) -> None:
         """Add peers that are not known yet, as if they had been heard just now."""
@@ -62,12 +71,9 @@ class Peers:
     def hear(self, peer: str, now: float) -> None:
         """Note a sign of life of a peer: it is neither closed nor gone any more."""
         view = self.view(peer, now)
-        view.heard_at, view.closed, view.left = now, False, False
-        self.expected.pop(peer, None)
-
-    def expect(self, peers: Iterable[str], until: float) -> None:
-        """Count these as alive until then: all islands were stopped and start again, and some are slower."""
-        self.expected = dict.fromkeys(peers, until)
+        if not self.hears(peer, now):
+            view.heard_since = now
+        view.heard_at, view.heard, view.closed, view.left, view.said_goodbye = now, True, False, False, False
 
     def reset(self, now: float) -> None:
         """Forget everybody's silence: this island slept, and could hear nobody."""
@@ -102,14 +108,16 @@ class Peers:
     def is_alive(self, peer: str, now: float, roster: tuple[str, ...]) -> bool:
         """Return whether a peer is thought alive: it is neither closed nor banned, and not silent for too long.
 
-        Silence does not count against a peer that is expected back, or that a fresh report has heard. It takes three
-        times as long while most of the roster is silent.
+        A peer outside the roster of which only the directory knows is not.
+
+        Silence does not count against a peer that a fresh report has heard. It takes three times as long while most of
+        the roster is silent.
         """
         view = self.views.get(peer)
-        if view is None or view.closed or now < view.banned_until:
+        if view is None or view.closed or now < view.banned_until or not (view.heard or peer in roster):
             return False
         silent_s = now - view.heard_at
-        if silent_s <= self.silence_s or now <= self.expected.get(peer, 0.0):
+        if silent_s <= self.silence_s:
             return True
         if any(now - one.at <= self.silence_s and one.hears(peer) for one in self.reports.values()):
             return True
@@ -118,6 +126,13 @@ class Peers:
     def heard_lately(self, peer: str, now: float) -> bool:
         """Return whether this island itself has heard a peer within `silence_s`; reports do not count."""
         return now - self.views[peer].heard_at <= self.silence_s
+
+    def hears(self, peer: str, now: float) -> bool:
+        """Return whether a peer's own messages come in here: it is neither closed, banned nor silent."""
+        view = self.views.get(peer)
+        if view is None or not view.heard or view.closed or now < view.banned_until:
+            return False
+        return now - view.heard_at <= self.silence_s
 
     def _majority_is_silent(self, now: float, roster: tuple[str, ...]) -> bool:
         """Return whether more than half of the roster is silent: then perhaps this island is cut off.

@@ -4,18 +4,21 @@ First come pure functions over offers, the state, and who is alive; then the `Pr
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from diloco.elastic.protocol.holding import Holding
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.messages import Begin, Failed, Promise
 from diloco.elastic.protocol.options import Decide
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, holder_name
+from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, holder_name, quorum
 from diloco.elastic.protocol.state import RunState
 
+ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
@@ -63,13 +66,16 @@ def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int)
 
 def propose(
     state: RunState, fragment: int, offers: dict[str, Offer], alive: dict[str, int], wants: dict[str, int],
-    decide: Decide, amendment: Amendment | None = None,
+    decide: Decide, amendment: Amendment | None = None, *, roster: tuple[str, ...] | None = None,
+    witnesses: Collection[str] = (),
 ) -> Proposal:  # fmt: skip
     """Make a fresh proposal: contributions, the next roster, leases of samples, and the round's settings.
 
-    `alive` has the incarnation of all who stay, `wants` the samples each would like to hold.
+    `alive` has the incarnation of all who live, `wants` the samples each would like to hold. Of the roster stay those
+    in `roster`, by default those who live.
     """
-    order = [peer for peer in state.roster if peer in alive] + sorted(set(offers) - set(state.roster))
+    stay = [peer for peer in state.roster if peer in alive] if roster is None else list(roster)
+    order = stay + sorted((set(offers) | set(witnesses)) - set(state.roster))
     weights = weigh(offers) if offers else {}
     contributions = tuple(Contribution(peer, offers[peer], weights[peer]) for peer in order if peer in offers)
     settings, step = decide(state, fragment, contributions)
@@ -79,7 +85,23 @@ def propose(
     return Proposal(
         state.key, fragment if offers else -1, contributions, tuple(order), releases,
         _grants(state.settled(contributions, releases), wanted), settings, step, amendment,
+        witnesses=tuple(peer for peer in order if peer in witnesses or peer in state.witnesses),
     )  # fmt: skip
+
+
+def without_the_absent(
+    state: RunState, answered: Collection[str], gone: Collection[str], min_voters: int
+) -> tuple[str, ...]:
+    """Return who stays in the roster where a quorum decides.
+
+    Whoever said goodbye leaves. One that gave no answer in three terms in a row does, too, but silence alone never
+    makes the roster smaller than `min_voters`: the last one left would be the whole run.
+    """
+    stay = [peer for peer in state.roster if peer not in gone]
+    counts = dict(state.absent)
+    silent = [peer for peer in reversed(stay) if peer not in answered and counts.get(peer, 0) + 1 >= ABSENT_RECORDS]
+    out = set(silent[: max(0, len(stay) - min_voters)])
+    return tuple(peer for peer in stay if peer not in out)
 
 
 def _grants(ledger: Ledger, wanted: dict[str, int]) -> tuple[Grant, ...]:
@@ -91,12 +113,6 @@ def _grants(ledger: Ledger, wanted: dict[str, int]) -> tuple[Grant, ...]:
             ledger, samples = ledger.grant(holder, lack)
             grants += [Grant(holder, samples)] if samples else []
     return tuple(grants)
-
-
-def quorum(roster: tuple[str, ...], present: Iterable[str]) -> bool:
-    """Return whether a majority of the roster is present, or exactly half of it with its first member."""
-    there = set(present) & set(roster)
-    return 2 * len(there) > len(roster) or (2 * len(there) == len(roster) and roster[0] in there)
 
 
 def culprits(failures: list[tuple[str, Failed]]) -> tuple[str, str] | None:
@@ -125,6 +141,7 @@ class Proposer:
         self.own, self.liveness = own, liveness
         self._objections: set[tuple[str, int, str]] = set()  # islands, in this life of theirs, to amendments
         self._separations: dict[frozenset[str], Separation] = {}
+        self.holding = Holding(own)
 
     def next_attempt(self, term: Term, now: float) -> Begin | None:
         """Return the attempt to begin now, or None if it is not time for one."""
@@ -136,8 +153,8 @@ class Proposer:
             del offers[peer]
         if (amendment := self._amendment(promised)) is not None:
             offers = {}  # whoever has promised says whether it can follow, not only who contributes
-        elif not self._is_time(term, offers, ready, now):
-            if not self._is_anybody_starving(promised):
+        elif not self._is_time(term, offers, ready, now) or self.holding.holds(offers, now):
+            if not self._is_anybody_starving(promised, now):
                 return None
             offers = {}
         views = own.peers.views.items()
@@ -145,24 +162,43 @@ class Proposer:
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
         self.note_lost(set(own.state.roster) - alive.keys())
-        proposal = propose(own.state, fragment, offers, alive, wants, own.options.decide, amendment)
+        witnesses = {peer for peer, promise in promised.items() if promise.witness}
+        answered = (term.answers.keys() | term.elsewhere.keys()) & own.state.places.keys()
+        roster = self._roster(answered) if own.needs_quorum and own.rules.roster_has_a_floor else None
+        proposal = propose(
+            own.state, fragment, offers, alive, wants, own.options.decide, amendment, roster=roster, witnesses=witnesses
+        )
+        in_order = tuple(peer for peer in own.state.roster if peer in answered)
+        latch = None if own.state.latch else own.latch
+        proposal = replace(proposal, answered=in_order, latch=latch)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
         return Begin(own.state.key, term.ballot, proposal, members, rates)
 
-    def has_quorum(self, members: Iterable[str]) -> bool:
-        """Return whether these members may decide; with `partition: merge` any may."""
-        return self.own.options.partition != "pause" or quorum(self.own.state.roster, members)
+    def _roster(self, answered: Collection[str]) -> tuple[str, ...]:
+        """Return who of the roster stays, where a quorum decides."""
+        own = self.own
+        gone = {peer for peer, view in own.peers.views.items() if view.said_goodbye}
+        return without_the_absent(own.state, answered, gone, own.options.min_voters)
+
+    def has_quorum(self, members: Iterable[str], now: float) -> bool:
+        """Return whether these members may decide: with `merge` any may, but for those who have just come back."""
+        if self.own.needs_quorum:
+            return quorum(self.own.state.roster, members)
+        there = self.own.state.places.keys() & set(members)
+        return now >= self.own.rejoin_until or 2 * len(there) > len(self.own.state.roster)
 
     def _are_enough(self, members: Collection[str]) -> bool:
-        return self.has_quorum(members) and len(members) >= max(1, self.own.options.min_islands)
+        return len(members) >= max(1, self.own.options.min_islands)
 
     def _is_time(self, term: Term, offers: dict[str, Offer], ready: Collection[str], now: float) -> bool:
         own, promised = self.own, term.promised()
-        if not self._are_enough(offers):
+        if not self._are_enough(offers) or (len(offers) < own.options.start_islands and now < own.start_until):
             return False
         live = [
-            peer for peer in own.state.roster if peer in promised and not self._is_starving(peer, promised[peer])
+            peer
+            for peer in own.state.roster
+            if peer in promised and not promised[peer].witness and not self._is_starving(peer, promised[peer])
         ]  # at the end of the data, one that holds none is not waited for
         if all(peer in offers or peer in ready for peer in live):
             return True
@@ -176,15 +212,17 @@ class Proposer:
         holder = holder_name(peer, promise.incarnation)
         return bool(promise.want) and not size(self.own.state.ledger.lease_of(holder))
 
-    def _is_anybody_starving(self, promised: dict[str, Promise]) -> bool:
-        """Return whether a member cannot begin to train for lack of samples.
+    def _is_anybody_starving(self, promised: dict[str, Promise], now: float) -> bool:
+        """Return whether a member cannot begin to train for lack of samples, or a witness has just come.
 
         It is given some now, not at the next sync point.
         """
+        if any(promise.witness and peer not in self.own.state.places for peer, promise in promised.items()):
+            return self.has_quorum(promised, now)
         ledger = self.own.state.ledger
-        if ledger.limit is not None and ledger.next >= ledger.limit and not ledger.free:
+        if ledger.limit is not None and ledger.next >= ledger.limit and not (ledger.free or ledger.lost):
             return False
-        return self.has_quorum(promised) and any(self._is_starving(*each) for each in promised.items())
+        return self.has_quorum(promised, now) and any(self._is_starving(*each) for each in promised.items())
 
     def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
         """Return the owner's next change of settings, if a member brings one and all can follow it.

@@ -1,12 +1,12 @@
 """What an island knows while it takes part in rounds, and how it sends. Shared by the parts of a `Node`."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
-from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Latch, Offer, Record
 from diloco.elastic.protocol.rules import Rules
 from diloco.elastic.protocol.state import RunState
 
@@ -20,17 +20,23 @@ class Term:
 
     number: int
     coordinator: str
+    started_at: float = 0.0
     attempt: int = 0
     answers: dict[str, msg.Promise | None] = field(default_factory=dict)  # None: it has another head
+    elsewhere: dict[str, str] = field(default_factory=dict)  # who follows another leader, and whom
     asked: dict[str, float] = field(default_factory=dict)  # alive without an answer: since when
     ready: dict[str, msg.Ready] = field(default_factory=dict)
     ready_at: dict[str, float] = field(default_factory=dict)
     adopted: Record | None = None
+    at_hand: str = ""  # the digest of a record whose result was fetched
     fetching: tuple[str, Record] | None = None  # what is to be adopted or committed, and who has it
     fetches: int = 0
     begin: msg.Begin | None = None
     begun_at: float = 0.0
+    begun: set[str] = field(default_factory=set)  # who takes part
     done: dict[str, str] = field(default_factory=dict)
+    enough_at: float | None = None  # when a quorum had stored the result
+    store: msg.Begin | None = None  # for those who are to store it without having contributed
     failures: list[tuple[str, msg.Failed]] = field(default_factory=list)
     settle_at: float = 0.0
     resend_at: float = 0.0
@@ -67,6 +73,7 @@ class CurrentAttempt:
 
     begin: msg.Begin
     sender: str
+    since: float
     reducing: bool = False
     done: msg.Done | None = None  # once its result is held
     failed: msg.Failed | None = None  # once it has come to nothing here
@@ -90,8 +97,12 @@ class ProtocolState:
     want: int  # samples to hold
     commit_at: list[float]  # of each fragment's last update
     lead_at: float  # no term is started before
+    stored: Head  # the last one that is durable
+    start_until: float  # the first round waits for all that are to begin until then
+    rejoin_until: float  # one that returns looks for its roster until then
     promise: Ballot = NO_BALLOT
     held: msg.Held | None = None
+    vows: dict[Head, msg.Vow] = field(default_factory=dict)  # for other heads, until a durable one lies beyond
     highest_term: int = 0  # seen so far
     term: Term | None = None  # while this island leads
     drops: int = 0  # of its terms, since the last commit
@@ -102,6 +113,16 @@ class ProtocolState:
     bytes_per_s: int = 0  # of its link; 0: not known
     leaving: bool = False
     amendments: dict[int, Amendment] = field(default_factory=dict)  # the owner's: another branch may lack them
+    sequence: int = 0  # of the last heartbeat
+    follows: str = ""  # to whom alone it promises
+    latch: Latch | None = None  # the owner's, as soon as it is seen
+    lineage: dict[str, bool] = field(default_factory=dict)  # the last records here: whether each had a quorum
+    caught_up_at: float = 0.0  # when it will have caught up, as its driver thinks
+    last_contributors: frozenset[str] = frozenset()  # of the last round that had any
+    ready_at: float | None = None  # when this island had its offers for the present round
+    moved_at: float = 0.0  # when bytes of an exchange, or the head, moved last, as far as is known here
+    moved: bool = False  # since the last heartbeat
+    exchange_s: float = 0.0  # what one usually takes
     effects: list[msg.Effect] = field(default_factory=list)
     to_self: list[msg.Message] = field(default_factory=list)
 
@@ -112,16 +133,70 @@ class ProtocolState:
 
     def same_key(self, key: Key) -> bool:
         """Return whether a message's key is that of the round which follows this island's head."""
-        return key == self.state.key if self.rules.key_names_the_parent else key.round == self.state.key.round
+        return key == self.state.key
 
-    def heartbeat(self) -> msg.Heartbeat:
-        """Return this island's present head, promise and state digest, to be sent as a sign of life."""
-        return msg.Heartbeat(self.state.head, self.promise, self.term is not None, self.incarnation, self.state_digest)
+    @property
+    def needs_quorum(self) -> bool:
+        """Return whether every record needs a quorum of its parent's roster."""
+        return self.options.partition == "quorum" or bool(self.state.latch) or self.latch is not None
+
+    @property
+    def is_latched(self) -> bool:
+        """Return whether this island's chain contains the latched record, and nothing without a quorum after it."""
+        if self.state.latch or self.options.partition == "quorum":
+            return True
+        if self.latch is None:
+            return False
+        digest = self.latch.head.digest
+        if self.state.head.digest == digest:
+            return True
+        if digest not in self.lineage:
+            return False
+        after = list(self.lineage)[list(self.lineage).index(digest) + 1 :]
+        return all(self.lineage[record] for record in after)
+
+    def outranks(self, latched: bool, head: Head) -> bool:
+        """Return whether another island's branch is greater than this one's."""
+        return (latched, head) > (self.is_latched, self.state.head)
+
+    def obey(self, latch: Latch) -> None:
+        """Obey the owner's latch from now on, whatever it does to this island's branch."""
+        if self.latch is None and not self.state.latch and latch.is_by(self.state.owner):
+            self.latch = latch
+            self.remember()
+
+    def heartbeat(
+        self, hears: tuple[int, ...] | None = None, linked: tuple[int, ...] = (), behind_s: float = 0.0
+    ) -> msg.Heartbeat:
+        """Return a sign of life: this island's durable head, with what it has promised and knows there.
+
+        `hears` and `linked` are places of the roster at its head, durable or not; None: it does not say.
+        """
+        self.sequence += 1
+        beat = msg.Heartbeat(
+            self.stored, NO_BALLOT, self.incarnation, self.sequence, moving=self.moved, follows=self.follows,
+            behind_s=behind_s, latch=None if self.state.latch else self.latch,
+        )  # fmt: skip
+        if hears is not None:
+            beat = replace(beat, roster_of=self.state.head.digest, hears=hears, linked=linked)
+        if not self.is_stored and self.rules.only_durable_is_told:
+            return beat
+        running = self.term is not None and self.term.begin is not None
+        return replace(
+            beat, head=self.state.head, promise=self.promise, leading=self.term is not None, running=running,
+            state_digest=self.state_digest, latched=self.is_latched,
+        )  # fmt: skip
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether this island's head is durable."""
+        return self.stored == self.state.head
 
     def promise_for(self, term: int) -> msg.Promise:
         """Return the promise for a term, with the result held and the owner's next change of settings."""
         amendment = self.amendments.get(len(self.state.amendments) + 1)
-        return msg.Promise(self.state.key, term, self.incarnation, self.want, self.held, amendment)
+        witness = self.options.witness
+        return msg.Promise(self.state.key, term, self.incarnation, self.want, self.held, amendment, witness)
 
     def send(self, peer: str, message: msg.Message) -> None:
         """Queue a message to a peer, or to this island itself. One that is leaving sends nothing to others."""
@@ -146,8 +221,24 @@ class ProtocolState:
             self.note("excluded", peer, reason)
 
     def remember(self) -> None:
-        """Queue the promise, the held result and the highest term to be stored on disk."""
-        self.effects.append(msg.Remember(msg.Memory(self.state.key, self.promise, self.held, self.highest_term)))
+        """Queue what was promised and is held, for every head that may come back, to be stored on disk."""
+        vows = *self.vows.values(), msg.Vow(self.state.head, self.promise, self.held)
+        self.effects.append(msg.Remember(msg.Memory(tuple(vows), self.highest_term, self.latch)))
+
+    def move_to(self, state: RunState) -> None:
+        """Go on from another state: its vow, if there is one, holds again, and the present one is kept.
+
+        A vow is dropped when a durable head lies beyond it: no crash brings its head back then.
+        """
+        if self.rules.promises_outlive_states and (self.promise != NO_BALLOT or self.held is not None):
+            self.vows[self.state.head] = msg.Vow(self.state.head, self.promise, self.held)
+        self.state = state
+        vow = self.vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))
+        self.promise, self.held = vow.promise, vow.held
+
+    def forget_vows(self) -> None:
+        """Drop the vows for heads that a durable one lies beyond."""
+        self.vows = {head: vow for head, vow in self.vows.items() if head >= self.stored}
 
     def holds(self, digest: str) -> bool:
         """Return whether the result held here is that of the record with this digest."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from diloco.elastic.protocol.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
+LATCH_CONTEXT = b"diloco latch 1\0"
 
 
 class Head(NamedTuple):
@@ -43,6 +45,27 @@ NO_BALLOT = Ballot(0, "", 0)
 
 
 @dataclass(frozen=True)
+class Latch:
+    """Demand a quorum for every record after a committed one, for ever: only the run's owner can."""
+
+    head: Head  # durable at the signer, with nothing after it
+    signature: str = ""  # in hex
+
+    @classmethod
+    def sign(cls, owner: Identity, head: Head) -> "Latch":
+        """Make a latch that carries the owner's signature."""
+        return cls(head, owner.sign(cls(head)._signed).hex())
+
+    @property
+    def _signed(self) -> bytes:
+        return LATCH_CONTEXT + json.dumps(list(self.head), separators=(",", ":")).encode()
+
+    def is_by(self, owner: str) -> bool:
+        """Return whether the signature is that of `owner`, a public key in hex."""
+        return signed_by(owner, self.signature, self._signed)
+
+
+@dataclass(frozen=True)
 class Amendment:
     """Change a run's settings while it runs: only its owner can make an amendment, a record puts it into force.
 
@@ -69,11 +92,7 @@ class Amendment:
 
     def is_by(self, owner: str) -> bool:
         """Return whether the signature is that of `owner`, a public key in hex."""
-        try:
-            key, signature = bytes.fromhex(owner), bytes.fromhex(self.signature)
-        except ValueError:
-            return False
-        return verify(key, signature, self._signed)
+        return signed_by(owner, self.signature, self._signed)
 
 
 @dataclass(frozen=True)
@@ -121,10 +140,10 @@ class Settings:
     codec: str = "int8"  # of the contributions
     result: str = ""  # of their mean, where that is another one
     optimizer: str = "nesterov"
-    second: float = 0.0  # adam's
+    beta2: float = 0.0  # adam's
     eps: float = 0.0
-    first_correction: float = 1.0
-    second_correction: float = 1.0
+    beta1_correction: float = 1.0
+    beta2_correction: float = 1.0
 
     @property
     def result_codec(self) -> str:
@@ -145,6 +164,9 @@ class Proposal:
     settings: Settings
     step: int  # the run's clock after it
     amendment: Amendment | None = None  # of the run's settings, from the next round on
+    answered: tuple[str, ...] = ()  # members of the roster that gave the coordinator any answer in this term
+    witnesses: tuple[str, ...] = ()  # of the next roster: they store and vote, and contribute nothing
+    latch: Latch | None = None  # from which on every record needs a quorum
 
     @cached_property
     def digest(self) -> str:
@@ -175,6 +197,23 @@ class Record:
         return hashlib.sha256(f"{self.proposal.digest} {self.payload}".encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class LoggedRecord:
+    """Hold a record as the log keeps it: with those whose *done* made it final."""
+
+    record: Record
+    stored_by: tuple[str, ...] = ()
+    time_ms: int = 0  # when it was appended, by the clock on the wall; of a record that was fetched: where it came from
+
+
+def signed_by(owner: str, signature: str, signed: bytes) -> bool:
+    """Return whether a signature in hex is that of a public key in hex."""
+    try:
+        return verify(bytes.fromhex(owner), bytes.fromhex(signature), signed)
+    except ValueError:
+        return False
+
+
 def canonical(value: object) -> bytes:
     """Return the one JSON text of a value, the same on every machine, so that it can be hashed."""
     return json.dumps(value, default=_by_name, sort_keys=True, separators=(",", ":")).encode()
@@ -190,3 +229,9 @@ def holder_name(island: str, incarnation: int) -> str:
     Leases belong to an incarnation: what an island held when it died returns to the pool, although the island is back.
     """
     return f"{island}#{incarnation}"
+
+
+def quorum(roster: tuple[str, ...], present: Iterable[str]) -> bool:
+    """Return whether a majority of the roster is present, or exactly half of it with its first member."""
+    there = set(present) & set(roster)
+    return 2 * len(there) > len(roster) or (2 * len(there) == len(roster) and not there.isdisjoint(roster[:1]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Amendment, Contribution, Head, Key, Offer, Record, holder_name
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Key, Offer, Proposal, Record, holder_name
 from diloco.errors import RecordInvalid
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment
@@ -35,6 +35,9 @@ class RunState:
     versions: tuple[tuple[int, Version], ...] = ()  # of fragments that were updated, sorted
     owner: str = ""  # the public key of whoever may amend the run's settings; "": nobody may
     amendments: tuple[Amendment, ...] = ()
+    absent: tuple[tuple[str, int], ...] = ()  # members: records in a row in whose terms they gave no answer
+    witnesses: tuple[str, ...] = ()  # members that store and vote, and contribute nothing
+    latch: str = ""  # the digest of the record from which on every record needs a quorum; "": of none
 
     @property
     def key(self) -> Key:
@@ -59,8 +62,14 @@ class RunState:
         return dict(self.versions).get(fragment, Version("", 0))
 
     def fits(self, island: str, offer: Offer) -> bool:
-        """Return whether an offer begins exactly at the island's mark and is not empty."""
-        return offer.lo == self.mark(island, offer.incarnation, offer.fragment) and offer.lo < offer.hi
+        """Return whether an offer begins exactly at the island's mark, is not empty, and not of a life that is over."""
+        begins = offer.lo == self.mark(island, offer.incarnation, offer.fragment) and offer.lo < offer.hi
+        return begins and offer.incarnation >= self._lives.get(island, 0)
+
+    @cached_property
+    def _lives(self) -> dict[str, int]:
+        """Return the latest incarnation of each island whose progress is contained."""
+        return {island: incarnation for (island, incarnation, _), _ in self.marks}  # sorted: the last one wins
 
     def accepts(self, amendment: Amendment) -> bool:
         """Return whether an amendment is the owner's next one."""
@@ -90,7 +99,10 @@ class RunState:
             raise RecordInvalid(f"the record of round {proposal.key.round} does not follow round {self.head.round}")
         if not all(map(self.accepts, amendments)):
             raise RecordInvalid("it changes settings, and that is not the owner's next change")
+        if (latch := proposal.latch) is not None and (self.latch or not latch.is_by(self.owner)):
+            raise RecordInvalid("it demands a quorum from here on, and that is not the owner's demand")
         marks, versions = dict(self.marks), dict(self.versions)
+        lives = {part.island: part.offer.incarnation for part in proposal.contributions}
         if proposal.contributions:
             versions[proposal.fragment] = Version(record.digest, proposal.step)
         for contribution in proposal.contributions:
@@ -100,6 +112,7 @@ class RunState:
             if not self.fits(contribution.island, offer):
                 raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
+        marks = {mark: hi for mark, hi in marks.items() if mark[1] >= lives.get(mark[0], 0)}  # the rest is over
         ledger = self.settled(proposal.contributions, proposal.releases)
         for grant in proposal.grants:
             ledger, granted = ledger.grant(grant.holder, size(grant.samples))
@@ -115,7 +128,16 @@ class RunState:
             updates=self.updates + bool(proposal.contributions),
             versions=tuple(sorted(versions.items())),
             amendments=(*self.amendments, *amendments),
+            absent=self._absent_after(proposal),
+            witnesses=proposal.witnesses,
+            latch=self.latch if latch is None else latch.head.digest,
         )
+
+    def _absent_after(self, proposal: Proposal) -> tuple[tuple[str, int], ...]:
+        """Return for how many records in a row members have given no answer, by name; those who did are left out."""
+        counts = dict(self.absent)
+        silent = (name for name in proposal.roster if name in self.places and name not in proposal.answered)
+        return tuple(sorted((name, counts.get(name, 0) + 1) for name in silent))
 
     def settled(self, contributions: tuple[Contribution, ...], releases: tuple[str, ...]) -> Ledger:
         """Return the ledger after a round has consumed samples and taken leases back."""

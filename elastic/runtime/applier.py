@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import Ranges
-from diloco.elastic.protocol.record import EMPTY, Record
+from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode, to_plain
 from diloco.elastic.runtime.fetching import FetchedState, StateManifest, entry_of
@@ -78,7 +78,7 @@ class Applier:
         self.applied = state  # what the vectors contain
         self.applied_at: dict[int, float] = {}  # by the clock on the wall, each of the last rounds
         known = store.entries()
-        last = (decode(Record, entry.header) for entry in known[-LAST_RECORDS:])
+        last = (decode(LoggedRecord, entry.header).record for entry in known[-LAST_RECORDS:])
         self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
@@ -87,6 +87,7 @@ class Applier:
         self.vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
         self._logged = state
+        self.still_held: Callable[[], Iterable[str]] = tuple  # payloads that the node has promised to hold
         self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
         self._to_apply: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         if store.wants_snapshot:
@@ -102,25 +103,34 @@ class Applier:
             self.library.put(payload_name(payload), view)
             self.store.put(payload, view)
 
-    def append(self, record: Record) -> None:
-        """Append a committed record to the log, and queue it to be applied. Its result must be held by now."""
+    def append(self, logged: LoggedRecord) -> RunState:
+        """Append a committed record to the log, and queue it to be applied; return the state after it.
+
+        Its result must be held by now.
+        """
+        record = logged.record
         state = self._logged = self._logged.after(record)
         payload = self._results[record.payload]
         self._forget_results()
-        entry = entry_of(record)
+        entry = entry_of(logged)
         self.store.append(entry, rotate=self.run.wants_snapshot_of(state, record))
         self.log.append(entry)
         self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
+        return state
 
-    def mend(self, record: Record, result: Tensor) -> None:
+    def holds(self, payload: str) -> bool:
+        """Return whether a result is at hand."""
+        return payload in self._results
+
+    def mend(self, logged: LoggedRecord, result: Tensor) -> None:
         """Write a record of long ago that is damaged here, and its result; both are written when this returns.
 
         Also called on other threads than the driver's.
         """
-        if record.payload != EMPTY:
-            self.store.put(record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
-        self.store.mend(entry_of(record))
+        if logged.record.payload != EMPTY:
+            self.store.put(logged.record.payload, memoryview(result.numpy()))  # type: ignore[arg-type]
+        self.store.mend(entry_of(logged))
         done = threading.Event()
         self.store.then(done.set)
         done.wait()
@@ -142,7 +152,8 @@ class Applier:
         self._to_apply.put(work)
 
     def _forget_results(self) -> None:
-        self._results = {EMPTY: self._results[EMPTY]}
+        keep = {EMPTY, *self.still_held()}
+        self._results = {payload: result for payload, result in self._results.items() if payload in keep}
 
     def stop(self) -> None:
         """End `apply_all` once everything that is queued by now has been applied."""

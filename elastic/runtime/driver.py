@@ -21,7 +21,7 @@ from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment, Ballot, Record
+from diloco.elastic.protocol.record import Amendment, Ballot, Head, LoggedRecord, Record, quorum
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier, RunContext, Vectors
@@ -62,8 +62,11 @@ class Driver:
         self.applier = Applier(run, node.state, vectors, self.store, self._report_digest)
         self.changed, self.replica, self.log = self.applier.changed, self.applier.replica, self.applier.log
         self.library, self.records = self.applier.library, self.applier.records
-        if node.own.held is not None and (item := self.store.item(node.own.held.record.payload)) is not None:
-            self.applier.hold(node.own.held.record.payload, tensor_of(item.data))
+        self._unsaved: dict[str, Head] = {}  # by digest: heads that may not be durable yet
+        self._moved_chunks = 0
+        self._restore_held()
+        self.applier.still_held = self._still_held
+        self.store.on_durable = self._durable
         self.mailbox = Mailbox(network, node, self.post)
         admitted = self.mailbox.admitted
         self.donor = Donor(
@@ -141,6 +144,8 @@ class Driver:
             case msg.Send(to, msg.Heartbeat() as beat):
                 # promises nothing: a slow disk must not make an island seem dead
                 self.mailbox.send(to, beat)
+            case msg.Send(to, message) if to == self.node.me:
+                self.store.then(partial(self.post, partial(self.node.receive, to, message)))
             case msg.Send(to, message):
                 self.store.then(partial(self.mailbox.send, to, message))
             case msg.Reduce(begin):
@@ -153,13 +158,42 @@ class Driver:
             case msg.CatchUp(peer):
                 head = self.node.state.head.digest
                 self._spawn(partial(self._catch_up, peer, head, anew=self.node.own.diverged))
-            case msg.Append(record):
-                self.applier.append(record)
+            case msg.Append(record, stored_by):
+                self._append(LoggedRecord(record, stored_by, int(1000 * time.time())))
                 if not self._mending:  # once: by the first commit, others are there, if any are
                     self._mending = True
                     self._spawn(self._mend)
+            case msg.Moved():
+                self._restore_held()
             case msg.Note():
                 self.report(effect)
+
+    def _append(self, logged: LoggedRecord) -> None:
+        state = self.applier.append(logged)
+        self._unsaved[state.head.digest] = state.head
+        self.store.await_durable(state.head.digest)
+
+    def _durable(self, version: str) -> None:
+        """Inform the node that the folder gives back this head, and so everything before it. Called by the store."""
+        if (head := self._unsaved.get(version)) is not None:
+            for digest in list(self._unsaved):
+                self._unsaved.pop(digest, None)  # the store calls this on two threads
+                if digest == version:
+                    break
+            self.post(partial(self.node.stored, head))
+
+    def _still_held(self) -> list[str]:
+        """Return the payloads of all results that the node has stored for this head or another one."""
+        own = self.node.own
+        held = (own.held, *(vow.held for vow in own.vows.values()))
+        return [one.record.payload for one in held if one is not None]
+
+    def _restore_held(self) -> None:
+        """Get the result that the node holds from the disk: an earlier life stored it, or it comes round again."""
+        if (held := self.node.own.held) is None or self.applier.holds(held.record.payload):
+            return
+        if (item := self.store.item(held.record.payload)) is not None:
+            self.applier.hold(held.record.payload, tensor_of(item.data))
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=self.guarded, args=(work,), daemon=True).start()
@@ -198,6 +232,10 @@ class Driver:
         silence_s = self.node.own.options.silence_s
         for attempt in self._attempts.values():
             attempt.watch(stall_after(silence_s, self.last_outcome, attempt.chunks, self._stalls))
+        moved = sum(attempt.received for attempt in self._attempts.values())
+        if moved != self._moved_chunks:
+            self._moved_chunks = moved
+            self.post(self.node.moved)
 
     def _report_digest(self, state: RunState, digest: str) -> None:
         def step(now: float) -> list[msg.Effect]:
@@ -244,20 +282,25 @@ class Driver:
             self.report(msg.Note("behind", self.node.me, f"could not catch up yet: {error}"))
             self.post(partial(self.node.catch_up_failed, peer))
 
-    def _missed(self, peer: str, donors: Addresses, since: str, **options: Any) -> Iterator[tuple[Record, Tensor]]:
+    def _missed(
+        self, peer: str, donors: Addresses, since: str, **options: Any
+    ) -> Iterator[tuple[LoggedRecord, Tensor]]:
         """Fetch the records after `since` with their results, unless they are more bytes than a whole state."""
         at_most = 4 * len(self.applier.vector_names) * self.run.fragments.count
         return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
-    def _extend(self, missed: list[tuple[Record, Tensor]], now: float) -> list[msg.Effect]:
+    def _extend(self, missed: list[tuple[LoggedRecord, Tensor]], now: float) -> list[msg.Effect]:
         """Append fetched records one after the other, as far as they follow what this island has by now."""
         state = self.node.state
         try:
-            for record, result in missed:
+            for logged, result in missed:
+                record = logged.record
                 if record.proposal.key == state.key:
+                    if state.latch and not quorum(state.roster, logged.stored_by):
+                        raise errors.RecordInvalid(f"no quorum has stored round {record.proposal.key.round}")
                     state = state.after(record)
                     self.applier.hold(record.payload, result)
-                    self.applier.append(record)
+                    self._append(logged)
         except errors.RecordInvalid as invalid:
             log.warning("%s was sent records that do not fit: %s", self.node.me, invalid)
         if len(missed) > 1 and state != self.node.state:  # one is nothing: a round went on without this island
@@ -268,8 +311,10 @@ class Driver:
 
     def _switch(self, snapshot: FetchedState, now: float) -> list[msg.Effect]:
         head, own = snapshot.state.head, self.node.state.head
-        if head > own or (self.node.own.diverged and head >= own):
+        if self.node.would_move_to(snapshot.state) or (self.node.own.diverged and head >= own):
+            self._unsaved[head.digest] = head
             self.applier.switch(snapshot)
+            self.store.await_durable(head.digest)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
             self.report(msg.Note("caught up", self.node.me, text))
@@ -282,8 +327,8 @@ class Driver:
             asked = since or ""
             for peer in (donors := self._donors("")):
                 try:
-                    for record, result in self._missed(peer, donors, asked, known=self.store.knows):
-                        self.applier.mend(record, result)
+                    for logged, result in self._missed(peer, donors, asked, known=self.store.knows):
+                        self.applier.mend(logged, result)
                 except FETCH_ERRORS as error:
                     log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
                 if self.store.broken_after() != asked:
@@ -370,7 +415,9 @@ def open_island(
     `report` gets what people should know; `prepare` may change the node before it takes part in anything.
     """
     now, me = time.monotonic(), network.plain.identity
-    node = Node(me, origin.state, options, now=now, incarnation=incarnation, memory=origin.memory)
+    node = Node(
+        me, origin.state, options, now=now, incarnation=incarnation, memory=origin.memory, lineage=origin.lineage
+    )
     prepare(node)
     return driver(node, run, origin.vectors, network, report, store)
 

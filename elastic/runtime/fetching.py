@@ -24,7 +24,7 @@ from diloco.checkpoint.log.store import PartialDownload
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
-from diloco.elastic.protocol.record import EMPTY, Record
+from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode
 from diloco.errors import ItemMissing, MessageRefused, TransferFailed
@@ -107,7 +107,7 @@ def fetch_missed(
     *,
     at_most: int,
     known: Callable[[str], bool] = lambda digest: False,
-) -> Iterator[tuple[Record, Tensor]]:
+) -> Iterator[tuple[LoggedRecord, Tensor]]:
     """Yield the records that a peer has after `since`, each with its result, up to the first that is known here.
 
     Yields nothing if the peer does not know `since`, no longer has the bytes, or they are more than `at_most`.
@@ -116,10 +116,12 @@ def fetch_missed(
         raw = request(transport, others[peer], f"after/{since}", limit=SMALL_BYTES, timeout_s=ASK_S)
     except ItemMissing:
         return
-    records = list(takewhile(lambda record: not known(record.digest), decode(tuple[Record, ...], raw)))
-    if sum(result_bytes(record) for record in records) <= at_most:
-        for record in records:
-            yield record, fetch_bytes(transport, others, record.payload, result_bytes(record))
+    given = decode(tuple[LoggedRecord, ...], raw)
+    missed = list(takewhile(lambda logged: not known(logged.record.digest), given))
+    if sum(result_bytes(logged.record) for logged in missed) <= at_most:
+        for logged in missed:
+            record = logged.record
+            yield logged, fetch_bytes(transport, others, record.payload, result_bytes(record))
 
 
 def fetch_state(
@@ -238,7 +240,7 @@ def tensor_of(data: Buffer) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
-def entry_of(record: Record) -> Entry:
+def entry_of(logged: LoggedRecord) -> Entry:
     """Return a record as the log stores it: encoded, with its round, its digests and its parent's."""
-    key = record.proposal.key
-    return Entry(key.round, record.digest, key.parent, encode(record), record.payload)
+    record, key = logged.record, logged.record.proposal.key
+    return Entry(key.round, record.digest, key.parent, encode(logged), record.payload)

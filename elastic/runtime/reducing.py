@@ -72,6 +72,11 @@ class Attempt:
         seconds = time.monotonic() - self.started
         self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent))
 
+    @property
+    def received(self) -> int:
+        """Return how many chunks have come from other members so far."""
+        return sum(progress.received_chunks for progress in self.reduction.level.progress.values())
+
     def cancel(self) -> None:
         """Give up the all-reduce, because another ballot takes its place."""
         self.reduction.cancel("another ballot")

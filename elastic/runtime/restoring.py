@@ -6,7 +6,7 @@ more of the log, gives the same state.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
 from diloco.elastic.protocol.messages import Memory
-from diloco.elastic.protocol.record import Record
+from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record, quorum
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, from_plain
 from diloco.elastic.runtime.applier import RunContext, SnapshotMeta, Vectors
@@ -33,6 +33,7 @@ class Origin:
     state: RunState
     vectors: dict[str, Tensor]
     memory: Memory | None = None
+    lineage: dict[str, bool] = field(default_factory=dict)  # the last records: whether each had a quorum
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
     for path in snapshots(folder):
         with _setting_aside(path, report):
             read_manifest(path)
-    points = sorted(points_of(folder, journal), key=lambda point: (point.end.head, point.kept.state.head))
+    points = sorted(points_of(folder, journal), key=_rank)
     for point in reversed(points):
         if point.kept.genesis != run.genesis_digest:
             raise SaveError(f"{folder} holds the log of another run: choose another folder")
@@ -66,8 +67,13 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
             vectors = read_vectors(point.path, point.manifest)
             state = replay(point, vectors, journal, run, report)
             if state is not None:
-                return Origin(state, vectors, memory_of(journal, report))
+                return Origin(state, vectors, memory_of(journal, report), lineage_of(point, journal))
     return None
+
+
+def _rank(point: "ReplayPoint") -> tuple[bool, Head, Head]:
+    """Return how far a snapshot leads: a latched branch comes before every other."""
+    return bool(point.end.latch), point.end.head, point.kept.state.head
 
 
 @contextmanager
@@ -86,7 +92,10 @@ def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
         records, state, refused = [], kept.state, ""
         for entry in journal.chain(manifest.version):
             try:
-                record = record_of(entry)
+                logged = logged_of(entry)
+                record = logged.record
+                if state.latch and not quorum(state.roster, logged.stored_by):
+                    raise RecordInvalid("no quorum has stored it")
                 state = state.after(record)
             except (MessageRefused, RecordInvalid) as error:  # as written by a diloco that had other rules
                 refused = f"the record of round {entry.round} ({entry.digest[:12]}) cannot be used: {error}"
@@ -104,12 +113,24 @@ def kept_in(manifest: Manifest, path: Path) -> SnapshotMeta:
     return kept
 
 
-def record_of(entry: Entry) -> Record:
+def logged_of(entry: Entry) -> LoggedRecord:
     """Decode the record of a log entry, and raise MessageRefused if it is not what its digests say."""
-    record = decode(Record, entry.header)
-    if record.digest != entry.digest or record.payload != entry.payload:
+    logged = decode(LoggedRecord, entry.header)
+    if logged.record.digest != entry.digest or logged.record.payload != entry.payload:
         raise MessageRefused(f"the record of round {entry.round} is not what its digest says")
-    return record
+    return logged
+
+
+def lineage_of(point: ReplayPoint, journal: Journal) -> dict[str, bool]:
+    """Return whether each of the last records had a quorum of its parent's roster, oldest first."""
+    state, lineage = point.kept.state, {point.kept.state.head.digest: True}
+    for entry in journal.chain(point.manifest.version):
+        logged = logged_of(entry)
+        lineage[entry.digest] = quorum(state.roster, logged.stored_by)
+        if entry.digest == point.end.head.digest:
+            break
+        state = state.after(logged.record)
+    return lineage
 
 
 def replay(
@@ -144,8 +165,10 @@ def memory_of(journal: Journal, report: Report) -> Memory | None:
     if journal.memory is None:
         return None
     memory = decode(Memory, journal.memory)
-    if memory.held is None or journal.has(memory.held.record.payload):
-        return memory
-    # the disk refused it, or it is damaged
-    report("result lost", f"that of round {memory.key.round}, which this island held: others have it")
-    return replace(memory, held=None)
+    vows = []
+    for vow in memory.vows:
+        whole = vow.held is None or vow.held.record.payload == EMPTY or journal.has(vow.held.record.payload)
+        if not whole:  # the disk refused it, or it is damaged
+            report("result lost", f"that of round {vow.head.round + 1}, which this island held: others have it")
+        vows.append(vow if whole else replace(vow, held=None))
+    return replace(memory, vows=tuple(vows))

@@ -1,9 +1,11 @@
 """The trainer's side of a driver: hand in progress, learn how the outer state has changed, draw leased samples."""
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,11 +41,18 @@ class Update(NamedTuple):
 class Session:
     """Connect one trainer thread with the driver: offer progress, take outer parameters, draw samples."""
 
-    def __init__(self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None) -> None:
+    def __init__(
+        self, driver: Driver, fragments: Fragments, codec_name: str, *, feedback: float | None = None,
+        spill: Path | None = None,
+    ) -> None:  # fmt: skip
         """Begin a session for one trainer thread.
 
-        With `feedback`, what encoding loses is added to the next contribution, multiplied by that factor.
+        With `feedback`, what encoding loses is added to the next contribution, multiplied by that factor. Progress that
+        may be owed again goes to the folder `spill` where it is too much for the memory.
         """
+        self._spill = spill
+        if spill is not None:  # of an earlier life: its progress is over
+            shutil.rmtree(spill, ignore_errors=True)
         self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
         self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
         if feedback is not None:
@@ -75,7 +84,9 @@ class Session:
         phases = MAX_PHASES if feedback is None else 1
         decode = partial(self.codec.decode, count=count)
         keep_bytes = KEEP_BYTES // len(self.fragments)
-        return PendingProgress(fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes)
+        return PendingProgress(
+            fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes, spill=self._spill
+        )
 
     def owes(self, fragment: int = 0) -> bool:
         """Return whether progress of earlier phases is not contained yet.
@@ -195,7 +206,7 @@ class Session:
         version = self.state.version(fragment)
         self._taken[fragment] = version.digest
         work = self.works[fragment]
-        owed = work.rebase(self._mark(self.state, fragment))
+        owed = work.rebase(self._mark(self.state, fragment), settled=bool(self.state.latch))
         self.driver.post(lambda now: self.driver.node.withdraw(fragment))
         return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
 

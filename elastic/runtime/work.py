@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class EncodedCut:
     vector: Tensor | None  # until it is encoded
     _encoded: Encoded | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    spilled: bool = False  # its bytes are in a file, and mapped
 
     def encoded(self, encode: Encode) -> Encoded:
         """Return the bytes of this piece, encoded by the first call only. Any thread may call it."""
@@ -68,12 +70,23 @@ class EncodedCut:
                 self._encoded, self.vector = Encoded(encode(self.vector, self.hi), norm), None
             return self._encoded
 
+    def spill(self, path: Path) -> None:
+        """Move the bytes of an encoded piece from memory to a file."""
+        with self._lock:
+            assert self._encoded is not None
+            payload, norm = self._encoded
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(memoryview(payload.numpy()))  # type: ignore[arg-type]
+            self._encoded = Encoded(torch.from_file(str(path), size=payload.numel(), dtype=torch.uint8), norm)
+            self.spilled = True
+
 
 class PendingProgress:
     """Keep this island's pieces of progress for one fragment, and make offers of those not contained yet.
 
     `encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer. Contained pieces are
-    kept up to `keep_bytes`.
+    kept until nothing can undo them; those beyond `keep_bytes` go to the folder `spill`, or are lost where there is
+    none.
     """
 
     def __init__(
@@ -85,10 +98,11 @@ class PendingProgress:
         *,
         max_phases: int = MAX_PHASES,
         keep_bytes: int = KEEP_BYTES,
+        spill: Path | None = None,
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
         self._encode, self._decode = encode, decode
-        self._max_phases, self._keep_bytes = max_phases, keep_bytes
+        self._max_phases, self._keep_bytes, self._spill = max_phases, keep_bytes, spill
         self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
         self.hi = 0  # the last cut
@@ -141,13 +155,13 @@ class PendingProgress:
         """Return the samples behind progress that a state with this mark does not contain."""
         return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
-    def rebase(self, mark: int) -> Tensor | None:
+    def rebase(self, mark: int, *, settled: bool = False) -> Tensor | None:
         """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
 
-        That is the sum of the pieces owed; None if there are none.
+        That is the sum of the pieces owed; None if there are none. `settled`: no other branch can take its place.
         """
         self.mark = mark
-        self._forget()
+        self._forget(settled=settled)
         owed = self.owed(mark)
         return self._sum(owed) if owed else None
 
@@ -176,12 +190,35 @@ class PendingProgress:
             total += self._decode(piece.encoded(self._encode).payload)
         return total
 
-    def _forget(self) -> None:
+    def _forget(self, *, settled: bool) -> None:
         for cuts in [cuts for cuts in list(self._offered) if cuts[0] < self.mark]:
             self._offered.pop(cuts, None)
         contained = [piece for piece in self.pieces if piece.hi <= self.mark]
-        size = sum(piece.encoded(self._encode).payload.numel() for piece in contained)
-        while contained and size > self._keep_bytes:
-            oldest = contained.pop(0)
+        if settled:
+            for piece in contained:
+                self._drop(piece)
+            return
+        in_memory = [piece for piece in contained if not piece.spilled]
+        size = sum(piece.encoded(self._encode).payload.numel() for piece in in_memory)
+        while in_memory and size > self._keep_bytes:
+            oldest = in_memory.pop(0)
             size -= oldest.encoded(self._encode).payload.numel()
-            self.pieces.remove(oldest)
+            self._make_room(oldest)
+
+    def _make_room(self, piece: EncodedCut) -> None:
+        if self._spill is None:
+            self.pieces.remove(piece)
+            return
+        try:
+            piece.spill(self._path(self._spill, piece))
+        except OSError as error:
+            log.warning("progress %d..%d cannot be kept for another branch: %s", piece.lo, piece.hi, error.strerror)
+            self.pieces.remove(piece)
+
+    def _drop(self, piece: EncodedCut) -> None:
+        self.pieces.remove(piece)
+        if piece.spilled and self._spill is not None:
+            self._path(self._spill, piece).unlink(missing_ok=True)
+
+    def _path(self, folder: Path, piece: EncodedCut) -> Path:
+        return folder / f"{self.incarnation}-{self.fragment}-{piece.lo}-{piece.hi}"

@@ -139,7 +139,7 @@ class SimulatedFleet(Fleet):
         if self._namespaces is not None:
             for island, site in enumerate(topology.sites, start=1):
                 self._namespaces.shape(island, site.rates_at(seconds))
-            self._namespaces.cut(cut_pairs(faults, seconds))
+            self._namespaces.cut_exactly(cut_pairs(faults, seconds))
         text = json.dumps(network_at(topology, faults, self._ids, seconds, self._namespaces))
         if text != self._written:
             write_file(self.plan.folder / NETWORK, text)
@@ -176,7 +176,8 @@ def simulate(plan: SimulatedPlan, view: IslandsView, world: World, *, netns: boo
 
     An earlier run in that folder is kept under another name.
     """
-    plan = replace(plan, islands=world.topology.islands)
+    later = sum(len(fault.islands) for fault in world.faults if fault.kind == "join")
+    plan = replace(plan, islands=world.topology.islands, later=later)
     open_run(plan, view, fresh=True)
     with Namespaces(plan.islands).opened() if netns else nullcontext() as namespaces:
         fleet = SimulatedFleet(plan, view, world, namespaces)

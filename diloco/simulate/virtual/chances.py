@@ -12,6 +12,7 @@ from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import Pair, World, decide
 
 SILENCE_S = 2.0
+REJOIN_S = 12.0
 PHASE_S = 3.0
 ENCODE_S = 0.5
 TICK_S = 0.35
@@ -28,6 +29,8 @@ class DisasterConfig:
     rules: Rules = ALL
     pace: SyncPace = USUAL
     smooth: bool = False  # no chance at all: for scenarios
+    harsh: bool = False  # long exchanges, slow disks, lost messages
+    min_islands: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,12 +104,17 @@ class Chances(Costs):
         return 0.02 if first else 0.05 + 0.1 * self._chance("fails")
 
 
-def disaster_world(setup: DisasterConfig) -> World:
+def disaster_world(setup: DisasterConfig, costs: Costs) -> World:
     """Build a world whose times are drawn by chance and whose transcript records every effect."""
     options = Options(
-        decide, silence_s=SILENCE_S, partition=setup.partition, fragments=setup.pace.fragments, want=setup.pace.want
+        decide,
+        silence_s=SILENCE_S,
+        min_islands=setup.min_islands,
+        partition=setup.partition,
+        rejoin_s=REJOIN_S,
+        fragments=setup.pace.fragments,
+        want=setup.pace.want,
     )
-    costs = Chances(Timeline(setup.seed, smooth=setup.smooth))
     world = World(setup.names, options, costs, rules=setup.rules, pace=setup.pace)
     world.observers.append(world.transcript.see)
     return world

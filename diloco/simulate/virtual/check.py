@@ -23,12 +23,13 @@ class Chain:
 
 @dataclass
 class Checker:
-    """Check every record when an island appends it; `strict` demands one record per round ever (pause)."""
+    """Check every record when an island appends it. After the latched one, there is one record per round ever."""
 
-    strict: bool
     fragments: int = 1
     restarted: bool = False  # somebody has: a message of its former life may come late, and its lease seem another's
     chains: dict[str, Chain] = field(default_factory=dict)
+    latched: str = ""  # the record after which every one needs a quorum
+    parents: dict[str, str] = field(default_factory=dict)
     by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
 
@@ -36,14 +37,30 @@ class Checker:
         """Begin a run with this record 0, which contains nothing."""
         self.chains[digest] = Chain({}, (), ())
 
-    def appended(self, island: str, record: Record, overlaps: Ranges, steady: set[str], *, calm: bool) -> None:
+    def latch(self, digest: str) -> None:
+        """Take in that the owner has demanded a quorum after this record; raises Violation if it is another one."""
+        if self.latched not in ("", digest):
+            raise Violation("I1: two latched histories")
+        self.latched = digest
+
+    def _is_after_latch(self, digest: str) -> bool:
+        while self.latched and digest in self.parents:
+            digest = self.parents[digest]
+            if digest == self.latched:
+                return True
+        return False
+
+    def appended(
+        self, island: str, record: Record, overlaps: Ranges, steady: set[str], *, calm: bool, valid: bool = True
+    ) -> None:
         """Check a record that an island has appended; raises Violation.
 
-        `steady` islands were alive and reachable all the time. In a `calm` world nobody was suspected wrongly.
-        `overlaps` are the samples that the ledger says were used twice.
+        `valid`: a quorum has stored it. `steady` islands were alive and reachable all the time. In a `calm` world
+        nobody was suspected wrongly. `overlaps` are the samples that the ledger says were used twice.
         """
-        self._check_agreement(island, record, steady, calm)
         key = record.proposal.key
+        self.parents[record.digest] = key.parent
+        self._check_agreement(island, record, steady, calm, strict=valid and self._is_after_latch(record.digest))
         if record.digest not in self.chains:
             if key.parent not in self.chains:
                 raise Violation(f"I1: {island} appended round {key.round} to a branch that nobody had")
@@ -54,12 +71,13 @@ class Checker:
         if twice and calm and not self.restarted and all(len(rivals) == 1 for rivals in self.rivals.values()):
             raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
 
-    def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool) -> None:
+    def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool, *, strict: bool) -> None:
         """Check I1: no steady island has a rival of this record; if strict, its round has no rival at all."""
         key = record.proposal.key
-        known, by = self.by_round.setdefault(key.round, (record.digest, island))
-        if self.strict and known != record.digest:
-            raise Violation(f"I1: {island} has another record of round {key.round} than {by}")
+        if strict:
+            known, by = self.by_round.setdefault(key.round, (record.digest, island))
+            if known != record.digest:
+                raise Violation(f"I1: {island} has another record of round {key.round} than {by}")
         rivals = self.rivals.setdefault(key, {})
         new = record.digest not in rivals
         # all who took part hold what was committed

@@ -66,6 +66,7 @@ class Costs(ABC):
     connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
     apply_s = 0.0  # after a round
+    exchange_s = 0.0  # about what an all-reduce takes
     calm = False  # faults are over, and so are slow phases: how long rounds take is known
 
     def __init__(self, timeline: Timeline) -> None:
@@ -114,6 +115,14 @@ class Costs(ABC):
     @abstractmethod
     def catch_up_s(self, missed: int) -> float:
         """Return how long an island needs to catch up with so many missed rounds."""
+
+    def write_s(self, name: str) -> float:
+        """Return how long an island's disk takes to write a memory or a record; 0: no time at all."""
+        return 0.0
+
+    def snapshot_s(self, name: str) -> float:
+        """Return how long it takes to write a state that was taken over."""
+        return 0.0
 
     @abstractmethod
     def closed_s(self, gone: Node, other: Node) -> float | None:

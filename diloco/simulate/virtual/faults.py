@@ -6,20 +6,22 @@ invariant.
 
 import random
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations, product
 from operator import lt
 
 from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, DisasterConfig, disaster_world
+from diloco.simulate.virtual.chances import PHASE_S, SILENCE_S, Chances, DisasterConfig, disaster_world
 from diloco.simulate.virtual.check import Violation
+from diloco.simulate.virtual.costs import Timeline
+from diloco.simulate.virtual.harsh import HarshChances, SteadyChances
 from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import Pair, World
 
 FAULTY_S = 40.0
+QUIET_EXCHANGES = 15
 QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
 FIRST_STREAMING = 200  # smaller seeds are disasters that tests know by number
 PATIENCE = 4  # more quiet times, for late progress of several fragments
@@ -34,8 +36,15 @@ MIXES = {
     "partitions": ["split", "split", "one way", "pair", "three"],
     "everything": ["crash", "restart", "stop", "split", "one way", "pair", "three", "cascade"],
 }
+HARSH_MIXES = {
+    **MIXES,
+    "first pair": ["first pair", "first pair", "restart"],
+    "deaf": ["deaf first", "one way", "split"],
+    "goodbyes": ["goodbye", "restart", "split"],
+    "bans": ["spoil", "restart", "pair"],
+}
+PARTITIONS = ("quorum", "merge", "auto")
 WEIGHTS = {"cascade": 4, "partitions": 2}
-TAIL = 60  # lines of a transcript
 
 
 Made = dict[str, tuple[int, tuple[int, ...]]]  # incarnation, and progress by fragment
@@ -71,11 +80,11 @@ class Disaster:
     amendments: tuple[tuple[float, tuple[str, ...]], ...] = ()  # when the owner makes one, and where it is handed in
 
 
-def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disaster:
+def disaster(seed: int, rules: Rules = ALL, islands: int | None = None, partition: str = "") -> Disaster:
     """Draw the disaster of a seed; the same seed always gives the same one."""
     chance = random.Random(seed)
-    partition = chance.choice(("merge", "pause"))
-    setup = DisasterConfig(islands or chance.randint(2, 9), partition, seed, rules, pace_of(seed))
+    drawn = chance.choice(("merge", "quorum"))
+    setup = DisasterConfig(islands or chance.randint(2, 9), partition or drawn, seed, rules, pace_of(seed))
     mix = chance.choices(list(MIXES), [WEIGHTS.get(mix, 1) for mix in MIXES])[0]
     names = setup.names
     late = tuple((name, chance.uniform(0, FAULTY_S)) for name in names[2:] if chance.random() < 0.2)
@@ -86,6 +95,39 @@ def disaster(seed: int, rules: Rules = ALL, islands: int | None = None) -> Disas
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
     all_return = chance.random() < 0.5
     return Disaster(setup, mix, late, ordered, apart, all_return, amendments_of(seed, names))
+
+
+def harsh_disaster(seed: int, rules: Rules = ALL, islands: int | None = None, partition: str = "") -> Disaster:
+    """Draw a harsh disaster: more kinds of faults, in a world where exchanges are long and disks lag."""
+    chance = random.Random(f"{seed}/harsh")
+    drawn = chance.choice(PARTITIONS)
+    setup = DisasterConfig(
+        islands or chance.randint(2, 7), partition or drawn, seed, rules, pace_of(seed), harsh=True,
+        min_islands=chance.choice((1, 1, 1, 2)),
+    )  # fmt: skip
+    mix, names = chance.choice(list(HARSH_MIXES)), setup.names
+    length_s = faulty_s(setup)
+    late_share = 0.8 if setup.partition == "auto" else 0.25  # a latch takes three
+    late = tuple((name, chance.uniform(0, length_s)) for name in names[2:] if chance.random() < late_share)
+    faults: list[Fault] = []
+    for _ in range(chance.randint(1, 10)):
+        faults += _fault(chance, mix, names, length_s)
+    apart = tuple(chance.sample(names, 2)) if len(names) > 2 and chance.random() < 0.1 else ()
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at))
+    return Disaster(setup, mix, late, ordered, apart, chance.random() < 0.5, amendments_of(seed, names))
+
+
+def faulty_s(setup: DisasterConfig) -> float:
+    """Return for how long faults strike: longer where exchanges are."""
+    return FAULTY_S + 3 * costs_of(setup).exchange_s
+
+
+def costs_of(setup: DisasterConfig) -> Chances:
+    """Return the times of a disaster's world."""
+    timeline = Timeline(setup.seed, smooth=setup.smooth)
+    if setup.harsh:
+        return HarshChances(timeline)
+    return SteadyChances(timeline) if setup.smooth else Chances(timeline)
 
 
 def amendments_of(seed: int, names: tuple[str, ...]) -> tuple[tuple[float, tuple[str, ...]], ...]:
@@ -109,10 +151,10 @@ def pace_of(seed: int) -> SyncPace:
     return SyncPace(fragments, overlap, scarce=chance.random() < 0.3)
 
 
-def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Fault]:
+def _fault(chance: random.Random, mix: str, names: tuple[str, ...], faulty_s: float = FAULTY_S) -> list[Fault]:
     """Draw one fault of this mix, with the one that ends it."""
-    kind, at, name = chance.choice(MIXES[mix]), chance.uniform(1, FAULTY_S), chance.choice(names)
-    length = chance.uniform(0.5, 6 * SILENCE_S)
+    kind, at, name = chance.choice(HARSH_MIXES[mix]), chance.uniform(1, faulty_s), chance.choice(names)
+    length = chance.uniform(0.5, 6 * SILENCE_S + (faulty_s - FAULTY_S) / 2)
     match kind:
         case "crash" | "restart":
             crash = Fault(at, "crash", (name,), number=chance.randint(1, 12))
@@ -126,6 +168,12 @@ def _fault(chance: random.Random, mix: str, names: tuple[str, ...]) -> list[Faul
             return [Fault(at, "power cut", (name,), moment, number), Fault(at + length, "all back", (name,))]
         case "orphans":
             return [Fault(at, "orphan")]
+        case "goodbye":
+            return [Fault(at, "leave", (name,)), Fault(at + length, "start", (name,))]
+        case "spoil":
+            return [Fault(at, "spoil", (name,))]
+        case "first pair" | "deaf first":
+            return [Fault(at, kind), Fault(at + length, "heal")]
         case "pair":
             pair = tuple(chance.sample(names, 2))
             return [Fault(at, "pair", pair), *([] if chance.random() < 0.3 else [Fault(at + length, "heal")])]
@@ -153,7 +201,7 @@ def _moment(chance: random.Random) -> tuple[str, int]:
 
 def run(plan: Disaster) -> World:
     """Run through the faults, then through a quiet time in which everything must recover. Raises Violation."""
-    world = disaster_world(plan.setup)
+    world = disaster_world(plan.setup, costs_of(plan.setup))
     try:
         _run(world, plan)
     except Violation as violation:
@@ -173,20 +221,20 @@ def _run(world: World, plan: Disaster) -> None:
         world.timeline.at(fault.at, partial(inflict, world, fault))
     for when, names in plan.amendments:
         world.timeline.at(when, partial(world.amend, names))
-    world.timeline.run(FAULTY_S + 6 * SILENCE_S)
+    world.timeline.run(faulty_s(plan.setup) + 6 * SILENCE_S)
     _end_of_faults(world, all_return=plan.all_return)
     made = {name: (life.node.incarnation, life.trainer.made) for name, life in world.lives.items()}
     round_then = max((disk.states[-1].head.round for disk in world.disks.values() if disk.states), default=0)
-    world.timeline.run(world.now + quiet_s(plan.setup.pace))
+    world.timeline.run(world.now + quiet_s(world))
     if _can_go_on(world, plan.apart):
         _check_liveness(world, round_then)
         _check_amendments(world, plan.apart)
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
 
 
-def quiet_s(pace: SyncPace) -> float:
-    """Return the quiet seconds in which all must recover; more with several fragments."""
-    return QUIET_S * (1 + pace.fragments) / 2
+def quiet_s(world: World) -> float:
+    """Return the quiet seconds in which all must recover; more with several fragments and long exchanges."""
+    return (QUIET_S + QUIET_EXCHANGES * world.costs.exchange_s) * (1 + world.pace.fragments) / 2
 
 
 def inflict(world: World, fault: Fault) -> None:
@@ -212,6 +260,14 @@ def inflict(world: World, fault: Fault) -> None:
         case "three":
             group = {name: (index + fault.number) % 3 for index, name in enumerate(world.names)}
             world.sever(pair for pair in permutations(world.names, 2) if group[pair[0]] != group[pair[1]])
+        case "first pair" | "deaf first" if len(roster := world.newest.roster if world.lives else ()) > 1:
+            first, others = roster[:1], roster[1:2] if fault.kind == "first pair" else everybody - {roster[0]}
+            world.sever(both_ways(first, others) if fault.kind == "first pair" else product(others, first))
+        case "leave" if fault.islands[0] in world.lives and fault.islands[0] not in world.stopped:
+            world.leave(fault.islands[0])
+        case "spoil":
+            world.calm = False  # it will be banned
+            world.reductions.spoilt.add(fault.islands[0])
         case "heal":
             world.heal()
         case "orphan":
@@ -282,7 +338,12 @@ def _end_of_faults(world: World, *, all_return: bool) -> None:
 def _can_go_on(world: World, apart: tuple[str, ...]) -> bool:
     """Return whether enough islands are alive and connected for rounds to continue."""
     there = set(world.lives) - set(apart[:1])  # of two that are apart, a round has one at most
-    if world.options.partition == "merge" or not there:
+    if len(there) < world.options.min_islands:
+        return False
+    quorum_needed = world.options.partition == "quorum" or any(
+        life.node.own.needs_quorum for life in world.lives.values()
+    )
+    if not quorum_needed or not there:
         return bool(set(world.lives) - set(apart))
     roster = world.newest.roster
     return 2 * len(set(roster) & there) > len(roster) and bool(set(world.lives) - set(apart))
@@ -292,8 +353,8 @@ def _check_liveness(world: World, round_then: int) -> None:
     """Check I4 and I1: rounds continued, and all islands are at the newest head or just behind it."""
     heads = {name: life.node.state.head for name, life in world.lives.items()}
     best = max(heads.values())
-    length_s = quiet_s(world.pace)
-    if best.round < round_then + length_s / (6 * PHASE_S):
+    length_s = quiet_s(world)
+    if best.round < round_then + length_s / (6 * (PHASE_S + world.costs.exchange_s)):
         raise Violation(f"I4: only round {best.round} after {length_s:.0f} quiet seconds, from {round_then}")
     some = world.pace.fragments  # rounds may follow each other at once
     behind = [name for name, head in heads.items() if head.round < best.round - some]
@@ -317,9 +378,9 @@ def _check_no_loss(world: World, made: Made) -> None:
 
     With several fragments this may take long: an island that is behind misses rounds that follow each other at once.
     """
-    for _ in range(PATIENCE if world.pace != USUAL else 0):
+    for _ in range(PATIENCE if world.pace != USUAL or world.costs.exchange_s else 0):
         if any(_lost(world, made)):
-            world.timeline.run(world.now + quiet_s(world.pace))
+            world.timeline.run(world.now + quiet_s(world))
     for text in _lost(world, made):
         raise Violation(f"I3: {text}")
 
@@ -355,71 +416,3 @@ def violation_of(plan: Disaster) -> Violation | None:
     except Violation as violation:
         return violation
     return None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Hold what came of one seed; `violation` is empty if every invariant held."""
-
-    seed: int
-    commits: int
-    violation: str = ""
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """Run many disasters, with one rule switched off and a fixed number of islands if that is wanted."""
-
-    without: str = ""  # a rule that is switched off
-    islands: int | None = None
-
-    def disaster(self, seed: int) -> Disaster:
-        """Draw a seed's disaster under the rules of this campaign."""
-        rules = replace(ALL, **{self.without: False}) if self.without else ALL
-        return disaster(seed, rules, self.islands)
-
-    def run(self, seeds: Iterable[int], *, jobs: int = 1) -> Iterator[Outcome]:
-        """Yield the outcome of each seed, in order; `jobs` is the number of processes."""
-        if jobs == 1:
-            yield from map(self.run_one, seeds)
-        else:
-            with ProcessPoolExecutor(jobs) as pool:
-                yield from pool.map(self.run_one, seeds, chunksize=8)
-
-    def run_one(self, seed: int) -> Outcome:
-        """Run one seed; an error that is no violation gets a note with the command that repeats it."""
-        try:
-            return Outcome(seed, run(self.disaster(seed)).commits)
-        except Violation as violation:
-            return Outcome(seed, violation.args[1].commits, violation.args[0])
-        except Exception as error:
-            error.add_note(self._replay(seed))
-            raise
-
-    def describe(self, seed: int) -> str:
-        """Describe a violation in its shortest form, with the command that shows it again."""
-        plan, violation = shorten(self.disaster(seed))
-        reason, world = violation.args
-        setup = plan.setup
-        told = list(world.transcript.lines())
-        left_out = [f"  … {len(told) - TAIL} lines"] if len(told) > TAIL else []
-        return "\n".join([
-            f"seed {seed}: {reason}",
-            f"{setup.islands} islands, partition: {setup.partition}{setup.pace.told},"
-            f" and of the faults ({plan.mix}) these are enough:",
-            *(f"  {fault}" for fault in plan.faults),
-            *left_out,
-            *told[-TAIL:],
-            f"again: {self._replay(seed)}",
-        ])  # fmt: skip
-
-    def _replay(self, seed: int) -> str:
-        """Return the command that runs this seed again."""
-        islands = f" --islands {self.islands}" if self.islands else ""
-        without = f" --without {self.without}" if self.without else ""
-        return f"diloco simulate protocol --first {seed} --seeds 1{islands}{without}"
-
-
-def rule_names() -> list[str]:
-    """List the rules that `--without` can switch off."""
-    return [field.name for field in fields(Rules)]

@@ -282,7 +282,7 @@ class Modelled(Costs):
             members = (NAME_CHARS + 3) * len(message.members) + 9 * len(message.bytes_per_s)
             extra = members + self._proposal_size(message.proposal)
         elif isinstance(message, Commit):
-            extra = self._proposal_size(message.record.proposal)
+            extra = (NAME_CHARS + 3) * len(message.stored_by)
         elif isinstance(message, Promise) and message.held is not None:
             extra = self._proposal_size(message.held.record.proposal)
         if kind not in self._sizes:

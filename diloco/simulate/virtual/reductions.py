@@ -43,6 +43,7 @@ class Reductions:
     def __init__(self, world: World) -> None:
         self._world, self._timeline, self._costs = world, world.timeline, world.costs
         self.all: dict[Ballot, Reduction] = {}  # a ballot's name is used once
+        self._open: list[Reduction] = []
         self.spoilt: set[str] = set()  # whose next result is wrong
         self.late: set[str] = set()  # who get theirs a second after the others
 
@@ -51,6 +52,7 @@ class Reductions:
         reduction = self.all.get(begin.ballot)
         if reduction is None:
             reduction = self.all[begin.ballot] = Reduction(begin)
+            self._open.append(reduction)
             self._timeline.after(self._costs.connect_s, partial(self._give_up, reduction))
         reduction.joined.add(name)
         reduction.waiting.add(name)
@@ -58,6 +60,15 @@ class Reductions:
             self._report(name, reduction, "", "it is over", first=True)
         elif len(reduction.joined) == len(begin.members):
             self._go(reduction)
+
+    def are_moving(self, name: str) -> bool:
+        """Return whether bytes of an exchange move at this island."""
+        return any(name in one.waiting and one.began < inf and not one.failed for one in self._recent())
+
+    def _recent(self) -> list[Reduction]:
+        """Return the attempts that are not over; those that are leave the list."""
+        self._open = [one for one in self._open if not one.over]
+        return self._open
 
     def _give_up(self, reduction: Reduction) -> None:
         """Fail an attempt that has not begun, and blame a member that did not come."""

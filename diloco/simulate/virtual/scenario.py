@@ -19,7 +19,8 @@ from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
 from diloco.simulate.virtual.chances import DisasterConfig, disaster_world
 from diloco.simulate.virtual.check import Violation
-from diloco.simulate.virtual.faults import MOMENTS, both_ways
+from diloco.simulate.virtual.faults import MOMENTS, both_ways, costs_of
+from diloco.simulate.virtual.harsh import SteadyChances
 from diloco.simulate.virtual.trainer import SyncPace
 from diloco.simulate.virtual.world import World
 
@@ -39,7 +40,7 @@ class Scenario:
     founders: tuple[str, ...] = ()
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
-    violation: str = ""  # this happens
+    violation: str = ""  # this happens; "": something that it expects does not
     told: dict[str, str] = field(default_factory=dict)  # the transcripts: with all rules (""), and without that one
 
 
@@ -63,6 +64,8 @@ def parse(text: str) -> Scenario:
                 scenario.setup = replace(scenario.setup, pace=SyncPace(int(count), overlap=1))
             case ["without", rule, "violation", invariant]:
                 scenario.rule, scenario.violation = rule, invariant
+            case ["without", rule, "unmet"]:
+                scenario.rule = rule
             case words:
                 scenario.commands.append(" ".join(words))
                 names |= {words[1]} if words[0] == "start" else set()
@@ -77,12 +80,17 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     round are checked.
     """
     rules = replace(ALL, **{without: False}) if without else ALL
-    world = disaster_world(replace(scenario.setup, rules=rules))
+    setup = replace(scenario.setup, rules=rules)
+    world = disaster_world(setup, costs_of(setup))
     world.found(scenario.founders)
     try:
         for command in scenario.commands:
-            if not (without and command.startswith("expect") and "live" not in command):
+            if not (scenario.violation and without and command.startswith("expect") and "live" not in command):
                 _obey(world, command)
+    except Unmet as unmet:
+        if without:
+            raise Violation(str(unmet), _told(world) + f"{unmet}\n") from None
+        raise
     except Violation as violation:
         violation.args = (str(violation), _told(world) + f"{violation}\n")
         raise
@@ -105,6 +113,10 @@ def _obey(world: World, command: str) -> None:
                 getattr(world, what)(name)
         case ["amend", *names]:
             world.amend(names)
+        case ["exchange", seconds]:
+            _steady(world).exchange_s = float(seconds)
+        case ["disk" | "snapshot" as what, name, seconds]:
+            (_steady(world).lags if what == "disk" else _steady(world).snapshots)[name] = float(seconds)
         case ["mute", name]:
             world.mute.add(name)
         case ["late", *names]:
@@ -129,6 +141,11 @@ def _obey(world: World, command: str) -> None:
             _expect(world, words, command)
         case _:
             raise ConfigError(f"no such command in a scenario: {command}")
+
+
+def _steady(world: World) -> SteadyChances:
+    assert isinstance(world.costs, SteadyChances)
+    return world.costs
 
 
 def _until(world: World, come: Callable[[], bool], command: str) -> None:
@@ -181,6 +198,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
             found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.round == int(number))
         case ["some", "round", "of", who]:
             found = who if any(",".join(record.proposal.islands) == who for record in log) else "none"
+        case ["updates", "at", "least", who]:
+            found = who if best.updates >= int(who) else str(best.updates)
         case ["roster", who]:
             found = ",".join(best.roster)
         case ["progress", number, "of", who, *fragment, "contained"]:  # … in fragment 2 contained

@@ -6,7 +6,7 @@ at every commit. How long things take is not decided here, but by the world's co
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.ledger import Ledger
+from diloco.elastic.protocol.member import LINEAGE
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment, Contribution, Head, Record, Settings
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Record, Settings, quorum
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
+from diloco.simulate.virtual.disk import Disk
 from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.trainer import USUAL, Input, SyncPace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
@@ -45,22 +47,6 @@ class SharedState(RunState):
         if record.digest not in self._after:
             self._after[record.digest] = super().after(record)
         return self._after[record.digest]
-
-
-@dataclass
-class Disk:
-    """Hold what an island keeps on its disk, which outlives a crash."""
-
-    log: list[Record] = field(default_factory=list)
-    states: list[RunState] = field(default_factory=list)
-    memory: m.Memory | None = None
-    lives: int = 0
-    own: set[str] = field(default_factory=set)  # records that it has appended itself
-    amendments: list[Amendment] = field(default_factory=list)  # that were handed in here
-
-    def copy(self, other: "Disk") -> None:
-        """Replace the whole log, and its states, by another island's."""
-        self.log, self.states = list(other.log), list(other.states)
 
 
 @dataclass
@@ -93,7 +79,7 @@ class World:
         self.names, self.options, self.costs, self.rules, self.pace = names, options, costs, rules, pace
         self.timeline = costs.timeline
         self.transcript = Transcript(self.timeline, pace.fragments)
-        self.checker = Checker(strict=options.partition == "pause", fragments=pace.fragments)
+        self.checker = Checker(fragments=pace.fragments)
         self.checker.genesis(GENESIS)
         self.reductions = Reductions(self)
         self.disks: dict[str, Disk] = {}
@@ -130,8 +116,16 @@ class World:
 
     def found(self, founders: tuple[str, ...]) -> None:
         """Begin the run with record 0, and start these founders."""
-        genesis = SharedState(Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex())
+        latched = self.options.partition == "quorum" or (self.options.partition == "auto" and len(founders) >= 3)
+        genesis = SharedState(
+            Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex(),
+            latch=GENESIS if latched else "",
+        )  # fmt: skip
+        if latched:
+            self.checker.latch(GENESIS)
         self.disks = {name: Disk(states=[genesis]) for name in founders}
+        for disk in self.disks.values():
+            disk.settle()
         for name in founders:
             self.start(name)
 
@@ -148,13 +142,16 @@ class World:
                 self.timeline.after(1.0, lambda: self.start(name))
                 return
             disk.copy(self.disks[min(donors)])
+            disk.based = True
+            disk.settle()
         disk.lives += 1
         self.checker.restarted = self.checker.restarted or disk.lives > 1
         self.steady |= {name} - self._unreliable
         now = self.costs.clock(name)
         peers = self.costs.peers(name, now)
         node = Node(
-            name, disk.states[-1], self.options, now=now, incarnation=disk.lives, memory=disk.memory,
+            name, disk.states[-1], self._options_of(name), now=now, incarnation=disk.lives, memory=disk.memory,
+            lineage={state.head.digest: disk.quorums.get(state.head.digest, True) for state in disk.states[-LINEAGE:]},
             rules=self.rules, peers=peers,
         )  # fmt: skip
         trainer = Trainer(self, node, self.pace)
@@ -166,6 +163,12 @@ class World:
             self._bring(name, amendment)
         self.timeline.later(self.costs.first_tick_s(node), partial(self._tick, name, life))
         trainer.when_running(trainer.train)
+
+    def _options_of(self, name: str) -> Options:
+        """Return an island's options: the first one has the owner's key, and signs a latch when one is due."""
+        if name != self.names[0]:
+            return self.options
+        return replace(self.options, sign_latch=partial(Latch.sign, owner()))
 
     def amend(self, names: Iterable[str]) -> None:
         """Change settings as the owner, and hand that in at these islands, as far as they exist by now."""
@@ -209,6 +212,7 @@ class World:
     def _end(self, name: str, *, silent: bool = False) -> None:
         """End a life, and let the others notice closed connections."""
         life = self.lives.pop(name)
+        self.disks[name].lose()
         self.stopped.pop(name, None)
         self._crash_after.pop(name, None)
         self._doubt({name})
@@ -290,6 +294,8 @@ class World:
             return
         if name not in self.stopped and self.costs.ticks(life):
             life.heard, life.ticked_at = False, self.now
+            if self.reductions.are_moving(name):
+                self.enter(name, Node.moved)
             self.enter(name, Node.tick)
         self.timeline.after(self.costs.tick_s(life.node, len(self.lives)), partial(self._tick, name, life))
 
@@ -333,10 +339,16 @@ class World:
         for observer in self.observers:
             observer(name, effect)
         match effect:
+            case m.Send(to, m.Heartbeat() as beat):
+                self.costs.send(self, name, to, beat)
+            case m.Send(to, message) if to == name:
+                self._write(name, life, 0.0, partial(self.timeline.after, 0, partial(self.deliver, name, to, message)))
             case m.Send(to, message):
-                self.costs.send(self, name, to, message)
+                self._write(name, life, 0.0, partial(self.costs.send, self, name, to, message))
             case m.Remember(memory):
-                self.disks[name].memory = memory
+                if memory.latch is not None:
+                    self.checker.latch(memory.latch.head.digest)
+                self._write(name, life, self.costs.write_s(name), partial(setattr, self.disks[name], "memory", memory))
             case m.Reduce(begin):
                 self._check_bytes(name, life, begin)
                 self.reductions.join(name, begin)
@@ -346,11 +358,46 @@ class World:
                 self.timeline.after(self.costs.fetch_s(), partial(self._fetched, name, effect))
             case m.CatchUp(donor, head):
                 switch = partial(life.trainer.when_running, partial(self._switch, name, donor))
-                self.timeline.after(self.costs.catch_up_s(head.round - life.node.state.head.round), switch)
-            case m.Append(record):
-                self._append(name, life, record)
+                seconds = self.costs.catch_up_s(head.round - life.node.state.head.round)
+                life.node.expect_to_catch_up(seconds, self.costs.clock(name))
+                self.timeline.after(seconds, switch)
+            case m.Append(record, stored_by):
+                self._append(name, life, record, stored_by)
+                self._write(
+                    name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
+                )
             case m.Moved(switched):
                 self.timeline.after(0, partial(self._tell_trainer, name, life.trainer, switched))
+
+    def _write(self, name: str, life: Life, seconds: float, write: Callable[[], None]) -> None:
+        """Do something when everything before is on the disk, and it has been written, too."""
+        disk = self.disks[name]
+        if not seconds and not disk.pending:
+            write()
+            return
+        disk.pending.append(write)
+
+        def end() -> None:
+            if self.lives.get(name) is life and disk.pending:
+                disk.pending.popleft()()
+
+        self.timeline.at(disk.end_of_write(self.now, seconds), partial(self.when_running, name, end))
+
+    def _stored(self, name: str, life: Life, records: int, log: list[Record]) -> None:
+        """Note that so many more records, or the snapshot before them, are on the disk, and inform the node."""
+        disk = self.disks[name]
+        if disk.log is not log:  # another state was taken over
+            return
+        disk.written += records
+        disk.based = disk.based or not records
+        disk.settle()
+        if disk.based:
+            head = disk.states[disk.written].head
+            self.timeline.after(0, lambda: self._tell_stored(name, life, head))
+
+    def _tell_stored(self, name: str, life: Life, head: Head) -> None:
+        if self.lives.get(name) is life:
+            self.enter(name, lambda node, now: node.stored(head, now))
 
     def _tell_trainer(self, name: str, trainer: Trainer, switched: bool) -> None:
         """Inform the trainer that the head has changed."""
@@ -365,7 +412,7 @@ class World:
             if contribution.island == name and not life.trainer.has_bytes_of(offer):
                 raise Violation(f"I3: {name} has no bytes of {offer.lo}..{offer.hi}, fragment {offer.fragment}")
 
-    def _append(self, name: str, life: Life, record: Record) -> None:
+    def _append(self, name: str, life: Life, record: Record, stored_by: tuple[str, ...]) -> None:
         """Append a record to the island's log, and check the invariants."""
         self.commits += 1
         disk, state = self.disks[name], life.node.state
@@ -373,11 +420,12 @@ class World:
             raise Violation(f"I1: {name} appended a record of another branch")
         if state.head.digest != record.digest:  # the same input has made it append the next one, too
             state = disk.states[-1].after(record)
+        valid = disk.quorums[record.digest] = quorum(disk.states[-1].roster, stored_by)
         disk.own.add(record.digest)
         disk.log.append(record)
         disk.states.append(state)
         life.trainer.appended(record)
-        self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm)
+        self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm, valid=valid)
 
     def _fetched(self, name: str, effect: m.FetchResult) -> None:
         """Hand a fetched result to the node, or the failure if the holder cannot be reached or lacks it."""
@@ -399,15 +447,29 @@ class World:
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
         theirs, mine = self.disks[donor], self.disks[name]
-        state = theirs.states[-1]
-        if state.head > self.lives[name].node.state.head:
-            self._tell_switch(self.lives[name].trainer, mine.states[-1], theirs)
-            mine.copy(theirs)
+        state, life = theirs.states[-1], self.lives[name]
+        if life.node.member.is_better(state, donor):
+            known = self._tell_switch(life.trainer, mine.states[-1], theirs)
+            if known is None:
+                mine.copy(theirs)
+                self.timeline.later(self.costs.snapshot_s(name), partial(self._snapshot, name, life, mine.log))
+            else:
+                mine.extend(theirs, known)
+                write = partial(self._stored, name, life, len(theirs.log) - known, mine.log)
+                self._write(name, life, self.costs.write_s(name), write)
             self.note(f"{name} moves to round {state.head.round} of {donor}")
         self.enter(name, lambda node, now: node.caught_up(state, now))
 
-    def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> None:
-        """Update the trainer by the missing records where they are few, else by the whole state."""
+    def _snapshot(self, name: str, life: Life, log: list[Record]) -> None:
+        """Finish the snapshot of a state that was taken over, unless another one was taken over since."""
+        if self.lives.get(name) is life and self.disks[name].log is log:
+            self.when_running(name, partial(self._stored, name, life, 0, log))
+
+    def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> int | None:
+        """Update the trainer by the missing records where they are few, else by the whole state.
+
+        Returns how many records it had of theirs; None where it takes the whole state.
+        """
         recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
         known = next((index for index in recent if theirs.states[index].head == mine.head), None)
         if known is None:
@@ -415,6 +477,7 @@ class World:
         else:
             for record in theirs.log[known:]:
                 trainer.appended(record)
+        return known
 
 
 @cache

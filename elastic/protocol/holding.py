@@ -1,0 +1,93 @@
+"""Nobody starves: now and then a round waits for an island that is nearly there.
+
+Where catching up takes about as long as a round, a newcomer, or one that comes back, would always be one round late.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from statistics import median
+
+from diloco.elastic.protocol.protocol_state import ProtocolState
+
+EVERY = 8  # rounds between two that wait
+LONGEST_INTERVAL = 256  # at most, for one that was waited for in vain
+BEHIND = 2  # rounds, at most
+SHARE = 0.1  # of the time, at most, is spent so
+KNOWN = 3  # rounds must have been timed
+
+
+@dataclass
+class Hold:
+    """Hold back one round for one island, until a time."""
+
+    peer: str
+    since: float
+    until: float
+
+
+@dataclass
+class Holding:
+    """Decide for which island this coordinator holds a round back, and for how long."""
+
+    own: ProtocolState
+    _hold: Hold | None = None
+    _next_round: int = 0
+    _intervals: dict[str, int] = field(default_factory=dict)  # rounds to let pass for one that was waited for in vain
+    _failures: dict[str, int] = field(default_factory=dict)
+    _not_before: dict[str, int] = field(default_factory=dict)
+    _spent_s: float = 0.0
+    _began: float | None = None
+    _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    _last: float | None = None
+
+    def committed(self, now: float) -> None:
+        """Take in that a round with contributions was committed."""
+        if self._last is not None:
+            self._lengths.append(now - self._last)
+        self._began = now if self._began is None else self._began
+        self._last = now
+
+    def holds(self, ready: Collection[str], now: float) -> bool:
+        """Return whether to wait with a round that could begin now."""
+        if not self.own.rules.nobody_starves or len(self._lengths) < KNOWN:
+            return False
+        if self._hold is None:
+            self._hold = self._choose(ready, now)
+        if (hold := self._hold) is None:
+            return False
+        if hold.peer not in ready and now < hold.until and self.own.peers.hears(hold.peer, now):
+            return True
+        self._end(hold, hold.peer in ready, now)
+        return False
+
+    def _end(self, hold: Hold, there: bool, now: float) -> None:
+        self._hold = None
+        turn = self.own.state.head.round
+        self._spent_s += now - hold.since
+        self._next_round = turn + EVERY
+        failures = self._failures[hold.peer] = 0 if there else self._failures.get(hold.peer, 0) + 1
+        if failures and failures % 2 == 0:
+            self._intervals[hold.peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(hold.peer, EVERY))
+        if there:
+            self._intervals.pop(hold.peer, None)
+        self._not_before[hold.peer] = turn + self._intervals.get(hold.peer, EVERY)
+
+    def _choose(self, ready: Collection[str], now: float) -> Hold | None:
+        usual, turn = median(self._lengths), self.own.state.head.round
+        if turn < self._next_round or self._spent_s > SHARE * (now - (self._began or now)):
+            return None
+        near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
+        allowed = [peer for peer in near if turn >= self._not_before.get(peer, 0)]
+        if not allowed:
+            return None
+        peer = min(allowed, key=lambda peer: (self._not_before.get(peer, 0), peer))
+        return Hold(peer, now, now + usual)
+
+    def _is_near(self, peer: str, usual: float, now: float) -> bool:
+        """Return whether an island that takes no part in this round could soon: it says how far it is."""
+        view, own = self.own.peers.views[peer], self.own
+        if not own.peers.hears(peer, now) or view.head is None or peer in own.last_contributors:
+            return False
+        behind = own.state.head.round - view.head.round
+        return 0 <= behind <= BEHIND and view.behind_s <= usual

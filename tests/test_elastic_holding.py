@@ -1,0 +1,102 @@
+"""For whom a coordinator holds a round back, and how often."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from nodes import STATE, beat, options
+
+from diloco.elastic.protocol.holding import EVERY, LONGEST_INTERVAL, SHARE
+from diloco.elastic.protocol.node import Node
+from diloco.elastic.protocol.record import Head
+
+ROUND_S = 10.0
+READY = ("A", "B")
+
+
+class Rounds:
+    """Rounds of ten seconds that A leads, with B and, behind, C."""
+
+    def __init__(self, **behind):
+        self.node = Node("A", STATE, options(), now=0.0, incarnation=1)
+        self.holding = self.node._coordinator.proposer.holding
+        self.now, self.round, self.behind = 0.0, 0, behind
+        for _ in range(4):
+            self.commit()
+
+    def commit(self) -> None:
+        self.now, self.round = self.now + ROUND_S, self.round + 1
+        own = self.node.own
+        own.state = replace(STATE, head=Head(10 * self.round, self.round, f"{self.round:064}"))
+        own.last_contributors = frozenset(READY)
+        self.holding.committed(self.now)
+        self.hear()
+
+    def hear(self) -> None:
+        for peer in ("B", "C"):
+            self.node.receive(peer, beat(self.node.state.head, sequence=int(self.now * 100), **self.behind), self.now)
+
+    def holds(self, *ready: str) -> bool:
+        return self.holding.holds(ready or READY, self.now)
+
+    def holds_in_vain(self) -> bool:
+        """Wait as long as it holds the round back, which is at most a round."""
+        held = again = self.holds()
+        while again:
+            self.now += ROUND_S / 10
+            self.hear()
+            again = self.holds()
+        return held
+
+
+def held_in_vain(rounds: Rounds, count: int) -> list[int]:
+    held = []
+    for _ in range(count):
+        if rounds.holds_in_vain():
+            held.append(rounds.round)
+        rounds.commit()
+    return held
+
+
+def test_a_round_waits_for_one_that_is_nearly_there():
+    rounds = Rounds(behind_s=3.0)
+    held = next(number for number in range(20) if rounds.holds() or rounds.commit())
+    assert held is not None and rounds.holds(), "it goes on waiting"
+    assert not rounds.holds("A", "B", "C"), "until it is ready"
+    assert not rounds.holds(), "and then not again so soon"
+
+
+def test_nobody_is_waited_for_who_needs_longer_than_a_round():
+    assert held_in_vain(Rounds(behind_s=ROUND_S + 1), 40) == []
+
+
+def test_without_the_rule_nobody_is_waited_for():
+    rounds = Rounds(behind_s=3.0)
+    rounds.node.own.rules = replace(rounds.node.own.rules, nobody_starves=False)
+    assert held_in_vain(rounds, 40) == []
+
+
+def test_those_who_contributed_are_not_waited_for():
+    rounds = Rounds()
+    rounds.node.own.last_contributors = frozenset("ABC")
+    assert not rounds.holds()
+
+
+def test_who_is_waited_for_in_vain_is_waited_for_half_as_often_after_each_two_times():
+    held = held_in_vain(Rounds(behind_s=3.0), 1500)
+    gaps = [later - earlier for earlier, later in pairwise(held)]
+    assert min(gaps) >= EVERY and gaps == sorted(gaps)
+    assert gaps[-1] >= LONGEST_INTERVAL
+    assert {gap for gap in gaps if gap >= 32} <= {32, 64, 128, 256}
+
+
+def test_all_waiting_together_takes_a_tenth_of_the_time():
+    rounds = Rounds(behind_s=3.0)
+    spent = 0.0
+    for _ in range(300):
+        before = rounds.now
+        rounds.holding._intervals.clear()  # as if each time it were another island
+        rounds.holding._failures.clear()
+        rounds.holds_in_vain()
+        spent += rounds.now - before
+        rounds.commit()
+    assert 0 < spent <= SHARE * rounds.now + ROUND_S
