@@ -158,7 +158,7 @@ def test_the_same_seed_is_the_same_disaster_in_every_process():
 
 def test_a_scenario_that_goes_otherwise_says_how(tmp_path):
     path = tmp_path / "other.txt"
-    path.write_text("islands A B\nrun 5\nexpect round 2 of A,B\n---\n   0.02  something else\n")
+    path.write_text("islands A B\nrun 9\nexpect round 2 of A,B\n---\n   0.02  something else\n")
     with pytest.raises(scenario.Unmet, match="A,B commit round 2 of A,B = 2a"):
         scenario.check(path)
     scenario.main(["--write", str(path)])
