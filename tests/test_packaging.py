@@ -112,7 +112,7 @@ def empty_environment(folder: Path) -> Path:
 
 def install(environment: Path, *what: str | Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "python")]
-    succeed(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", *what, cwd=environment)
+    succeed(*pip, "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", *what, cwd=environment)
 
 
 @pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.soak)])
