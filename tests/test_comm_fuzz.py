@@ -25,7 +25,7 @@ from diloco.comm.transport.transport import Stream
 from diloco.comm.transport.wire import WireCarrier
 from diloco.errors import CodecError, RecordRefused, StreamEnded, TicketError, TransportError
 
-INPUTS = int(os.environ.get("DILOCO_FUZZ", "3000"))
+INPUTS = int(os.environ.get("DILOCO_FUZZ", "10000"))
 NOW = 1_800_000_000.0
 MAX_PAYLOAD = 64 * 1024
 TELLING = (0, 1, 0x7F, 0x80, 0xFF)
