@@ -37,6 +37,9 @@ class BareConfig:
     limit: int | None = None  # of the whole run
     codec: str = "int8"
     bits_per_s: float | None = None  # of each island's link, both ways; None: as fast as the machine goes
+    delay_s: float = 0.0  # one way, between any two
+    partition: str = "merge"
+    straggler: float = 1.5
     folder: str = ""  # where islands keep their logs; none: in memory
     snapshot_every: int = 0
 
@@ -52,7 +55,9 @@ class BareConfig:
         def decide(state: RunState, fragment: int, contributions: tuple[Contribution, ...]) -> tuple[Settings, int]:
             return Settings(0.7, 0.9, self.codec), state.step + bool(contributions)
 
-        return Options(decide, silence_s=self.silence_s, want=2 * self.samples)
+        return Options(
+            decide, silence_s=self.silence_s, straggler=self.straggler, partition=self.partition, want=2 * self.samples
+        )
 
     def beginning(self, roster: tuple[str, ...]) -> Origin:
         """Make the origin of a founder: round 0 with this roster, and zeros for vectors."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,18 @@ from diloco.bench.processes import LinkRate, Processes, WorkerMessage
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.comm.codec.registry import warm_up
 from diloco.comm.transport.direct import DirectTransport
+from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import PeerAddress
 from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Reduce, Send
 from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, entry_of, fetch_state
 from diloco.elastic.runtime.mailbox import greet
+from diloco.elastic.runtime.reducing import Attempt
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import TransferFailed, TransportError
 
-HELLO_S = 120.0
+HELLO_S = 300.0  # a busy machine may take minutes to compile the codecs
 STAND_STILL_S = 30.0
 PHASES = ("collect", "reduce", "commit")
 
@@ -187,10 +190,11 @@ class Worker:
     def __init__(self, name: str, setting: BareConfig, pipe: Connection) -> None:
         self.name, self.setting, self.pipe = name, setting, pipe
         self.direct = DirectTransport(name, "127.0.0.1")
-        self.plain = LinkRate(setting.bits_per_s).shape(self.direct)
+        self.plain = LinkRate(setting.bits_per_s, setting.delay_s).shape(self.direct)
         self.addresses: dict[str, PeerAddress] = {}
         self.island: BareIsland | None = None
         self.die_at = ""
+        self.die_into = inf
         self._lock = threading.Lock()
 
     def report(self, kind: str, **data: Any) -> None:
@@ -199,7 +203,7 @@ class Worker:
             self.pipe.send(Event(time.monotonic(), self.name, kind, data))
 
     def obey(self, command: str, argument: Any) -> None:
-        """Carry out one command of the parent: know, start, die, report or stop."""
+        """Carry out one command of the parent: know, start, die, die into, report or stop."""
         match command:
             case "know":
                 self.addresses = {peer: address for peer, address in argument.items() if peer != self.name}
@@ -210,12 +214,19 @@ class Worker:
                 threading.Thread(target=self._live_guarded, args=(argument,), daemon=True).start()
             case "die":
                 self.die_at = argument
+            case "die into":
+                self.die_into = argument
             case "report":
                 assert self.island is not None
                 self.report("report", **self.island.report())
             case "stop":
                 assert self.island is not None
                 self.island.stopping.set()
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the bytes that have come through this island's link so far; 0 if it has none."""
+        return self.plain.link.down.passed_bytes if isinstance(self.plain, ShapedTransport) else 0
 
     def _live_guarded(self, roster: tuple[str, ...]) -> None:
         """Run the island's life on its thread; the parent raises any error."""
@@ -288,13 +299,32 @@ class Watched(Driver):
             case Reduce(begin):
                 self.worker.report("begin", round=begin.key.round, members=begin.members, ballot=tuple(begin.ballot))
             case Append(record):
-                self.worker.report("commit", round=record.proposal.key.round, islands=record.proposal.islands)
+                number, islands, received = (
+                    record.proposal.key.round,
+                    record.proposal.islands,
+                    self.worker.received_bytes,
+                )
+                self.worker.report("commit", round=number, islands=islands, received=received)
         if self.worker.die_at and phase_of(effect) == self.worker.die_at:
             if self.worker.die_at == "reduce":  # in the middle of it
                 threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
         super()._carry_out(effect)
+        if isinstance(effect, Reduce) and self.worker.die_into < inf:
+            threading.Thread(target=self._die_within, args=(self._attempts[effect.begin.ballot],), daemon=True).start()
+
+    def _die_within(self, attempt: Attempt) -> None:
+        """Kill this process once the ordered share of an attempt's bytes has come through its link."""
+        plan = attempt.reduction.level.plan
+        own = sum(chunk.hi - chunk.lo for chunk in plan.chunks(plan.members.index(self.node.me)))
+        means = plan.result_codec.size(plan.count) - plan.result_codec.size(own)
+        expected = (len(plan.members) - 1) * plan.codec.size(own) + means
+        before = self.worker.received_bytes
+        while self.worker.received_bytes - before < self.worker.die_into * expected:
+            time.sleep(0.002)
+        self.worker.report("dies", round=attempt.begin.key.round)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def phase_of(effect: Effect) -> str:

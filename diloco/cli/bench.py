@@ -99,12 +99,19 @@ def allreduce(
 def recover(
     values: Values = 25_000_000,
     silence: Annotated[float, typer.Option(min=0.1, help="Seconds until a silent island counts as lost.")] = 5.0,
+    islands: Annotated[int, typer.Option(min=2, max=16, help="Number of islands; only with --link.")] = 4,
+    link: Annotated[str | None, typer.Option(help="Each island's rate, and one-way delay (default: unshaped).")] = None,
+    into: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of an exchange after which a member is killed, with --link.")
+    ] = 0.9,
 ) -> Mapping[str, Any]:
     """Measure what a lost island costs the others (three minutes).
 
-    One of four islands is killed, later another one is stopped.
+    One of four islands is killed, later another one is stopped. With --link one is killed late in an exchange, and what
+    survivors have to receive again is measured.
     """
-    return {"values": values, "silence_s": silence}
+    line = None if link is None else parse_option("--link", link, parse_link)
+    return {"values": values, "silence_s": silence, "islands": islands, "line": line, "into": into}
 
 
 @benchmark("join --json")
