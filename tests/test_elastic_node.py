@@ -92,6 +92,35 @@ def test_a_failure_is_said_again_too():
     assert said(member.receive("A", asked, 0.9), msg.Failed)
 
 
+def test_another_attempt_names_the_members_of_the_first_by_whose_spans_pages_are_kept():
+    coordinator, member = leader(), node()
+    for peer in ("B", "C"):
+        coordinator.receive(peer, beat(sequence=2, roster_of=STATE.head.digest), 0.0)
+    member.receive("A", beat(sequence=2, roster_of=STATE.head.digest), 0.0)
+    begun = coordinator.offer(OFFER, 0.0) + coordinator.tick(0.0)
+    for peer in ("B", "C"):
+        begun += coordinator.receive(peer, msg.Promise(STATE.key, 1, 1, 0, None), 0.1)
+        begun += coordinator.receive(peer, msg.Ready(STATE.key, 1, (OFFER,), 7), 0.1)
+    (first,) = set(said([*begun, *coordinator.tick(0.2)], msg.Begin))
+    assert first.first == () and first.members == ("A", "B", "C")
+    member.offer(OFFER, 0.0)
+    member.receive("A", msg.Collect(STATE.head, 1), 0.1)
+    member.receive("A", first, 0.2)
+    again = [effect for tenth in range(3, 10) for effect in coordinator.closed("C", tenth / 10)]
+    (second,) = {send for send in said([*again, *coordinator.tick(1.0)], msg.Begin) if send.ballot != first.ballot}
+    assert second.members == ("A", "B") and second.first == (("A", 0), ("B", 7), ("C", 7))
+    assert member.own.tried == first, "who takes over knows of it, too"
+
+
+def test_spans_that_cannot_be_right_are_not_taken_part_in():
+    for first in ((("A", -1), ("B", 1)), tuple((f"island {number}", 1) for number in range(1025))):
+        member = node()
+        member.offer(OFFER, 0.0)
+        member.receive("A", msg.Collect(STATE.head, 1), 0.1)
+        wrong = replace(begin(Ballot(1, "A", 0), "A", "B"), first=first)
+        assert not those(member.receive("A", wrong, 0.2), msg.Reduce) and member.peers.banned("A", 1.0)
+
+
 def test_an_offer_of_an_earlier_life_is_not_stood_by():
     refusal = said(node().receive("A", begin(Ballot(1, "A", 0), "A", "B"), 0.1), msg.Failed)
     assert refusal and refusal[0].blamed == "B"

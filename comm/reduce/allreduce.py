@@ -5,98 +5,44 @@ chunk in the plan's order, encodes the mean once and sends those bytes to all. S
 quantised once, the bytes are the same on all members, and each moves 2 (n-1)/n encoded vectors each way.
 
 A stream goes one way: contributions first, then results. Contributions never wait for results, so no members wait in a
-circle; a slow owner holds its senders back, so that only a few chunks of each member lie in its memory.
+circle. With a `PageStore` an owner keeps all that it receives, one encoded vector's worth, and the next attempt sends
+only what is missing: then each stream begins with what its sender lacks. Without one, a slow owner holds its senders
+back, so that only a few chunks of each member lie in its memory.
 """
 
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from diloco import errors
+from diloco.comm.codec.base import Codec
+from diloco.comm.codec.noise import PAGE
+from diloco.comm.reduce.pages import (
+    MAX_RANGES,
+    RANGE,
+    PageStore,
+    copy_parts,
+    joined,
+    overlap,
+    pack_spans,
+    unpack_spans,
+    whole_pages,
+    without,
+)
 from diloco.comm.reduce.spans import ReducePlan, Span
+from diloco.comm.reduce.waiting import Count, Progress, Stopped, Window
 from diloco.comm.transport.transport import Addresses, BufferFor, Stream, Transport
 
-CONTRIBUTION, RESULT = 1, 2
+CONTRIBUTION, RESULT, LACKING = 1, 2, 3
 CHUNK_NUMBER = struct.Struct("<I")
-WINDOW = 2  # chunks of each member in memory
+WINDOW = 2  # chunks of each member in memory, where none are kept
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
-
-
-@dataclass
-class Progress:
-    """Count the chunks that have passed between this member and another one, and note when the last one did."""
-
-    sent_chunks: int = 0
-    received_chunks: int = 0
-    last_at: float = 0.0  # time.monotonic()
-
-    def sent(self) -> None:  # each counter has one thread that writes it
-        """Count one more chunk to the other member. Only the thread that sends to it calls this."""
-        self.sent_chunks, self.last_at = self.sent_chunks + 1, time.monotonic()
-
-    def received(self) -> None:
-        """Count one more chunk from the other member. Only the thread that receives from it calls this."""
-        self.received_chunks, self.last_at = self.received_chunks + 1, time.monotonic()
-
-
-# How the threads of one all-reduce wait for each other. Whatever stops the attempt wakes all of them.
-
-
-class Stopped(Exception):
-    """Signal to a waiting thread that the attempt is over; the attempt's error says why."""
-
-
-class Count:
-    """Hold a number that only rises, and let threads wait for a value of it."""
-
-    def __init__(self) -> None:
-        self._value = 0
-        self._stopped = False
-        self._changed = threading.Condition()
-
-    def add_one(self) -> None:
-        """Increase the number and wake all threads that wait."""
-        with self._changed:
-            self._value += 1
-            self._changed.notify_all()
-
-    def reach(self, value: int) -> None:
-        """Wait until the number is at least `value`; raise Stopped once the attempt is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._value >= value or self._stopped)
-            if self._stopped:
-                raise Stopped
-
-    def stop(self) -> None:
-        """Make every wait raise Stopped, those that have begun and those to come."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-
-class Window:
-    """Hold the chunks of one member that wait to be added, in a ring of buffers."""
-
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
-        self.filled, self.freed = Count(), Count()
-
-    def place(self, number: int, size: int) -> Tensor:
-        """Return room for chunk `number`, once the chunk that was in it has been added."""
-        self.freed.reach(number - len(self._buffers) + 1)
-        return self._buffers[number % len(self._buffers)][:size]
-
-    def stop(self) -> None:
-        """Wake the threads that fill the ring and that empty it, with Stopped."""
-        self.filled.stop()
-        self.freed.stop()
 
 
 class Reduction:
@@ -117,10 +63,11 @@ class Reduction:
         *,
         result: Tensor | None = None,
         patience_s: float = 30.0,
+        pages: PageStore | None = None,
     ) -> None:
         """Take this member's encoded vector as `contribution`, and `result` as room for the encoded mean, if any.
 
-        `patience_s` is the time for others to be reached and to appear.
+        `patience_s` is the time for others to be reached and to appear; `pages` has those of earlier attempts.
         """
         _check_part(plan, transport.identity, addresses)
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
@@ -136,7 +83,15 @@ class Reduction:
         self._chunks = {owner: plan.chunks(number) for number, owner in enumerate(plan.members)}
         largest = max((self._size(chunk) for chunk in self._contributions(self.me)), default=0)
         # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
-        self._slots = torch.empty(WINDOW, len(plan.members), largest, dtype=torch.uint8)
+        self._pages = pages if plan.names else None
+        self._age = pages.age if pages is not None else 0
+        own = len(self._contributions(self.me))
+        window = own if self._pages is not None else min(WINDOW, own)
+        self._slots = torch.empty(window, len(plan.members), largest, dtype=torch.uint8)
+        self._lacks: dict[str, list[Span]] = {}  # where it resumes: of each contribution, and of the mean (me)
+        self._wanted: dict[tuple[str, int], list[Span]] = {}  # and what others lack of ours
+        self._got: dict[str, list[Span]] = {peer: [] for peer in plan.members}  # of each contribution, and the mean
+        self._told = {peer: Count() for peer in self.others}
         self._windows = {peer: Window(list(self._slots[:, plan.members.index(peer)])) for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
@@ -150,7 +105,13 @@ class Reduction:
         """Carry out the attempt and return the encoded mean, once only: another attempt needs another channel."""
         works = [*(partial(self._send_to, peer) for peer in self.others), *[self._receive] * len(self.others)]
         threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
+        with nullcontext() if self._pages is None else self._pages.turn:  # of an earlier attempt that was cancelled
+            return self._run(threads)
+
+    def _run(self, threads: list[threading.Thread]) -> Tensor:
         try:
+            if self.plan.resumes:
+                self._resume()
             for thread in threads:
                 thread.start()
             self._guarded(self._reduce)
@@ -162,6 +123,7 @@ class Reduction:
         finally:
             self._transport.forget(self.plan.channel)
             self._close_streams()
+            self._keep_pages()
         if self._error is not None:
             raise self._error
         return self.result
@@ -185,7 +147,8 @@ class Reduction:
 
     def expected(self, peer: str) -> int:
         """Return how many chunks this peer will have sent to this member by the end."""
-        return len(self._contributions(self.me)) + len(self._results(peer))
+        contributions = sum(len(self._lacking(peer, chunk)) for chunk in self._contributions(self.me))
+        return contributions + sum(len(self._lacking(self.me, chunk)) for chunk in self._results(peer))
 
     def _contributions(self, owner: str) -> list[Span]:
         """Return the chunks that all other members send to this owner."""
@@ -214,35 +177,59 @@ class Reduction:
         contribution, result = _bytes(self._contribution), _bytes(self.result)
         with self._blaming(peer):
             stream = self._connect(peer)
+            if self.plan.resumes:
+                self._send_lacking(stream, peer)
+                self._told[peer].reach(1)
             for number, chunk in enumerate(self._contributions(peer)):
-                stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(chunk)])
-                self.progress[peer].sent()
+                for part in self._wanted_by(peer, chunk, CONTRIBUTION):
+                    stream.send(CONTRIBUTION, CHUNK_NUMBER.pack(number), contribution[self.plan.bytes_of(part)])
+                    self.progress[peer].sent()
             for number, chunk in enumerate(self._results(self.me)):
                 if self.scatters:
                     self._reduced.reach(number + 1)
-                stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(chunk)])
-                self.progress[peer].sent()
+                for part in self._wanted_by(peer, chunk, RESULT):
+                    stream.send(RESULT, CHUNK_NUMBER.pack(number), result[self.plan.result_bytes_of(part)])
+                    self.progress[peer].sent()
             stream.end()
 
     def _receive(self) -> None:
         stream = self._accept()
         peer, window = stream.peer, self._windows[stream.peer]
         with self._blaming(peer):
+            if self.plan.resumes:
+                self._hear_lacking(stream)
             for number, chunk in enumerate(self._contributions(self.me)):
                 room = window.place(number, self._size(chunk))
-                stream.receive(_expect(CONTRIBUTION, number, room))
+                for part in self._lacking(peer, chunk):
+                    where = _bytes_within(chunk, part, self.plan.codec)
+                    self._receive_part(stream, CONTRIBUTION, number, part, room[where])
                 window.filled.add_one()
-                self.progress[peer].received()
             for number, chunk in enumerate(self._results(peer)):
-                room = self.result[self.plan.result_bytes_of(chunk)]
-                stream.receive(_expect(RESULT, number, room))
-                self._refuse_bad_result(peer, chunk, room)
-                self.progress[peer].received()
+                for part in self._lacking(self.me, chunk):
+                    room = self.result[self.plan.result_bytes_of(part)]
+                    self._receive_part(stream, RESULT, number, part, room)
             _expect_end(stream)
+
+    def _receive_part(self, stream: Stream, kind: int, number: int, part: Span, room: Tensor) -> None:
+        """Receive a part of a chunk, and note what has come; of one that breaks off, that is its first pages."""
+        codec = self.plan.codec if kind == CONTRIBUTION else self.plan.result_codec
+        got = self._got[stream.peer if kind == CONTRIBUTION else self.me]
+        try:
+            stream.receive(_expect(kind, number, room))
+        except errors.TransportError:
+            got.append(whole_pages(part, stream.arrived, codec))
+            raise
+        if kind == RESULT:
+            self._refuse_bad_result(stream.peer, part, room)
+        got.append(part)
+        self.progress[stream.peer].received()
 
     def _reduce(self) -> None:
         for number, chunk in enumerate(self._contributions(self.me)):
-            slot, room = self._slots[number % WINDOW], self.result[self.plan.result_bytes_of(chunk)]
+            if not self._lacking(self.me, chunk):  # it was worked out before
+                self._reduced.add_one()
+                continue
+            slot, room = self._slots[number % len(self._slots)], self.result[self.plan.result_bytes_of(chunk)]
             payloads = dict(zip(self.plan.members, slot[:, : self._size(chunk)], strict=True))
             own = payloads.pop(self.me)
             for peer, payload in payloads.items():
@@ -253,9 +240,82 @@ class Reduction:
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
             self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room, result)
             self._refuse_bad_result(self.me, chunk, room)
+            self._got[self.me].append(chunk)
             for window in self._windows.values():
                 window.freed.add_one()
             self._reduced.add_one()
+
+    # what an earlier attempt has left
+
+    def _resume(self) -> None:
+        """Take over the pages that an earlier attempt has received, and find out what is still lacking."""
+        plan, store, own = self.plan, self._pages or PageStore(), self._contributions(self.me)
+        kept = store.take(plan.result_name)
+        lacking = list[Span]()
+        for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
+            room = self.result[plan.result_bytes_of(chunk)]
+            copied = [part for part in copy_parts(kept, chunk, plan.result_codec, room) if self._is_good(part)]
+            self._got[self.me] += copied
+            lacking += without(chunk, copied)
+        self._lacks[self.me] = joined(lacking)
+        for peer in self.others:
+            place, lacking = plan.members.index(peer), []
+            kept = store.take(plan.names[place]) if plan.names else []
+            for number, chunk in enumerate(own):
+                if self._lacking(self.me, chunk):
+                    copied = copy_parts(kept, chunk, plan.codec, self._slots[number % len(self._slots), place])
+                    self._got[peer] += copied
+                    lacking += without(chunk, copied)
+            self._lacks[peer] = joined(lacking)
+
+    def _is_good(self, part: Span) -> bool:
+        """Return whether a part of the mean that was kept is finite: the end of one that broke off was not checked."""
+        try:
+            self.plan.result_codec.refuse_bad(self.result[self.plan.result_bytes_of(part)], part.hi - part.lo)
+        except errors.CodecError:
+            return False
+        return True
+
+    def _lacking(self, name: str, chunk: Span) -> list[Span]:
+        """Return what is still to come of a chunk: of a member's contribution, or with this one's name of the mean."""
+        return overlap(self._lacks[name], chunk) if name in self._lacks else [chunk]
+
+    def _wanted_by(self, peer: str, chunk: Span, kind: int) -> list[Span]:
+        """Return the parts of a chunk that this peer lacks."""
+        return overlap(self._wanted[peer, kind], chunk) if self.plan.resumes else [chunk]
+
+    def _send_lacking(self, stream: Stream, peer: str) -> None:
+        contribution = pack_spans(self._lacks[peer])
+        head = CHUNK_NUMBER.pack(len(contribution))
+        stream.send(LACKING, head, contribution + pack_spans(self._lacks[self.me]))
+
+    def _hear_lacking(self, stream: Stream) -> None:
+        """Take in what a peer lacks. What it says costs nobody else anything: it is sent no chunk twice."""
+
+        def place(kind: int, head: bytes, length: int) -> memoryview:
+            if kind != LACKING or len(head) != CHUNK_NUMBER.size or length > 2 * MAX_RANGES * RANGE.size:
+                raise errors.FrameError(f"frame of kind {kind} with {length} bytes, what {stream.peer} lacks was due")
+            return memoryview(bytearray(length))
+
+        frame = stream.receive(place)
+        (split,) = CHUNK_NUMBER.unpack(frame.head)
+        for kind, raw in ((CONTRIBUTION, frame.payload[:split]), (RESULT, frame.payload[split:])):
+            self._wanted[stream.peer, kind] = unpack_spans(bytes(raw), self.plan.count)
+        self._told[stream.peer].add_one()
+
+    def _keep_pages(self) -> None:
+        """Hand what has come to the store, where an attempt that follows this one finds it."""
+        if (store := self._pages) is None:
+            return
+        plan = self.plan
+        for part in self._got[self.me]:
+            store.keep(plan.result_name, part, self.result[plan.result_bytes_of(part)], age=self._age)
+        for peer in self.others:
+            place = plan.members.index(peer)
+            for number, chunk in enumerate(self._contributions(self.me)):
+                for part in overlap(self._got[peer], chunk):
+                    payload = self._slots[number, place, _bytes_within(chunk, part, plan.codec)]
+                    store.keep(plan.names[place], part, payload, age=self._age)
 
     def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:
         try:
@@ -326,6 +386,8 @@ class Reduction:
             self._error = error
         self._close_streams()
         self._reduced.stop()
+        for told in self._told.values():
+            told.stop()
         for window in self._windows.values():
             window.stop()
 
@@ -350,6 +412,12 @@ def _expect(kind: int, number: int, room: Tensor) -> BufferFor:
         return _bytes(room)
 
     return place
+
+
+def _bytes_within(chunk: Span, part: Span, codec: Codec) -> slice:
+    """Return where a part of a chunk lies in the chunk's bytes."""
+    first = (part.lo - chunk.lo) // PAGE * codec.size(PAGE)
+    return slice(first, first + codec.size(part.hi - part.lo))
 
 
 def _expect_end(stream: Stream) -> None:

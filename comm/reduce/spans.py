@@ -50,12 +50,16 @@ class ReducePlan(Coded):
     channel: str  # names the attempt: frames of another one never get in
     members: tuple[str, ...]  # identities, in the order in which contributions are added up
     weights: tuple[int, ...]  # whole numbers: tokens
-    spans: tuple[Span, ...]  # one for each member, in order; together the whole vector
+    spans: tuple[Span, ...]  # together the whole vector; one for each member, in order, unless `owners` says whose
     codec_name: str
     key: NoiseKey  # for rounding the result
     chunk_pages: int = USUAL_CHUNK_PAGES
     result_codec_name: str = ""  # how the mean travels; empty: as contributions do
     start: int = 0  # where the first span begins: the vector may be a part of a longer one
+    owners: tuple[int, ...] = ()  # of the spans, by their places among the members; empty: one span each, in order
+    names: tuple[str, ...] = ()  # of the members' contributions: equal names mean equal bytes; empty: none is kept
+    result_name: str = ""  # of their mean
+    resumes: bool = False  # members may hold pages of an earlier attempt, and say first what they lack
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -74,8 +78,9 @@ class ReducePlan(Coded):
 
     def chunks(self, member: int) -> list[Span]:
         """Return the pieces of a member's span, in the order in which they travel."""
-        span, step = self.spans[member], self.chunk_pages * PAGE
-        return [Span(lo, min(lo + step, span.hi)) for lo in range(span.lo, span.hi, step)]
+        owners, step = self.owners or range(len(self.members)), self.chunk_pages * PAGE
+        owned = [span for span, owner in zip(self.spans, owners, strict=True) if owner == member]
+        return [Span(lo, min(lo + step, span.hi)) for span in owned for lo in range(span.lo, span.hi, step)]
 
     def bytes_of(self, chunk: Span) -> slice:
         """Return where the chunk lies in an encoded contribution."""
@@ -100,6 +105,25 @@ def spans_by_bandwidth(count: int, bytes_per_s: Sequence[float]) -> tuple[Span, 
         edges.append(round(total * pages))
     edges[-1] = pages
     return tuple(Span(min(lo * PAGE, count), min(hi * PAGE, count)) for lo, hi in pairwise(edges))
+
+
+def spans_after_losses(
+    count: int, first: Sequence[tuple[str, float]], members: Sequence[str], bytes_per_s: Sequence[float]
+) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    """Return spans and their owners after members were lost: the others keep theirs and divide those of the lost.
+
+    `first` are the members of the first attempt, with the rates of their links.
+    """
+    spans, owners = list[Span](), list[int]()
+    for (name, _), span in zip(first, spans_by_bandwidth(count, [rate for _, rate in first]), strict=True):
+        if name in members:
+            spans.append(span)
+            owners.append(members.index(name))
+            continue
+        for owner, part in enumerate(spans_by_bandwidth(span.hi - span.lo, bytes_per_s)):
+            spans.append(Span(span.lo + part.lo, span.lo + part.hi))
+            owners.append(owner)
+    return tuple(spans), tuple(owners)
 
 
 def chunk_pages_for(spans: Sequence[Span]) -> int:
@@ -131,8 +155,10 @@ def _what_is_wrong(plan: ReducePlan) -> str:
     n = len(plan.members)
     if not 0 < n <= MAX_MEMBERS or len(set(plan.members)) != n:
         return f"a plan has 1 to {MAX_MEMBERS} members, each once"
-    if len(plan.weights) != n or len(plan.spans) != n:
-        return "each member has one weight and one span"
+    if len(plan.weights) != n or len(plan.spans) != (len(plan.owners) or n):
+        return "each member has one weight, and each span one owner"
+    if not all(0 <= owner < n for owner in plan.owners) or len(plan.names) not in (0, n):
+        return "owners are members, and each contribution has a name"
     if not all(isinstance(weight, int) for weight in plan.weights):
         return "weights are whole numbers"
     if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:

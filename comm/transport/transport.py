@@ -62,6 +62,7 @@ class Stream:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._ended = False
+        self.arrived = 0  # payload bytes of the last frame, or of the one that is on its way
 
     @property
     def bytes_sent(self) -> int:
@@ -105,10 +106,11 @@ class Stream:
         """
         deadline = deadline_in(timeout_s)
         with self._turn(self._receiving, deadline):
+            self.arrived = 0
             if self._ended:
                 raise StreamEnded(f"{self.peer} has sent everything")
             try:
-                frame = _receive_frame(self.carrier, place or _allocate, deadline, self.stall_s)
+                frame = self._receive_frame(place or _allocate, deadline)
             except FrameError:
                 self.close()
                 raise
@@ -116,6 +118,37 @@ class Stream:
         if self._ended:
             raise StreamEnded(f"{self.peer} has sent everything")
         return frame
+
+    def _receive_frame(self, place: BufferFor, deadline: Deadline) -> Frame:
+        target = memoryview(b"")
+
+        def first_place(header: FrameHeader, head: bytes) -> memoryview:
+            nonlocal target
+            if header.continues:
+                raise FrameError("the middle of a frame without its beginning")
+            target = _checked_place(place, header.kind, head, header.length + header.rest)
+            return target[: header.length]
+
+        first = self.carrier.receive(first_place, deadline)
+        self.arrived = len(target) - first.rest
+        self._receive_rest(first, target)
+        return Frame(first.kind, first.head, target)
+
+    def _receive_rest(self, first: Piece, target: memoryview) -> None:
+        rest = first.rest
+
+        def next_place(header: FrameHeader, head: bytes) -> memoryview:
+            if not header.continues or header.kind != first.kind or header.length + header.rest != rest:
+                raise FrameError("a piece that does not continue its frame")
+            return target[len(target) - rest :][: header.length]
+
+        while rest:
+            try:
+                rest = self.carrier.receive(next_place, deadline_in(self.stall_s)).rest
+            except TransportTimeout:
+                self.carrier.close()
+                raise PeerLost(f"{self.peer} stalled within a frame") from None
+            self.arrived = len(target) - rest
 
     @contextmanager
     def _turn(self, lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
@@ -311,37 +344,6 @@ def _no_payload(kind: int, head: bytes, length: int) -> memoryview:
     if length:
         raise FrameError("an opening carries no payload")
     return memoryview(bytearray())
-
-
-def _receive_frame(carrier: Carrier, place: BufferFor, deadline: Deadline, stall_s: float) -> Frame:
-    target = memoryview(b"")
-
-    def first_place(header: FrameHeader, head: bytes) -> memoryview:
-        nonlocal target
-        if header.continues:
-            raise FrameError("the middle of a frame without its beginning")
-        target = _checked_place(place, header.kind, head, header.length + header.rest)
-        return target[: header.length]
-
-    first = carrier.receive(first_place, deadline)
-    _receive_rest(carrier, first, target, stall_s)
-    return Frame(first.kind, first.head, target)
-
-
-def _receive_rest(carrier: Carrier, first: Piece, target: memoryview, stall_s: float) -> None:
-    rest = first.rest
-
-    def next_place(header: FrameHeader, head: bytes) -> memoryview:
-        if not header.continues or header.kind != first.kind or header.length + header.rest != rest:
-            raise FrameError("a piece that does not continue its frame")
-        return target[len(target) - rest :][: header.length]
-
-    while rest:
-        try:
-            rest = carrier.receive(next_place, deadline_in(stall_s)).rest
-        except TransportTimeout:
-            carrier.close()
-            raise PeerLost(f"{carrier.peer} stalled within a frame") from None
 
 
 def _checked_place(place: BufferFor, kind: int, head: bytes, length: int) -> memoryview:

@@ -26,6 +26,7 @@ from diloco.bench.report import Check, Report
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
+from diloco.comm.reduce.pages import PageStore
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
@@ -136,13 +137,14 @@ def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[s
     codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
     mean = torch.zeros(setting.count)  # the same memory in every repeat, as theirs who reduce in place
-    limit, rows = _error_limit(setting), []
+    limit, rows, pages = _error_limit(setting), [], PageStore()
     with closing(PooledTransport(plain)) as transport:
         for number in range(setting.repeats + 1):
             begin = _begin(tuple(addresses), setting, number)
             with peer.timed() as row:
+                pages.clear()
                 payload = codec.encode(own, NoiseKey(number, 0, transport.identity))
-                reduction = reduction_of(begin, payload, setting.count, transport, addresses)
+                reduction = reduction_of(begin, payload, setting.count, transport, addresses, pages)
                 result = reduction.run()
                 for start, part in decoded(result, setting.count, codec):
                     mean[start : start + len(part)] = part

@@ -77,7 +77,7 @@ def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
 
     They are: the outer state; the anchor that progress is measured from, what was read from the accelerators, the last
     base; a cut and a decoded mean of the largest fragment; what encoding lost; the contributions and results that are
-    kept.
+    kept, and what others have sent for one round.
     """
     from diloco.train.optimizers import optimizer_named  # brings torch, which a plan of no CONFIG does without
 
@@ -88,4 +88,4 @@ def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     rounds = max(1.0, config.inner.steps / phase_steps(sync, step_s))  # of each fragment in the whole run
     kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * rounds) for size in encoded)
     results = KEPT_RESULTS * sum(encoded) / len(encoded)
-    return FP32 * (vectors * values + 2 * max(counts)) + (kept + results if islands > 1 else 0.0)
+    return FP32 * (vectors * values + 2 * max(counts)) + (kept + results + max(encoded) if islands > 1 else 0.0)

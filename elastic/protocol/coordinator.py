@@ -261,6 +261,8 @@ class Coordinator:
 
     def _begin(self, term: Term, begin: msg.Begin, now: float) -> None:
         term.begin, term.begun_at, term.settle_at = begin, now, 0.0
+        if begin.bytes_per_s:
+            self.own.tried = begin
         term.store, term.enough_at = None, None
         term.begun.clear()
         term.done.clear()

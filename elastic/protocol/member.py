@@ -13,6 +13,7 @@ from diloco.errors import RecordInvalid
 
 MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends a few
 LINEAGE = 64  # records
+MAX_FIRST = 1024  # members of a first attempt
 MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
 
 
@@ -192,7 +193,7 @@ class Member:
         elif not begin.proposal.contributions:
             self.hold(current, Record(begin.proposal, EMPTY))
         else:
-            current.reducing = True
+            current.reducing, self.own.tried = True, begin
             self.own.effects.append(msg.Reduce(begin))
 
     def _what_is_wrong(self, sender: str, begin: msg.Begin) -> str:
@@ -207,6 +208,8 @@ class Member:
             return f"it began fragment {proposal.fragment}, and {self.own.due} is due"
         if not begin.adopted and proposal.islands and proposal.islands != begin.members:
             return "it began a ballot whose members are not its contributors"
+        if len(begin.first) > MAX_FIRST or min((*begin.bytes_per_s, *(rate for _, rate in begin.first)), default=0) < 0:
+            return "it began a ballot with spans that cannot be right"
         try:
             self.own.state.after(Record(proposal, EMPTY))
         except RecordInvalid as invalid:

@@ -94,6 +94,7 @@ class Begin:
     bytes_per_s: tuple[int, ...]  # of the members' links, for the spans
     adopted: str = ""  # digest of a result that is there already
     holder: str = ""  # and who has it
+    first: tuple[tuple[str, int], ...] = ()  # members and rates of the first attempt, of which pages may be kept
 
 
 @dataclass(frozen=True)

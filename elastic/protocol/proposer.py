@@ -173,7 +173,14 @@ class Proposer:
         proposal = replace(proposal, answered=in_order, latch=latch)
         members = proposal.islands or tuple(sorted(promised))
         rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
-        return Begin(own.state.key, term.ballot, proposal, members, rates)
+        return Begin(own.state.key, term.ballot, proposal, members, rates, first=self._first() if offers else ())
+
+    def _first(self) -> tuple[tuple[str, int], ...]:
+        """Return who took part in the first attempt at this round: its members may have kept pages, by its spans."""
+        tried = self.own.tried
+        if tried is None or tried.key != self.own.state.key or len(tried.members) != len(tried.bytes_per_s):
+            return ()
+        return tried.first or tuple(zip(tried.members, tried.bytes_per_s, strict=True))
 
     def _roster(self, answered: Collection[str]) -> tuple[str, ...]:
         """Return who of the roster stays, where a quorum decides."""

@@ -107,6 +107,7 @@ class ProtocolState:
     term: Term | None = None  # while this island leads
     drops: int = 0  # of its terms, since the last commit
     current: CurrentAttempt | None = None
+    tried: msg.Begin | None = None  # the last all-reduce that was begun here: its pages are kept until the head moves
     catching_up: str | None = None  # with whom
     state_digest: str = ""  # of the vectors, where it is known
     diverged: bool = False  # they differ from the others'

@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco import errors
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.donor import Donor
+from diloco.comm.reduce.pages import PageStore
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol import messages as msg
@@ -56,6 +57,7 @@ class Driver:
         self._stalls = 0  # since then
         self._bytes_reduced = 0
         self._attempts: dict[Ballot, Attempt] = {}
+        self.pages = PageStore()  # of attempts at the round that is next
         self._inputs: queue.SimpleQueue[Input | None] = queue.SimpleQueue()
         self._ended = self._mending = False
         self.store = store or Store()
@@ -164,6 +166,7 @@ class Driver:
                     self._mending = True
                     self._spawn(self._mend)
             case msg.Moved():
+                self.pages.clear()
                 self._restore_held()
             case msg.Note():
                 self.report(effect)
@@ -204,7 +207,8 @@ class Driver:
         assert self.contribution is not None
         try:
             count = self.run.fragments.counts[begin.proposal.fragment]
-            reduction = reduction_of(begin, self.contribution(begin), count, self.network.bulk, self.addresses)
+            own = self.contribution(begin)
+            reduction = reduction_of(begin, own, count, self.network.bulk, self.addresses, self.pages)
         except errors.PlanRefused as refused:
             unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
             blamed = unknown[0] if unknown else begin.ballot.coordinator

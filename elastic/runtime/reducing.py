@@ -12,10 +12,12 @@ from torch import Tensor
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
-from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_by_bandwidth
+from diloco.comm.reduce.pages import PageStore
+from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_after_losses, spans_by_bandwidth
 from diloco.comm.reduce.two_level import TwoLevelReduction
 from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.messages import Begin
+from diloco.elastic.protocol.record import canonical
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
 FLAT_UP_TO = 64  # members; more would have too many streams and too small chunks
@@ -97,15 +99,23 @@ class Attempt:
 
 
 def reduction_of(
-    begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Addresses
+    begin: Begin,
+    contribution: Tensor,
+    count: int,
+    transport: Transport,
+    addresses: Addresses,
+    pages: PageStore | None = None,
 ) -> Reduction | TwoLevelReduction:
-    """Build the all-reduce that *begin* asks for; raise PlanRefused if what a peer has proposed cannot be right."""
+    """Build the all-reduce that *begin* asks for; raise PlanRefused if what a peer has proposed cannot be right.
+
+    `pages` has what earlier attempts at this round have left.
+    """
     plan = plan_of(begin, count)
     if len(contribution) != plan.codec.size(count):
         raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
     if isinstance(plan, TwoLevelPlan):
         return TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
-    return Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
+    return Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S, pages=pages)
 
 
 def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
@@ -124,8 +134,27 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     codec, result = proposal.settings.codec, proposal.settings.result
     if len(begin.members) > FLAT_UP_TO:
         return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result)
-    spans = spans_by_bandwidth(count, rates)
-    return ReducePlan(channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result)
+    spans, owners = spans_by_bandwidth(count, rates), tuple[int, ...]()
+    if begin.first:
+        first = [(name, float(rate or UNKNOWN_RATE)) for name, rate in begin.first]
+        spans, owners = spans_after_losses(count, first, begin.members, rates)
+    names, result_name = _names(begin)
+    return ReducePlan(
+        channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result,
+        owners=owners, names=names, result_name=result_name, resumes=bool(begin.first),
+    )  # fmt: skip
+
+
+def _names(begin: Begin) -> tuple[tuple[str, ...], str]:
+    """Return names of the contributions and of their mean, such that equal names mean equal bytes.
+
+    What an island has offered for a key is frozen and encoded once; the mean follows from that and from the weights.
+    """
+    settings, proposal = begin.proposal.settings, begin.proposal
+    codecs = (settings.codec, settings.result_codec)
+    parts = [(begin.key, proposal.fragment, codecs[0], part.island, part.offer) for part in proposal.contributions]
+    of_mean = canonical([begin.key, proposal.fragment, codecs, proposal.contributions])
+    return tuple(hashlib.sha256(canonical(part)).hexdigest() for part in parts), hashlib.sha256(of_mean).hexdigest()
 
 
 def stall_after(silence_s: float, last: Outcome | None, chunks: int, stalls: int = 0) -> float:
