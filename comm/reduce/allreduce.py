@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -81,18 +82,14 @@ class Reduction:
         self._contribution = contribution
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
         self._chunks = {owner: plan.chunks(number) for number, owner in enumerate(plan.members)}
-        largest = max((self._size(chunk) for chunk in self._contributions(self.me)), default=0)
-        # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
         self._pages = pages if plan.names else None
         self._age = pages.age if pages is not None else 0
-        own = len(self._contributions(self.me))
-        window = own if self._pages is not None else min(WINDOW, own)
-        self._slots = torch.empty(window, len(plan.members), largest, dtype=torch.uint8)
+        self._slots = torch.empty(0, dtype=torch.uint8)
+        self._windows: dict[str, Window] = {}
         self._lacks: dict[str, list[Span]] = {}  # where it resumes: of each contribution, and of the mean (me)
         self._wanted: dict[tuple[str, int], list[Span]] = {}  # and what others lack of ours
         self._got: dict[str, list[Span]] = {peer: [] for peer in plan.members}  # of each contribution, and the mean
         self._told = {peer: Count() for peer in self.others}
-        self._windows = {peer: Window(list(self._slots[:, plan.members.index(peer)])) for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
         self._awaited = list(self.others)  # members whose stream has not come
@@ -110,6 +107,7 @@ class Reduction:
 
     def _run(self, threads: list[threading.Thread]) -> Tensor:
         try:
+            self._make_room()
             if self.plan.resumes:
                 self._resume()
             for thread in threads:
@@ -127,6 +125,23 @@ class Reduction:
         if self._error is not None:
             raise self._error
         return self.result
+
+    def _make_room(self) -> None:
+        """Get memory for the contributions to this member's span, when no earlier attempt writes to it any more."""
+        own, members = self._contributions(self.me), self.plan.members
+        largest = max((self._size(chunk) for chunk in own), default=0)
+        # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
+        shape = (min(WINDOW, len(own)) if self._pages is None else len(own), len(members), largest)
+        room = torch.empty(prod(shape), dtype=torch.uint8) if self._pages is None else self._pages.room(prod(shape))
+        with self._lock:
+            self._slots = room.view(shape)
+            self._windows = {peer: Window(list(self._slots[:, members.index(peer)])) for peer in self.others}
+            if self._error is not None:  # cancelled before it began
+                self._stop_windows()
+
+    def _stop_windows(self) -> None:
+        for window in self._windows.values():
+            window.stop()
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait for a thread.
@@ -388,8 +403,7 @@ class Reduction:
         self._reduced.stop()
         for told in self._told.values():
             told.stop()
-        for window in self._windows.values():
-            window.stop()
+        self._stop_windows()
 
     def _close_streams(self) -> None:
         for stream in list(self._streams):

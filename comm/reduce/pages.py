@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from diloco.comm.codec.base import Codec
@@ -29,13 +30,27 @@ class PageStore:
         self.turn = threading.Lock()
         self._kept: dict[str, list[tuple[Span, Tensor]]] = {}
         self._lock = threading.Lock()
+        self._spare: Tensor | None = None  # memory of the last room, once nothing that is kept lies in it
+        self._room: Tensor | None = None
         self.age = 0  # how often it was cleared: an attempt that began before keeps nothing any more
 
     def clear(self) -> None:
         """Forget all pages: another round is next."""
         with self._lock:
             self._kept = {}
+            self._spare, self._room = self._room if self._room is not None else self._spare, None
             self.age += 1
+
+    def room(self, size: int) -> Tensor:
+        """Return memory for so many bytes. That of an earlier round is used again: fresh pages of memory cost time.
+
+        Only the attempt whose turn it is may ask: nobody else writes to that memory.
+        """
+        with self._lock:
+            spare, self._spare = self._spare, None
+            fits = spare is not None and size <= len(spare) <= 2 * size
+            self._room = spare if fits and spare is not None else torch.empty(size, dtype=torch.uint8)
+            return self._room[:size]
 
     def keep(self, name: str, span: Span, payload: Tensor, *, age: int) -> None:
         """Keep the bytes of a span of whole pages, unless the store was cleared since `age`."""
