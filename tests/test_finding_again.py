@@ -4,30 +4,18 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from conftest import SMALL, read_events
 from launched import wait_until
-from streams import child_of
+from real_islands import Start, end, open_islands, together
 
 from diloco.errors import ConfigError
 from diloco.run.folder import LogFile
 from diloco.simulate.real.netns import Namespaces, refuse_if_not_permitted
-
-ENDLESS = {
-    **SMALL,
-    "inner": {**SMALL["inner"], "steps": 1_000_000},
-    "elastic": {"silence_s": 3, "partition": "merge"},
-    "log": {"every": 1000},
-}
 
 
 def permitted() -> bool:
@@ -38,74 +26,10 @@ def permitted() -> bool:
     return True
 
 
-class Island:
-    """A real island in a folder of its own, which does not outlive the test."""
-
-    def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
-        self.folder, self.process = folder, process
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        file = self.folder / "events.jsonl"
-        return [event for event in read_events(file) if event["event"] == kind] if file.exists() else []
-
-    def rounds_of(self, islands: int, since: float = 0.0) -> list[float]:
-        """When rounds of so many islands were applied here."""
-        found = (event for event in self.events("round") if event["time"] >= since)
-        return [event["time"] for event in found if event["islands"] >= islands]
-
-    @property
-    def daemon(self) -> int:
-        """The process id of its p2pd."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        for pid in {pid for file in (children, *tasks) for pid in file.read_text().split()}:
-            if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return child_of(int(pid))
-        raise AssertionError("no p2pd")
-
-
-Start = Callable[..., Island]
-AHEAD = """
-import time
-real = time.time
-time.time = lambda: real() + {ahead_s}
-from diloco.cli import main
-main()
-"""
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start an island: the first one founds the run, the others join it by the ticket that is in its folder."""
-    config = tmp_path / "run.yaml"
-    with ExitStack() as stack:
-
-        def make(number: int, *, prefix: tuple[str, ...] = (), ahead_s: float = 0.0, **options: str) -> Island:
-            folder = tmp_path / f"island-{number}"
-            config.write_text(yaml.safe_dump({**ENDLESS, "checkpoint": {"dir": str(tmp_path / "island-1")}}))
-            ticket = tmp_path / "island-1" / "ticket"
-            name = ("--name", folder.name, "--dir", str(folder))
-            words = ("run", str(config), "--islands", "1") if number == 1 else ("join", str(ticket), *name)
-            more = [word for option, value in options.items() for word in (f"--{option}", value) if word]
-            diloco = [sys.executable, "-c", AHEAD.format(ahead_s=ahead_s)]
-            process = subprocess.Popen(
-                [*prefix, *diloco, *words, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            stack.callback(end, process)
-            assert wait_until(ticket.exists), process.poll()
-            return Island(folder, process)
-
+    with open_islands(tmp_path) as make:
         yield make
-
-
-def end(process: "subprocess.Popen[str]") -> str:
-    """Kill it, and return what it has said of errors; nothing the second time."""
-    process.kill()
-    return process.communicate()[1] if process.stderr is not None and not process.stderr.closed else ""
-
-
-def together(islands: list[Island], since: float = 0.0) -> bool:
-    return all(island.rounds_of(len(islands), since) for island in islands)
 
 
 @pytest.mark.soak

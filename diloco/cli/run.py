@@ -99,6 +99,9 @@ def join(
     name: Annotated[str | None, typer.Option(help="Name under which others see this island.")] = None,
     fsdp: Annotated[int | None, typer.Option(min=1, help="Processes to shard parameters and batch over.")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Processes to split each matrix over.")] = None,
+    witness: Annotated[
+        bool, typer.Option("--witness", help="Train nothing: only store the run's state, and vote.")
+    ] = False,
     max_up: MaxUp = None,
     max_down: MaxDown = None,
     link: Link = None,
@@ -107,7 +110,8 @@ def join(
     """Join a run as a peer.
 
     The run's configuration and state come from the other islands. Ctrl-C contributes what was trained so far, says
-    goodbye and leaves; a second Ctrl-C leaves at once.
+    goodbye and leaves; a second Ctrl-C leaves at once. A witness needs no accelerator and no data: with one, a run of
+    two islands goes on when either of them is lost.
     """
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
@@ -118,16 +122,20 @@ def join(
     island = own_island(own)
     text = read_ticket(ticket)
     parsed = Ticket.parse_invitation(text)
+    if witness and island.fsdp * island.tp > 1:
+        raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
     start_if_several(island)
+    from diloco.run import start
     from diloco.run.peer import Connection, host_towards, own_name
-    from diloco.run.start import join
     from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     up, down, delay_s = rates_of(link, max_up, max_down)
-    connection = Connection(host or host_towards(parsed.addresses), up, down, delay_s, name, mesh=island.mesh)
-    outcome = join(text, own, as_simulated(connection, folder), folder)
+    mesh_name = "witness" if witness else island.mesh
+    connection = Connection(host or host_towards(parsed.addresses), up, down, delay_s, name, mesh=mesh_name)
+    enter = start.witness if witness else start.join
+    outcome = enter(text, own, as_simulated(connection, folder), folder)
     if outcome.leader:
         say(ending(outcome, str(folder)))
 

@@ -24,7 +24,7 @@ class Row:
     """Describe the last known state of one island."""
 
     name: str
-    state: str = "starting"  # then training; gone: died; left: ended in good order
+    state: str = "starting"  # then training, or witness; gone: died; left: ended in good order
     step: int = 0
     round: int = 0
     loss: float | None = None
@@ -63,6 +63,8 @@ class Board:
             case "start":
                 row.state, self.steps = "training", event["steps"]
                 self.every = event["every"] if isinstance(event["every"], int) else 1  # a time is no number of steps
+            case "witness":
+                row.state = "witness"
             case "step":
                 row.step, row.loss, row.tokens_per_s = event["step"], event["loss"], event["tokens_per_s"]
             case "round":

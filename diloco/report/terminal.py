@@ -34,6 +34,9 @@ def sentence(event: Event) -> str | None:
             model = f"{event['model']}, {format_count(event['parameters'])} parameters"
             data = f"{event['data']}, {format_count(event['data_tokens'])} tokens"
             return f"{event['run']}: {model}, on {data}; {event['device']}, {event['dtype']}{mesh}"
+        case "witness":
+            size = format_count(event["trained_parameters"])
+            return f"{event['run']}: witness from round {event['round']} on: it stores {size} parameters and votes"
         case "note":
             return f"note: {event['text']}"
         case "resume":

@@ -6,26 +6,32 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
 from diloco.comm.peers.identity import Identity
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.schema import Config
+from diloco.data.samples import Samples
 from diloco.elastic.protocol.messages import Note
 from diloco.elastic.protocol.node import Node, Options
+from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Amendment, Latch
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import Vectors
-from diloco.elastic.runtime.driver import RunContext, among_friends, open_island
+from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.mailbox import greet
-from diloco.elastic.runtime.restoring import Origin, memory_of, restore
+from diloco.elastic.runtime.restoring import Origin, kept_in, memory_of, restore
 from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
+from diloco.island.layout import Layout
+from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
@@ -42,8 +48,26 @@ SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
+FRAGMENTS_BYTES = 8 << 20
 
 Answer = TypeVar("Answer")
+
+
+class Entrant(Protocol):
+    """Describe who enters a run, as far as its state and its store need to know: a participant, or a witness."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def place(self) -> ProcessMesh: ...
+    @property
+    def events(self) -> Events: ...
+    @property
+    def fragments(self) -> Fragments: ...
+    @property
+    def samples(self) -> Samples | None: ...
+    @property
+    def is_witness(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +98,25 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
         raise
 
 
-def find_start(peer: LocalPeer, genesis: Genesis, part: Participant, first: Vectors | None = None) -> Start:
+def known_fragments(folder: Path, peer: LocalPeer, genesis: Genesis) -> Fragments:
+    """Return how the run's vectors are divided, as this island's own disk has it, or else as a member of the run gives
+    it. Only who builds no model has to ask."""
+    count = Layout(genesis.names, genesis.shapes).size
+    for manifest, path in manifests(folder / OUTER):
+        return Fragments(kept_in(manifest, path).fragments)
+
+    def ask_for_it(first: str, others: dict[str, PeerAddress]) -> Fragments:
+        raw = request(peer.plain, others[first], "fragments", limit=FRAGMENTS_BYTES, timeout_s=10)
+        ranges = decode(tuple[Ranges, ...], raw)
+        parts = sorted(part for each in ranges for part in each)
+        if [lo for lo, _ in parts] + [count] != [0] + [hi for _, hi in parts]:
+            raise MessageRefused("the fragments that a peer gives do not cover the run's parameters")
+        return Fragments(ranges)
+
+    return ask_members(peer, ask_for_it)
+
+
+def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors | None = None) -> Start:
     """Restore the state that this island's own disk ends with, from which the others help it to catch up; without one,
     fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
     config, fragments = part.config, part.fragments
@@ -164,7 +206,7 @@ def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> RunContext
     return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every)
 
 
-def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, incarnation: int | None) -> Rounds:
+def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarnation: int | None = None) -> Driver:
     """Take part among the others until the stack is closed; without an `incarnation` to continue, as a new one."""
     config, origin, store = part.config, start.origin, start.store
     inbox = Inbox(Path(config.dir))
@@ -203,7 +245,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Participant, inc
     peer.publish()
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)
-    return Rounds(driver, config, peer.name_of)
+    return driver
 
 
 def owner_of(folder: Path, genesis: Genesis) -> Identity | None:
@@ -231,8 +273,8 @@ def alone(part: Participant) -> Iterator[None]:
         yield
 
 
-def _options_at(state: RunState, part: Participant, peer: LocalPeer) -> Options:
-    options = options_for(part.config, alone=not isinstance(peer, Peer))
+def _options_at(state: RunState, part: Entrant, peer: LocalPeer) -> Options:
+    options = replace(options_for(part.config, alone=not isinstance(peer, Peer)), witness=part.is_witness)
     now = amended(part.config, state.amendments)
     over = schedule_of(now.sync, now.inner).is_over(state.step, state.updates)
     # it has come to look: no round is needed to give it samples; a loop of one's own asks when it wants batches

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diloco.atomic import write_file
 from diloco.checkpoint.save import saves
 from diloco.comm.codec.registry import warm_up
@@ -26,11 +28,13 @@ from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder, refuse_other_protocols
 from diloco.run.genesis import Genesis, own_sections, read_genesis
-from diloco.run.join import Start, find_start, known_genesis, leased_incarnation, meet, open_store
+from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
 from diloco.run.signals import Stop, stop_on_signal
+from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
+from diloco.train.rounds import Rounds
 from diloco.train.trainer import Outcome, Trainer
 
 TICKET_S = 30 * 24 * 3600.0
@@ -49,6 +53,17 @@ def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -
     from this island's own disk, if it was here before."""
     with _built_in(own_island(own), connection) as entrance:
         return _train(entrance, entrance.join(Ticket.parse_invitation(text), own, folder))
+
+
+def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
+    """Store and vote in a run by its ticket, without training anything."""
+    with ExitStack() as stack:
+        events = Events()
+        stack.callback(events.close)
+        place = ProcessMesh(0, 1, torch.device("cpu"), None)
+        entrance = RunEntry(place, events, stack, connection, partial(Trainer, place=place, events=events))
+        part, stop = entrance.witness(Ticket.parse_invitation(text), own, folder), entrance.stop
+        return part.run(lambda: stop.asked, lambda: stop.pausing)
 
 
 @contextmanager
@@ -127,6 +142,21 @@ class RunEntry:
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
         return self._enter(folder, {**own, "checkpoint": checkpoint}, self.build, ticket=ticket)
 
+    def witness(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Witness:
+        """Enter the run that a ticket names as a witness: neither model nor data are opened, only the outer state."""
+        peer = self._joining_peer(folder, ticket)
+        genesis = known_genesis(folder, peer)
+        config = genesis.configure({**own, "checkpoint": {**own.get("checkpoint", {}), "dir": str(folder)}})
+        self._open_folder(config, resume=True)
+        peer.publish()
+        part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
+        start = find_start(peer, genesis, part)
+        self.stack.enter_context(stop_on_signal(self.stop, announce=True))
+        warm_up(config.sync.codec)
+        part.driver = meet(self.stack, peer, start, part)
+        self.stop.on_pause = part.driver.pause
+        return part
+
     def _enter(
         self, folder: Path, own: dict[str, Any], build: Build, ticket: Ticket | None = None,
         founded_with: Config | None = None,
@@ -203,7 +233,7 @@ class RunEntry:
             if earlier is not None:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
-            rounds = meet(self.stack, peer, start, part, incarnation)
+            rounds = Rounds(meet(self.stack, peer, start, part, incarnation), config, peer.name_of)
             self.stop.on_pause = rounds.driver.pause
         part.join(rounds, self.place.share(earlier))
         return part

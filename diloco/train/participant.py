@@ -36,6 +36,8 @@ class Participant(ABC):
     """Take one island's part in a run: contribute, apply outer updates, report, save and resume. `samples` is None for
     a loop that brings its own data."""
 
+    is_witness = False
+
     def __init__(
         self,
         config: Config,

@@ -94,26 +94,9 @@ class Rounds:
 
     def round_events(self) -> list[dict[str, Any]]:
         """Describe, for people, the rounds that are over since the last call."""
-        records = [record for record in self.session.records() if record.proposal.key.round > self._reported]
-        seen = self.session.state.head.round
+        seen, before = self.session.state.head.round, self._reported
         self._reported = max(self._reported, seen)
-        return [self._round_event(record) for record in records if record.proposal.key.round <= seen]
-
-    def _round_event(self, record: Record) -> dict[str, Any]:
-        proposal = record.proposal
-        return {
-            "round": proposal.key.round,
-            "fragment": proposal.fragment,
-            "contributors": tuple(self._names(island) for island in proposal.islands),
-            "islands": len(proposal.roster),
-            "tokens": proposal.tokens,
-            "outer_lr": proposal.settings.lr,
-            "step": proposal.step,
-            "digest": record.digest,
-            "applied_at": self.driver.applier.applied_at.get(proposal.key.round),
-            "late": sum(contribution.offer.late for contribution in proposal.contributions),
-            "samples": [contribution.offer.samples for contribution in proposal.contributions],
-        }
+        return round_events(self.driver, range(before + 1, seen + 1), self._names)
 
     def exhausted(self) -> bool:
         """Tell whether the run is out of samples: none are left to lease, and no island holds enough for a batch."""
@@ -126,13 +109,40 @@ class Rounds:
 
     def agreement(self) -> dict[str, Any]:
         """Return what this island holds at the end, with digests of log and state, to be compared with others."""
-        state = self.session.state
-        return {
-            "round": state.head.round, "chain": state.head.digest, "state": self.driver.replica.digest(),
-            "tokens": state.head.tokens, "bytes_sent": self.driver.bytes_sent,
-        }  # fmt: skip
+        return agreement(self.driver, self.session.state)
 
     def leave(self) -> None:
         """Wait until the others have what this island has, leave the run, and close the session."""
         self.driver.leave()
         self.session.close()
+
+
+def round_events(driver: Driver, rounds: range, names: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Describe, for people, those of a run's last rounds whose numbers are in `rounds`."""
+    records = [record for record in list(driver.records) if record.proposal.key.round in rounds]
+    return [_round_event(driver, record, names) for record in records]
+
+
+def _round_event(driver: Driver, record: Record, names: Callable[[str], str]) -> dict[str, Any]:
+    proposal = record.proposal
+    return {
+        "round": proposal.key.round,
+        "fragment": proposal.fragment,
+        "contributors": tuple(names(island) for island in proposal.islands),
+        "islands": len(proposal.roster),
+        "tokens": proposal.tokens,
+        "outer_lr": proposal.settings.lr,
+        "step": proposal.step,
+        "digest": record.digest,
+        "applied_at": driver.applier.applied_at.get(proposal.key.round),
+        "late": sum(contribution.offer.late for contribution in proposal.contributions),
+        "samples": [contribution.offer.samples for contribution in proposal.contributions],
+    }
+
+
+def agreement(driver: Driver, state: RunState) -> dict[str, Any]:
+    """Return what an island holds at a state, with digests of log and vectors, to be compared with others."""
+    return {
+        "round": state.head.round, "chain": state.head.digest, "state": driver.replica.digest(),
+        "tokens": state.head.tokens, "bytes_sent": driver.bytes_sent,
+    }  # fmt: skip

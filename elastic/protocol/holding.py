@@ -87,7 +87,9 @@ class Holding:
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""
         view, own = self.own.peers.views[peer], self.own
-        if not own.peers.hears(peer, now) or view.head is None or peer in own.last_contributors:
+        if not own.peers.hears(peer, now) or view.head is None:
+            return False
+        if peer in own.last_contributors or peer in own.state.witnesses:
             return False
         behind = own.state.head.round - view.head.round
         return 0 <= behind <= BEHIND and view.behind_s <= usual

@@ -67,15 +67,16 @@ def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int)
 def propose(
     state: RunState, fragment: int, offers: dict[str, Offer], alive: dict[str, int], wants: dict[str, int],
     decide: Decide, amendment: Amendment | None = None, *, roster: tuple[str, ...] | None = None,
-    witnesses: Collection[str] = (),
+    witnesses: Collection[str] | None = None,
 ) -> Proposal:  # fmt: skip
     """Make a fresh proposal: contributions, the next roster, leases of samples, and the round's settings.
 
     `alive` has the incarnation of all who live, `wants` the samples each would like to hold. Of the roster stay those
-    in `roster`, by default those who live.
+    in `roster`, by default those who live. `witnesses` are those who stay or come in as such.
     """
+    witnesses = set(state.witnesses if witnesses is None else witnesses)
     stay = [peer for peer in state.roster if peer in alive] if roster is None else list(roster)
-    order = stay + sorted((set(offers) | set(witnesses)) - set(state.roster))
+    order = stay + sorted((set(offers) | witnesses) - set(state.roster))
     weights = weigh(offers) if offers else {}
     contributions = tuple(Contribution(peer, offers[peer], weights[peer]) for peer in order if peer in offers)
     settings, step = decide(state, fragment, contributions)
@@ -85,7 +86,7 @@ def propose(
     return Proposal(
         state.key, fragment if offers else -1, contributions, tuple(order), releases,
         _grants(state.settled(contributions, releases), wanted), settings, step, amendment,
-        witnesses=tuple(peer for peer in order if peer in witnesses or peer in state.witnesses),
+        witnesses=tuple(peer for peer in order if peer in witnesses),
     )  # fmt: skip
 
 
@@ -146,7 +147,8 @@ class Proposer:
     def next_attempt(self, term: Term, now: float) -> Begin | None:
         """Return the attempt to begin now, or None if it is not time for one."""
         own, fragment, promised = self.own, self.own.due, term.promised()
-        ready = {peer: offer for peer, offer in term.offers(fragment).items() if peer in promised}
+        offered = term.offers(fragment).items()
+        ready = {peer: offer for peer, offer in offered if peer in promised and not promised[peer].witness}
         offers = self._without_stuck_pairs(ready)
         for peer in outsize(offers):
             own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
@@ -160,9 +162,9 @@ class Proposer:
         views = own.peers.views.items()
         alive = {peer: view.incarnation for peer, view in views if self.liveness.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
-        wants = {peer: promise.want for peer, promise in promised.items() if promise.want}
+        wants = {peer: promise.want for peer, promise in promised.items() if promise.want and not promise.witness}
         self.note_lost(set(own.state.roster) - alive.keys())
-        witnesses = {peer for peer, promise in promised.items() if promise.witness}
+        witnesses = self._witnesses(promised)
         answered = (term.answers.keys() | term.elsewhere.keys()) & own.state.places.keys()
         roster = self._roster(answered) if own.needs_quorum and own.rules.roster_has_a_floor else None
         proposal = propose(
@@ -187,6 +189,11 @@ class Proposer:
         own = self.own
         gone = {peer for peer, view in own.peers.views.items() if view.said_goodbye}
         return without_the_absent(own.state, answered, gone, own.options.min_voters)
+
+    def _witnesses(self, promised: dict[str, Promise]) -> set[str]:
+        """Return who is a witness: of those who have promised, who says so; of others, who was one."""
+        before = set(self.own.state.witnesses) - promised.keys()
+        return before | {peer for peer, promise in promised.items() if promise.witness}
 
     def has_quorum(self, members: Iterable[str], now: float) -> bool:
         """Return whether these members may decide: with `merge` any may, but for those who have just come back."""

@@ -101,6 +101,9 @@ class RunState:
             raise RecordInvalid("it changes settings, and that is not the owner's next change")
         if (latch := proposal.latch) is not None and (self.latch or not latch.is_by(self.owner)):
             raise RecordInvalid("it demands a quorum from here on, and that is not the owner's demand")
+        holders = {grant.holder.rpartition("#")[0] for grant in proposal.grants}
+        if not set(proposal.witnesses).isdisjoint({*proposal.islands, *holders}):
+            raise RecordInvalid("a witness contributes in it, or leases samples")
         marks, versions = dict(self.marks), dict(self.versions)
         lives = {part.island: part.offer.incarnation for part in proposal.contributions}
         if proposal.contributions:

@@ -82,6 +82,7 @@ class Applier:
         self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
+        self.library.put("fragments", encode(run.fragments.ranges))  # for a witness, which builds no model
         self.log = OuterLog(self.library, lambda payload: payload == EMPTY or store.has(payload))
         self.log.replace(known)
         self.vector_names = tuple(sorted(vectors))

@@ -68,7 +68,7 @@ def parse(text: str) -> Scenario:
                 scenario.rule = rule
             case words:
                 scenario.commands.append(" ".join(words))
-                names |= {words[1]} if words[0] == "start" else set()
+                names |= {words[1]} if words[0] in ("start", "witness") else set()
     scenario.setup = replace(scenario.setup, islands=len(names))
     return scenario
 
@@ -111,6 +111,9 @@ def _obey(world: World, command: str) -> None:
         case ["crash" | "stop" | "resume" | "leave" | "start" as what, *names]:
             for name in names:
                 getattr(world, what)(name)
+        case ["witness", name]:
+            world.witnesses.add(name)
+            world.start(name)
         case ["amend", *names]:
             world.amend(names)
         case ["exchange", seconds]:
@@ -202,6 +205,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
             found = who if best.updates >= int(who) else str(best.updates)
         case ["roster", who]:
             found = ",".join(best.roster)
+        case ["witnesses", who]:
+            found = ",".join(best.witnesses)
         case ["progress", number, "of", who, *fragment, "contained"]:  # … in fragment 2 contained
             marks = [mark for (island, _, f), mark in best.marks if island == who and fragment[2:] in ([], [str(f)])]
             found = who if sum(marks) >= int(number) else f"only {sum(marks)}"

@@ -88,6 +88,7 @@ class World:
         self.stopped: dict[str, list[Callable[[], None]]] = {}  # what waits until they go on
         self.cut: set[Pair] = set()
         self.lasting: set[Pair] = set()  # cut for ever
+        self.witnesses: set[str] = set()  # they store and vote, and train nothing
         self.mute: set[str] = set()  # they give signs of life, and do nothing else
         self.steady: set[str] = set()  # alive and reachable all the time
         self.calm = True  # crashes at most: nobody was ever suspected wrongly
@@ -166,9 +167,8 @@ class World:
 
     def _options_of(self, name: str) -> Options:
         """Return an island's options: the first one has the owner's key, and signs a latch when one is due."""
-        if name != self.names[0]:
-            return self.options
-        return replace(self.options, sign_latch=partial(Latch.sign, owner()))
+        options = replace(self.options, witness=True, want=0) if name in self.witnesses else self.options
+        return options if name != self.names[0] else replace(options, sign_latch=partial(Latch.sign, owner()))
 
     def amend(self, names: Iterable[str]) -> None:
         """Change settings as the owner, and hand that in at these islands, as far as they exist by now."""
