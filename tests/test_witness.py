@@ -75,6 +75,21 @@ def test_two_islands_and_a_witness_go_on_when_either_island_is_killed(tmp_path, 
         assert rounds.get(agreed["round"], agreed["chain"]) == agreed["chain"]
 
 
+@pytest.mark.soak
+def test_an_island_alone_of_two_waits_and_says_for_whom(tmp_path):
+    with open_islands(tmp_path, {"elastic": {"silence_s": 3, "partition": "quorum"}}) as start:
+        founder, joiner = islands = [start(1), start(2)]
+        assert wait_until(lambda: together(islands))
+        founder.process.kill()
+        assert wait_until(lambda: joiner.told("waiting")), joiner.process.poll()
+        (text,) = joiner.told("waiting")
+        assert text.startswith("for island-1: of 2 voters 1 are no quorum")
+        assert "`diloco force-roster RUN --keep island-2` goes on without" in text
+        rounds = len(joiner.events("round"))
+        start(1, resume="")
+        assert wait_until(lambda: len(joiner.events("round")) > rounds), "together, they go on"
+
+
 def contributed(island: Island, since: float) -> list[int]:
     """The rounds with contributions that an island has seen since then."""
     return [e["round"] for e in island.events("round") if e["contributors"] and (e["applied_at"] or 0) > since]

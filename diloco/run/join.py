@@ -212,7 +212,8 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     inbox = Inbox(Path(config.dir))
 
     def report(note: Note) -> None:
-        part.events.emit("elastic", what=note.kind, island=peer.name_of(note.peer), text=note.text)
+        what, island, text = note.kind, peer.name_of(note.peer), peer.with_names(note.text)
+        part.events.emit("elastic", what=what, island=island, text=text)
 
     def hand_in(bring: Callable[[Amendment], None]) -> None:
         for found in inbox.new():

@@ -96,6 +96,12 @@ class LocalPeer:
         """Return the addresses of all others; here there are none."""
         return {}
 
+    def with_names(self, text: str) -> str:
+        """Return a text with islands' names instead of their ids."""
+        for peer, name in list(self._names.items()):
+            text = text.replace(peer, name)
+        return text
+
     def name_of(self, peer: str) -> str:
         """Return the name that a peer published, or the end of its id."""
         return self._names.get(peer, peer[-8:])

@@ -19,6 +19,7 @@ from diloco.elastic.protocol.protocol_state import ProtocolState
 from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Offer, Record
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.waiting import Waiting
 
 __all__ = ["Node", "Options"]
 
@@ -51,6 +52,7 @@ class Node:
         self.member = Member(own, self.liveness, self.leading)
         proposer = Proposer(own, self.liveness)
         self._coordinator = Coordinator(own, self.liveness, self.leading, self.member, proposer)
+        self._waiting = Waiting(own)
         self._awake_at = now
 
     # inputs
@@ -60,6 +62,7 @@ class Node:
         if self.own.leaving:
             return []
         self.liveness.tick(now)
+        self._waiting.tick(now)
         effects = self._finish(now)
         self._awake_at = now
         return effects
