@@ -266,6 +266,12 @@ class ManifestRefused(TransferFailed):
     code = "parcel"
 
 
+class Evicted(DilocoError):
+    """Signal that the run's owner has taken this island out of the run (`diloco evict`). The run goes on without it."""
+
+    code = "evicted"
+
+
 class JoinRefused(DilocoError):
     """Signal that this machine cannot take part in the run as it is. Nothing was changed."""
 

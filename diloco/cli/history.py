@@ -148,16 +148,9 @@ def set_settings(
     The change is signed with the key of the run's owner, which is in the folder in which the run was founded. It takes
     effect on every island with the same round; diloco log shows which.
     """
-    from diloco.history.log import find_logs
     from diloco.train.amend import FOLDER, in_words
 
-    folders = [log.parent for log in find_logs(run)]
-    folder = next((folder for folder in folders if (folder / "owner.key").is_file()), None)
-    if folder is None:
-        raise SaveError(
-            f"{folders[0]} joined a run that was founded elsewhere: only its owner changes its settings, "
-            "in the folder in which it was founded"
-        )
+    folder = founding_folder(run)
     while (amendment := amend(folder, changes)) is None:
         pass  # somebody else was quicker: look again
     say(
@@ -165,6 +158,20 @@ def set_settings(
         f"It waits in {folder / FOLDER}: the island that trains there, or the next one that does, brings it to the "
         "others. It holds for all of them from one round on, which diloco log shows.",
     )
+
+
+def founding_folder(run: str) -> Path:
+    """Return the folder of a run that has its owner's key; raise SaveError if it was founded elsewhere."""
+    from diloco.history.log import find_logs
+
+    folders = [log.parent for log in find_logs(run)]
+    folder = next((folder for folder in folders if (folder / "owner.key").is_file()), None)
+    if folder is None:
+        raise SaveError(
+            f"{folders[0]} joined a run that was founded elsewhere: only its owner changes it, "
+            "in the folder in which it was founded"
+        )
+    return folder
 
 
 def amend(folder: Path, overrides: list[str]) -> "Amendment | None":

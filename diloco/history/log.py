@@ -4,6 +4,7 @@ Nothing is changed here, and the run may be training meanwhile.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
 from diloco.run.folder import OUTER, has_log, refuse_other_protocols
 from diloco.run.genesis import FILE, Genesis, read_genesis
+from diloco.run.peer import read_names
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 
+ID_LETTERS = 8  # of a peer id, where an island's name is not known
 WRITING_S = 0.5  # what is torn for longer is not being written
 
 
@@ -63,9 +66,19 @@ def find_logs(name: str) -> list[Path]:
 
 
 def names_of(logs: list[Path]) -> dict[str, str]:
-    """Return the names of the islands on this machine, by their peer ids."""
+    """Return the names of islands by their peer ids: those on this machine, and those that these have heard of."""
+    heard = {peer: name for log in logs for peer, name in read_names(log.parent).items()}
     keys = {log.parent / "identity.key": log.parent.name for log in logs}
-    return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
+    return heard | {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
+
+
+def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str:
+    """Return the id of the member with this name, or whose id ends so. Raise SaveError unless it is exactly one."""
+    found = [peer for peer in roster if name == names.get(peer) or (len(name) >= ID_LETTERS and peer.endswith(name))]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in roster)
+    raise SaveError(f"{name}: {'two islands are called that' if found else 'no such island'}; the run has {known}")
 
 
 def rows(log: Path) -> list[Row]:

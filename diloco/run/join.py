@@ -24,12 +24,12 @@ from diloco.elastic.protocol.record import Amendment, Latch
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import Vectors
-from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
+from diloco.elastic.runtime.driver import EVICTED, Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, kept_in, memory_of, restore
-from diloco.errors import JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
+from diloco.errors import Evicted, JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
@@ -209,6 +209,8 @@ def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> RunContext
 def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarnation: int | None = None) -> Driver:
     """Take part among the others until the stack is closed; without an `incarnation` to continue, as a new one."""
     config, origin, store = part.config, start.origin, start.store
+    if peer.id in origin.state.evicted:
+        raise Evicted(EVICTED)
     inbox = Inbox(Path(config.dir))
 
     def report(note: Note) -> None:

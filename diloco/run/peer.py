@@ -1,5 +1,6 @@
 """This machine as a peer: its identity, the directory, transports, and which others are present."""
 
+import json
 import logging
 import re
 import socket
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.atomic import write_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity, peer_id_of
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
 
 IDENTITY_KEY = "identity.key"  # in an island's folder
+NAMES = "names"
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
 LOOK_S = 1.0
@@ -76,7 +79,8 @@ class LocalPeer:
         self.id = self.identity.peer_id
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
         self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
-        self._names = {self.id: connection.name}  # they outlive records
+        self._names_file = folder / NAMES
+        self._names = {**read_names(folder), self.id: connection.name}  # they outlive records, and this process
         self.plain: Transport = MemoryNetwork().transport(self.id)
         self.bulk: Transport = self.plain
         self._stop = threading.Event()
@@ -95,6 +99,16 @@ class LocalPeer:
     def find_peers(self) -> dict[str, PeerAddress]:
         """Return the addresses of all others; here there are none."""
         return {}
+
+    def _keep_names(self, names: Mapping[str, str]) -> None:
+        """Remember the names of islands, on the disk too: commands take them when nobody is there to ask."""
+        if names.items() <= self._names.items():
+            return
+        self._names = {**self._names, **names}
+        try:
+            write_file(self._names_file, json.dumps(self._names, indent=1) + "\n")
+        except OSError as error:
+            log.warning("the others' names could not be kept: %s", error)
 
     def with_names(self, text: str) -> str:
         """Return a text with islands' names instead of their ids."""
@@ -218,7 +232,7 @@ class Peer(LocalPeer):
             if peer not in self.records or self.records[peer].sequence != record.sequence:
                 self._renewed_at[peer] = time.monotonic()
         self.records = {peer: record for peer, record in self.records.items() if self._knows(peer)} | found
-        self._names |= {peer: record.name for peer, record in found.items()}
+        self._keep_names({peer: record.name for peer, record in found.items()})
         self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
         return {peer: address_of(peer, record) for peer, record in found.items()}
 
@@ -276,6 +290,15 @@ class Peer(LocalPeer):
     def close(self) -> None:
         super().close()
         self.directory.close()
+
+
+def read_names(folder: Path) -> dict[str, str]:
+    """Return the names of islands, by their ids, that the island in this folder has heard of."""
+    try:
+        names = json.loads((folder / NAMES).read_bytes())
+        return {str(peer): str(name) for peer, name in names.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:

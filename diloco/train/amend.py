@@ -13,7 +13,7 @@ from diloco.atomic import create_file
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, overrides_tree, parse_config
 from diloco.config.schema import Config
-from diloco.elastic.protocol.record import Amendment
+from diloco.elastic.protocol.record import EVICT, Amendment
 from diloco.elastic.protocol.wire import MAX_TEXT, decode, encode
 from diloco.errors import ConfigError, MessageRefused, SaveError
 
@@ -71,6 +71,7 @@ def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
     changes = json.loads(amendment.changes)
     if not isinstance(changes, dict):
         raise ConfigError("it is no table of settings")
+    changes.pop(EVICT, None)  # whom that takes out is the protocol's business
     for key in changes:
         if reason := _reason_against(key, config, own_loop=False):
             raise ConfigError(f"{key} {reason}")
@@ -93,7 +94,8 @@ def in_words(amendment: Amendment) -> str:
     """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is."""
     try:
         changes = json.loads(amendment.changes)
-        return ", ".join(f"{key}={value}" for key, value in changes.items())
+        evicted = [f"evict {peer[-8:]}" for peer in sorted(amendment.evicts)]
+        return ", ".join([*evicted, *(f"{key}={value}" for key, value in changes.items() if key != EVICT)])
     except (ValueError, AttributeError, RecursionError):  # in the log of a run whose owner has another diloco
         return amendment.changes
 

@@ -102,7 +102,7 @@ class Coordinator:
         if not self.own.same_key(answer.key):
             self.member.count_misfit(sender, now)  # late, or of another branch
             return
-        if term is None:
+        if term is None or sender in self.own.state.evicted:
             return
         match answer:
             case msg.Promise() if answer.term == term.number:

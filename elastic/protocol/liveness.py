@@ -28,11 +28,11 @@ class Liveness:
 
     def alive(self, now: float) -> set[str]:
         """Return the peers thought alive, judged by silence, closed connections and reports of the front."""
-        return self.own.peers.alive(now, self.own.state.roster)
+        return self.own.peers.alive(now, self.own.state.roster) - self.own.state.evicted
 
     def is_alive(self, peer: str, now: float) -> bool:
         """Return whether one peer is thought alive, by the rules of `Peers.is_alive`."""
-        return self.own.peers.is_alive(peer, now, self.own.state.roster)
+        return peer not in self.own.state.evicted and self.own.peers.is_alive(peer, now, self.own.state.roster)
 
     def are_few(self) -> bool:
         """Return whether all islands exchange heartbeats: at most `flat_up_to` are known, this one included."""

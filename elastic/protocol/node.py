@@ -251,6 +251,10 @@ class Node:
         while self.own.to_self:
             self._handle(self.me, self.own.to_self.pop(0), now)
             self._coordinator.lead(now)
+        if self.me in self.state.evicted and not self.own.leaving:
+            self.own.note("evicted", self.me, "the run's owner has taken this island out: it stops")
+            self.own.leaving, self.own.term = True, None
+            self.own.stop_attempt()
         return self._take_effects()
 
     def _notice_sleep(self, now: float) -> None:

@@ -75,14 +75,17 @@ def propose(
     in `roster`, by default those who live. `witnesses` are those who stay or come in as such.
     """
     witnesses = set(state.witnesses if witnesses is None else witnesses)
+    evicted = state.evicted | (frozenset() if amendment is None else amendment.evicts)
+    alive = {peer: incarnation for peer, incarnation in alive.items() if peer not in evicted}
     stay = [peer for peer in state.roster if peer in alive] if roster is None else list(roster)
-    order = stay + sorted((set(offers) | witnesses) - set(state.roster))
+    order = [*stay, *sorted((set(offers) | witnesses) - set(state.roster))]
+    order = [peer for peer in order if peer not in evicted]
     weights = weigh(offers) if offers else {}
     contributions = tuple(Contribution(peer, offers[peer], weights[peer]) for peer in order if peer in offers)
     settings, step = decide(state, fragment, contributions)
     holders = {holder_name(peer, incarnation) for peer, incarnation in alive.items()}
     releases = tuple(holder for holder, _ in state.ledger.leases if holder not in holders)
-    wanted = {holder_name(peer, alive[peer]): wants[peer] for peer in sorted(wants)}
+    wanted = {holder_name(peer, alive[peer]): wants[peer] for peer in sorted(wants) if peer in alive}
     return Proposal(
         state.key, fragment if offers else -1, contributions, tuple(order), releases,
         _grants(state.settled(contributions, releases), wanted), settings, step, amendment,

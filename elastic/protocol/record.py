@@ -12,6 +12,7 @@ from diloco.elastic.protocol.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
+EVICT = "evict"  # in an amendment's changes
 LATCH_CONTEXT = b"diloco latch 1\0"
 
 
@@ -69,8 +70,8 @@ class Latch:
 class Amendment:
     """Change a run's settings while it runs: only its owner can make an amendment, a record puts it into force.
 
-    What it changes is opaque here. Amendments are numbered; whoever holds one brings it to rounds until one contains
-    it.
+    What it changes is opaque here, but for the members that it takes out of the roster (`evicts`). Amendments are
+    numbered; whoever holds one brings it to rounds until one contains it.
     """
 
     number: int  # 1, 2, …: each follows the one before
@@ -85,6 +86,15 @@ class Amendment:
         """
         draft = cls(number, changes)
         return replace(draft, signature=owner.sign(draft._signed).hex())
+
+    @cached_property
+    def evicts(self) -> frozenset[str]:
+        """Return the islands that it takes out of the run for good."""
+        try:
+            named = json.loads(self.changes)[EVICT]
+            return frozenset(peer for peer in named if isinstance(peer, str))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return frozenset()
 
     @property
     def _signed(self) -> bytes:

@@ -57,6 +57,11 @@ class RunState:
         """Return each member's index in the roster."""
         return {member: place for place, member in enumerate(self.roster)}
 
+    @cached_property
+    def evicted(self) -> frozenset[str]:
+        """Return the islands that the run's owner has taken out for good."""
+        return frozenset(peer for amendment in self.amendments for peer in amendment.evicts)
+
     def version(self, fragment: int) -> Version:
         """Return the last update of a fragment; its digest is empty before the first."""
         return dict(self.versions).get(fragment, Version("", 0))
@@ -101,6 +106,9 @@ class RunState:
             raise RecordInvalid("it changes settings, and that is not the owner's next change")
         if (latch := proposal.latch) is not None and (self.latch or not latch.is_by(self.owner)):
             raise RecordInvalid("it demands a quorum from here on, and that is not the owner's demand")
+        evicted = self.evicted.union(*(amendment.evicts for amendment in amendments))
+        if not evicted.isdisjoint({*proposal.roster, *proposal.islands}):
+            raise RecordInvalid("the run's owner has taken a member of it out")
         holders = {grant.holder.rpartition("#")[0] for grant in proposal.grants}
         if not set(proposal.witnesses).isdisjoint({*proposal.islands, *holders}):
             raise RecordInvalid("a witness contributes in it, or leases samples")

@@ -34,12 +34,15 @@ from diloco.elastic.runtime.restoring import Origin
 __all__ = ["Driver", "Network", "RunContext", "among_friends", "check", "open_island"]
 
 TICK_S = 0.05
+EVICTED = "the run's owner has taken this island out (diloco evict): with another folder (--dir) it can join anew"
 
 log = logging.getLogger(__name__)
 
 Report = Callable[[msg.Note], None]
 # also for what a peer wrote
 FETCH_ERRORS = (errors.TransferFailed, errors.TransportError, errors.MessageRefused, errors.CodecError, ValueError)
+
+TELLING = (errors.ConfigError, errors.DaemonLost, errors.Evicted)
 
 
 class Driver:
@@ -168,6 +171,8 @@ class Driver:
             case msg.Moved():
                 self.pages.clear()
                 self._restore_held()
+                if self.node.me in self.node.state.evicted:
+                    self.fail(errors.Evicted(EVICTED))
             case msg.Note():
                 self.report(effect)
 
@@ -392,7 +397,7 @@ class Driver:
 
 def check(driver: Driver) -> None:
     """Raise the error that ended one of the driver's threads, if one has ended so."""
-    if isinstance(driver.failure, (errors.ConfigError, errors.DaemonLost)):  # they say all there is to say
+    if isinstance(driver.failure, TELLING):  # they say all there is to say
         raise driver.failure
     if driver.failure is not None:
         raise errors.DilocoError(f"the network side of this island failed: {driver.failure!r}") from driver.failure

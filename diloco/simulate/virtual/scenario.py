@@ -5,6 +5,7 @@
 runs them, or writes down what happens now.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import Ballot
+from diloco.elastic.protocol.record import EVICT, Ballot
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
@@ -116,6 +117,8 @@ def _obey(world: World, command: str) -> None:
             world.start(name)
         case ["amend", *names]:
             world.amend(names)
+        case ["evict", name, "at", *names]:
+            world.amend(names, json.dumps({EVICT: [name]}))
         case ["exchange", seconds]:
             _steady(world).exchange_s = float(seconds)
         case ["disk" | "snapshot" as what, name, seconds]:

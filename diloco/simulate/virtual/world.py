@@ -170,11 +170,11 @@ class World:
         options = replace(self.options, witness=True, want=0) if name in self.witnesses else self.options
         return options if name != self.names[0] else replace(options, sign_latch=partial(Latch.sign, owner()))
 
-    def amend(self, names: Iterable[str]) -> None:
+    def amend(self, names: Iterable[str], changes: str = "{}") -> None:
         """Change settings as the owner, and hand that in at these islands, as far as they exist by now."""
         known = [name for name in names if name in self.disks]
         self.amendments += bool(known)
-        amendment = Amendment.sign(owner(), self.amendments, "{}")
+        amendment = Amendment.sign(owner(), self.amendments, changes)
         for name in known:
             self.note(f"{name} is handed amendment {amendment.number}")
             self.disks[name].amendments.append(amendment)
@@ -366,6 +366,8 @@ class World:
                 self._write(
                     name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
                 )
+            case m.Note("evicted", peer, _) if peer == name:
+                self.timeline.after(0, partial(self.crash, name))
             case m.Moved(switched):
                 self.timeline.after(0, partial(self._tell_trainer, name, life.trainer, switched))
 
