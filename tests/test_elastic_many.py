@@ -36,6 +36,8 @@ from diloco.simulate.virtual.campaign import Campaign
 
 NAMES = tuple("ABCDEFGH")
 STATE = RunState(Head(0, 0, "0" * 64), NAMES, Ledger(epoch=1000))
+AHEAD = Head(9, 1, "1" * 64)
+OFFER = Offer(0, 0, 1, 10, (), incarnation=1)
 BEAT = Heartbeat(STATE.head, NO_BALLOT, incarnation=1, sequence=1)
 
 
@@ -151,6 +153,54 @@ def test_those_who_have_heard_are_seldom_told_again():
             first.receive(peer, replace(BEAT, promise=Ballot(1, "A", 0)), 0.6 * number)
         asked.append(len(said(first.tick(0.6 * number), Collect)))
     assert sorted(asked) == [0] * 14 + [7] * 2
+
+
+def many_that_promise(behind: str = "", starving: str = "") -> Node:
+    """A coordinator whom all have promised, but those in `behind`, whose heartbeats show an older head."""
+    first = Node("A", replace(STATE, head=AHEAD), options(flat_up_to=1), now=0.0, incarnation=1)
+    first.own.lead_at = 0.0  # it is not one that returns
+    first.tick(0.1)
+    for peer in NAMES[1:]:
+        if peer in behind:
+            first.receive(peer, BEAT, 0.2)
+        else:
+            first.receive(peer, Promise(first.state.key, 1, 1, 8 * (peer in starving), None), 0.2)
+            first.receive(peer, Ready(first.state.key, 1, (OFFER,)), 0.2)
+    return first
+
+
+def test_one_that_has_not_heard_of_the_last_commit_yet_is_waited_for():
+    first = many_that_promise("GH")
+    first.offer(OFFER, 0.3)
+    assert not said(first.tick(0.4), Begin)
+    for peer in "GH":
+        first.receive(peer, Promise(first.state.key, 1, 1, 0, None), 0.5)
+        first.receive(peer, Ready(first.state.key, 1, (OFFER,)), 0.5)
+    assert {begin.members for begin in said(first.tick(0.6), Begin)} == {NAMES}
+
+
+def test_one_that_stays_behind_is_not_waited_for():
+    first = many_that_promise("GH")
+    first.offer(OFFER, 0.3)
+    assert not said(first.tick(0.6), Begin)
+    for peer in "GH":
+        first.receive(peer, replace(BEAT, sequence=2), 1.1)
+    assert {begin.members for begin in said(first.tick(1.2), Begin)} == {NAMES[:6]}
+
+
+def test_what_a_member_offered_before_it_crashed_is_asked_for_again():
+    first = many_that_promise()
+    back = first.receive("H", replace(BEAT, head=AHEAD, incarnation=2), 0.3)
+    assert said(back, Collect, to="H")
+    first.offer(OFFER, 0.4)
+    assert not said(first.tick(0.5), Begin), "it is there, and has not promised anew"
+    first.receive("H", Promise(first.state.key, 1, 2, 0, None), 0.6)
+    assert {begin.members for begin in said(first.tick(0.7), Begin)} == {NAMES[:7]}
+
+
+def test_one_of_many_that_lacks_samples_waits_for_the_next_round():
+    assert not said(many_that_promise(starving="H").tick(0.3), Begin)
+    assert said(many_that_promise(starving="GH").tick(0.3), Begin), "if more than an eighth do, a record leases some"
 
 
 def large() -> Begin:

@@ -19,7 +19,7 @@ from diloco.elastic.protocol.proposer import (
     without_the_absent,
 )
 from diloco.elastic.protocol.protocol_state import Term
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings, quorum
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Offer, Proposal, Record, Settings, quorum, voters
 from diloco.elastic.protocol.state import RunState
 
 STATE = RunState(Head(0, 0, "0" * 64), ("A", "B", "C"), Ledger(epoch=1000))
@@ -50,6 +50,13 @@ def test_a_quorum_is_a_majority_or_of_an_even_roster_the_half_with_the_first_mem
     assert all(quorum(tuple("ABCDE"), present) for present in ("ABC", "BCD"))
     assert not any(quorum(tuple("ABCDE"), present) for present in ("AB", "CD", "AD", "", "XYZ"))
     assert quorum(tuple("ABCD"), "AC") and not quorum(tuple("ABCD"), "BC")
+
+
+def test_of_more_than_64_members_the_first_32_vote():
+    names = tuple(f"{number:02}" for number in range(65))
+    assert voters(names[:64]) == names[:64] and voters(names) == names[:32]
+    assert quorum(names, names[:16]) and quorum(names, names[15:32]) and not quorum(names, names[16:])
+    assert not quorum(names[:64], names[:31]), "of 64, all vote"
 
 
 @given(st.integers(1, 8).flatmap(lambda n: st.lists(st.sampled_from("ABCDEFGH"[:n]), min_size=1, unique=True)))

@@ -15,7 +15,7 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
 from diloco.elastic.runtime import reducing
-from diloco.elastic.runtime.reducing import plan_of, reduction_of
+from diloco.elastic.runtime.reducing import connect_s, plan_of, reduction_of
 from diloco.errors import CodecError, PlanRefused
 
 MEMBERS = ("a", "b", "c", "d")
@@ -102,3 +102,8 @@ def test_what_cannot_be_encoded_is_told_to_its_trainer_and_rounds_go_on_without_
         wait_for(lambda: bad.error is not None, [])
         assert isinstance(bad.driver.failure, CodecError) and "NaN" in str(bad.error)
         wait_for(lambda: any(record.proposal.islands == ("A",) for record in good.session.records()), [good])
+
+
+def test_the_time_to_connect_grows_with_what_telling_all_members_takes():
+    assert connect_s(4, 1e6) == pytest.approx(10.0, abs=0.01)
+    assert connect_s(1000, 12.5e6) == pytest.approx(16.4)

@@ -12,7 +12,7 @@ from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import Proposer, culprits
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
-from diloco.elastic.protocol.record import Ballot, Key, Record, quorum
+from diloco.elastic.protocol.record import Ballot, Key, Record, quorum, voters
 
 RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
@@ -82,10 +82,16 @@ class Coordinator:
 
     # what others say
 
-    def on_heartbeat(self, sender: str, beat: msg.Heartbeat) -> None:
+    def on_heartbeat(self, sender: str, beat: msg.Heartbeat, now: float) -> None:
         """Count another head as an answer to *collect*; ask a peer that has come to our head once more."""
         term = self.own.term
         if term is None:
+            return
+        answer = term.answers.get(sender)
+        if answer is not None and answer.incarnation < beat.incarnation:  # that life, and what it offered, is over
+            term.answers[sender] = None
+            term.ready.pop(sender, None)
+        if self._is_just_behind(sender, now):
             return
         if not self.own.same_key(Key(beat.head.round + 1, beat.head.digest)):
             answer = term.answers.get(sender)  # a promise tells more than a head that the disk is behind with
@@ -95,6 +101,16 @@ class Coordinator:
         elif sender in term.answers and term.answers[sender] is None:
             del term.answers[sender]
             self.own.send(sender, msg.Collect(self.own.state.head, term.number))
+
+    def _is_just_behind(self, peer: str, now: float) -> bool:
+        """Return whether a peer has another head only because it has not heard of the last commit yet."""
+        since = self.own.peers.views[peer].behind_since
+        return since is not None and not self.liveness.are_few() and now - since <= self._settled_s
+
+    @property
+    def _settled_s(self) -> float:
+        """Return within how many seconds everybody that is there has heard of a commit, and of a new term."""
+        return 2 * self.own.options.heartbeat_s
 
     def on_answer(self, sender: str, answer: msg.Answer, now: float) -> None:
         """Take in a member's answer; one of another round, term or ballot counts against its sender."""
@@ -200,12 +216,16 @@ class Coordinator:
     def _waited_for(self, now: float) -> set[str]:
         """Return who must answer before anything begins.
 
-        All who live; where a quorum decides, of the roster only, and nobody that does not hear this island.
+        All who live; where a quorum decides, of the roster only, and nobody that does not hear this island. Of many,
+        those who vote; the others are given time to answer when a term begins.
         """
         alive = self.liveness.alive(now)
         if not self.own.needs_quorum:
             return alive | {self.own.me}
         members = alive & self.own.state.places.keys()
+        term, electorate = self.own.term, voters(self.own.state.roster)
+        if len(electorate) < len(members) and term is not None and now - term.started_at > self._settled_s:
+            members &= set(electorate)
         if self.own.rules.follow_the_linked and self.liveness.are_few():
             members = {peer for peer in members if self.leading.is_linked(peer, now)}
         return members | {self.own.me}

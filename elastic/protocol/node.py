@@ -229,7 +229,7 @@ class Node:
         match message:
             case msg.Heartbeat():
                 if self.member.on_heartbeat(sender, message, now):
-                    self._coordinator.on_heartbeat(sender, message)
+                    self._coordinator.on_heartbeat(sender, message, now)
             case msg.Collect():
                 self.member.on_collect(sender, message, now)
             case msg.Promise() | msg.Follows() | msg.Ready() | msg.Begun() | msg.Done() | msg.Failed():

@@ -21,6 +21,7 @@ from diloco.elastic.protocol.state import RunState
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
+MANY_STARVE = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
 
 
@@ -239,7 +240,9 @@ class Proposer:
         ledger = self.own.state.ledger
         if ledger.limit is not None and ledger.next >= ledger.limit and not (ledger.free or ledger.lost):
             return False
-        return self.has_quorum(promised, now) and any(self._is_starving(*each) for each in promised.items())
+        starving = sum(self._is_starving(*each) for each in promised.items())
+        many = len(promised) // MANY_STARVE if not self.liveness.are_few() else 0  # one waits for the next round
+        return starving > many and self.has_quorum(promised, now)
 
     def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
         """Return the owner's next change of settings, if a member brings one and all can follow it.

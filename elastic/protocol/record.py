@@ -14,6 +14,8 @@ EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contr
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
 EVICT = "evict"  # in an amendment's changes
 LATCH_CONTEXT = b"diloco latch 1\0"
+VOTE_UP_TO = 64  # members of a roster all vote; of more, only the first do
+VOTERS = 32
 
 
 class Head(NamedTuple):
@@ -241,7 +243,15 @@ def holder_name(island: str, incarnation: int) -> str:
     return f"{island}#{incarnation}"
 
 
+def voters(roster: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the members whose *done* counts: all, or the first 32 of more than 64."""
+    return roster[:VOTERS] if len(roster) > VOTE_UP_TO else roster
+
+
 def quorum(roster: tuple[str, ...], present: Iterable[str]) -> bool:
-    """Return whether a majority of the roster is present, or exactly half of it with its first member."""
-    there = set(present) & set(roster)
-    return 2 * len(there) > len(roster) or (2 * len(there) == len(roster) and not there.isdisjoint(roster[:1]))
+    """Return whether a majority of the roster's voters is present, or exactly half of them with the first."""
+    electorate = voters(roster)
+    there = set(electorate).intersection(present)
+    return 2 * len(there) > len(electorate) or (
+        2 * len(there) == len(electorate) and not there.isdisjoint(electorate[:1])
+    )

@@ -22,6 +22,7 @@ from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
 FLAT_UP_TO = 64  # members; more would have too many streams and too small chunks
 CONNECT_S = 10.0
+TOLD_BYTES = 80  # of each member, packed, in the *begin* that each member is sent
 UNKNOWN_RATE = 1_000_000  # bytes a second, of a member that has not measured its link yet
 FIRST_STALL_S = 30.0  # until the first round has shown how fast chunks come
 SLACK = 4  # times the usual time of a chunk
@@ -114,8 +115,19 @@ def reduction_of(
     if len(contribution) != plan.codec.size(count):
         raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
     if isinstance(plan, TwoLevelPlan):
-        return TwoLevelReduction(plan, contribution, transport, addresses, patience_s=CONNECT_S)
-    return Reduction(plan, contribution, transport, addresses, patience_s=CONNECT_S, pages=pages)
+        return TwoLevelReduction(plan, contribution, transport, addresses, patience_s=_patience_s(begin))
+    return Reduction(plan, contribution, transport, addresses, patience_s=_patience_s(begin), pages=pages)
+
+
+def _patience_s(begin: Begin) -> float:
+    """Return how long whoever hears *begin* first waits for the others: the last one hears it much later."""
+    rates = dict(zip(begin.members, begin.bytes_per_s, strict=False))
+    return connect_s(len(begin.members), rates.get(begin.ballot.coordinator, 0) or UNKNOWN_RATE)
+
+
+def connect_s(members: int, bytes_per_s: float) -> float:
+    """Return the time to connect: ten seconds, and what it takes a coordinator with such a link to tell all members."""
+    return CONNECT_S + members * members * TOLD_BYTES / bytes_per_s
 
 
 def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:

@@ -41,7 +41,7 @@ class DisasterConfig:
 class Chances(Costs):
     """Draw all times by chance; on a smooth timeline they are fixed."""
 
-    connect_s = 2 * SILENCE_S
+    joins_within_s = 2 * SILENCE_S
     unreachable_s = SILENCE_S
 
     def __init__(self, timeline: Timeline) -> None:
@@ -94,6 +94,9 @@ class Chances(Costs):
     def closed_s(self, gone: Node, other: Node) -> float | None:
         """Draw when another island notices a closed connection; in a fifth of the cases it never does."""
         return 0.05 + 0.2 * self._chance("closed") if self._chance("noticed") < 0.8 else None
+
+    def connect_s(self, begin: Begin) -> float:
+        return self.joins_within_s
 
     def reduce_s(self, begin: Begin) -> list[float]:
         """Draw for each member how long the all-reduce takes it: 0.2 to 1.2 s."""

@@ -63,7 +63,6 @@ class Timeline:
 class Costs(ABC):
     """Decide how long everything takes in a world, and carry its messages."""
 
-    connect_s: float  # within which all members of an all-reduce must have joined it
     unreachable_s: float  # until members notice that two of them cannot reach each other
     apply_s = 0.0  # after a round
     exchange_s = 0.0  # about what an all-reduce takes
@@ -127,6 +126,10 @@ class Costs(ABC):
     @abstractmethod
     def closed_s(self, gone: Node, other: Node) -> float | None:
         """Return after how long another island notices that connections closed; None: never."""
+
+    @abstractmethod
+    def connect_s(self, begin: Begin) -> float:
+        """Return within how many seconds all members of an all-reduce must have joined it."""
 
     @abstractmethod
     def reduce_s(self, begin: Begin) -> Sequence[float]:

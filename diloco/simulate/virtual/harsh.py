@@ -16,7 +16,7 @@ LOSSES = (0.0, 0.0, 0.01, 0.03)
 class HarshChances(Chances):
     """Draw how long everything takes in a harsh disaster; each world has its own exchange time and loss."""
 
-    connect_s = 5 * SILENCE_S
+    joins_within_s = 5 * SILENCE_S
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline)
@@ -62,7 +62,7 @@ class HarshChances(Chances):
 class SteadyChances(Chances):
     """Draw the times of a usual disaster, but let exchanges, and what is said of disks, take as long as is given."""
 
-    connect_s = 5 * SILENCE_S
+    joins_within_s = 5 * SILENCE_S
 
     def __init__(self, timeline: Timeline, exchange_s: float = 0.0) -> None:
         super().__init__(timeline)

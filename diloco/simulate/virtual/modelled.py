@@ -9,7 +9,7 @@ leads looks at what has come every 20 ms, or as often as so many islands let it.
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from diloco.comm.codec.registry import codec_named, result_codec_for
@@ -19,7 +19,7 @@ from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.peers import LivenessReport, Peers, PeerView
 from diloco.elastic.protocol.record import Head, Proposal
 from diloco.elastic.protocol.wire import PACK_BYTES, dump, to_plain
-from diloco.elastic.runtime.reducing import CONNECT_S, FLAT_UP_TO, SLACK
+from diloco.elastic.runtime.reducing import FLAT_UP_TO, SLACK, connect_s
 from diloco.plan.predict import Host, LinkModel
 from diloco.simulate.virtual.allreduce import Cost, flat, two_level
 from diloco.simulate.virtual.costs import Costs, Timeline
@@ -147,12 +147,13 @@ class SharedPeers(Peers):
     def view(self, peer: str, now: float) -> PeerView:
         return self.views[peer]
 
-    def touch(self, peer: str, now: float) -> bool:
-        """Note a sign of life as `hear` does, unless the peer is banned; return whether it was noted."""
+    def touch(self, peer: str, sequence: int, now: float) -> bool:
+        """Note a heartbeat as a node does; return False if its sender is banned, or a later one came before."""
         view = self.views[peer]
-        if now < view.banned_until:
+        if now < view.banned_until or sequence < view.sequence:
             return False
-        view.heard_at, view.closed, view.left = now, False, False
+        self.hear(peer, now)
+        view.sequence = sequence
         return True
 
     def reset(self, now: float) -> None:
@@ -177,17 +178,19 @@ class SharedPeers(Peers):
             self.views.since = max(self.views.since, now)
 
 
-def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: dict[int, LivenessReport]) -> bool:
+def hears_no_news(
+    node: Node, sender: str, beat: Heartbeat, sequence: int, now: float, words: dict[int, LivenessReport]
+) -> bool:
     """Take in a heartbeat that the node has dealt with at this head: its sender is heard, and that is all.
 
-    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `words`
-    holds what the heartbeat says, once for all who hear it.
+    Return False where the node must be asked. A coordinator that lacks the sender's answer would ask again. `beat` has
+    no number of its own, `sequence` is that; `words` holds what it says, once for all who hear it.
     """
     peers, state, term = node.peers, node.state, node.own.term
     assert isinstance(peers, SharedPeers)
-    known = peers.dealt_with.get(sender) == (beat, state.head) and beat.head == state.head
+    known = beat.head == state.head and peers.dealt_with.get(sender) == (beat, state.head)
     at_rest = not (node.own.leaving or node.own.diverged) and (term is None or term.answers.get(sender) is not None)
-    if not (known and at_rest and peers.touch(sender, now)):
+    if not (known and at_rest and peers.touch(sender, sequence, now)):
         peers.dealt_with[sender] = beat, state.head
         return False
     if beat.missed is not None and not node.liveness.broadcasts:
@@ -200,8 +203,6 @@ def hears_no_news(node: Node, sender: str, beat: Heartbeat, now: float, words: d
 
 class Modelled(Costs):
     """Model compute, links and all-reduces; count each island's messages."""
-
-    connect_s = CONNECT_S
 
     def __init__(self, setting: VirtualConfig) -> None:
         super().__init__(Timeline(setting.seed, smooth=False))
@@ -245,8 +246,9 @@ class Modelled(Costs):
             return
         beats, self._beats = self._beats, []
         peers, beat = [to for to, _ in beats], beats[-1][1]
-        if beat != self._said.get(sender):
-            self._said[sender] = beat
+        plain = replace(beat, sequence=0)
+        if plain != self._said.get(sender):
+            self._said[sender] = plain
         size, count = self.size(beat), len(peers)
         self.heartbeats += count
         ours = self.traffic[sender]
@@ -259,15 +261,15 @@ class Modelled(Costs):
             theirs.received += 1
             theirs.bytes_received += size
             theirs.busy = (theirs.busy if theirs.busy > came else came) + cost_s
-        self.timeline.at(came + cost_s + WAKE_S, partial(self._hear, world, sender, peers, self._said[sender]))
+        self.timeline.at(came + cost_s + WAKE_S, partial(self._hear, world, sender, peers, beat, self._said[sender]))
 
-    def _hear(self, world: World, sender: str, peers: list[str], beat: Heartbeat) -> None:
+    def _hear(self, world: World, sender: str, peers: list[str], beat: Heartbeat, plain: Heartbeat) -> None:
         """Let peers take in a heartbeat; their nodes are asked only where it is news."""
         now, words = self.timeline.now, dict[int, LivenessReport]()
         for peer in peers:
             life = world.lives.get(peer)
             away = life is None or peer in world.stopped or (sender, peer) in world.cut
-            if life is None or away or not hears_no_news(life.node, sender, beat, now, words):
+            if life is None or away or not hears_no_news(life.node, sender, plain, beat.sequence, now, words):
                 world.deliver(sender, peer, beat)
 
     def size(self, message: Message) -> int:
@@ -349,6 +351,10 @@ class Modelled(Costs):
         share = min(setting.rate(int(member), now) for member in begin.members) if setting.diurnal else 1.0
         digest_s = 1e-9 * setting.host.digest_ns * setting.values
         return self.allreduce(len(begin.members)).seconds(setting.line, share) + digest_s
+
+    def connect_s(self, begin: Begin) -> float:
+        """Return what real islands allow whose coordinator has this link."""
+        return connect_s(len(begin.members), self.setting.line.up_bits_per_s / 8)
 
     def reduce_s(self, begin: Begin) -> list[float]:
         """Return the same duration for each member, since all wait for the slowest link."""

@@ -36,7 +36,7 @@ class Churn:
         self.setting, self.costs = setting, Modelled(setting)
         options = Options(
             decide, silence_s=setting.silence_s, straggler=setting.straggler, want=USUAL.want,
-            flat_up_to=setting.flat_up_to,
+            partition="quorum" if setting.islands > 2 else "merge", flat_up_to=setting.flat_up_to,
         )  # fmt: skip
         self.world = World(setting.names, options, self.costs)
         self.world.observers.append(self._see)

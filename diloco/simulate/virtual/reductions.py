@@ -53,7 +53,7 @@ class Reductions:
         if reduction is None:
             reduction = self.all[begin.ballot] = Reduction(begin)
             self._open.append(reduction)
-            self._timeline.after(self._costs.connect_s, partial(self._give_up, reduction))
+            self._timeline.after(self._costs.connect_s(begin), partial(self._give_up, reduction))
         reduction.joined.add(name)
         reduction.waiting.add(name)
         if reduction.failed:
