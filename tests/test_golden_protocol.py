@@ -127,7 +127,7 @@ def record() -> Record:
             Contribution(island=A, offer=first, weight=1024),
             Contribution(island=B, offer=late, weight=512),
         ),
-        roster=(A, B),
+        roster=(A, B, "C"),
         releases=(f"{B}#0",),
         grants=(
             Grant(holder=f"{A}#1", samples=((24, 56),)),
@@ -137,7 +137,7 @@ def record() -> Record:
         step=10,
         amendment=AMENDMENT,
         answered=(A,),
-        witnesses=(B,),
+        witnesses=("C",),
         latch=latch(),
     )
     return Record(proposal=proposal, payload=hashlib.sha256(RESULT).hexdigest())
