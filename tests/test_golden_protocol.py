@@ -154,7 +154,7 @@ def all_messages() -> list[messages.Message]:
     return [
         messages.Heartbeat(
             head=head, promise=ballot, incarnation=4, sequence=17, leading=True, running=True, moving=True,
-            roster_of=head.digest, hears=(0, 1), linked=(1,), follows=A, behind_s=2.5, latched=True,
+            roster_of=head.digest, hears=(0, 1), linked=(1,), follows=A, behind_s=2.5, rank=1,
             latch=latch(), state_digest="c" * 64, missed=(1, 5),
         ),
         messages.Collect(head=head, term=3),

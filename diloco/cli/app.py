@@ -7,7 +7,7 @@ import typer
 from diloco.cli.bench import bench
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
-from diloco.cli.owner import evict
+from diloco.cli.owner import evict, force_roster
 from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
 from diloco.cli.run import join, run
@@ -49,6 +49,7 @@ app.command(epilog="Example: diloco log islands --checkout 12 out/round-12")(log
 app.command(epilog="Example: diloco restore s3://bucket/runs runs/restored")(restore)
 app.command(epilog="Example: diloco rewind quickstart 12 --set inner.lr=1e-4")(rewind)
 app.command(epilog="Example: diloco evict islands island-3")(evict)
+app.command(epilog="Example: diloco force-roster islands --keep island-1,island-2")(force_roster)
 app.command("set", epilog="Example: diloco set quickstart inner.lr=1e-4 inner.steps=4000")(set_settings)
 app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')(sample)
 app.add_typer(simulate, name="simulate")

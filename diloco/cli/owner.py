@@ -1,4 +1,4 @@
-"""Declare the commands by which a run's owner changes who takes part: `evict`."""
+"""Declare the commands by which a run's owner changes who takes part: `evict`, `force-roster`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,3 +51,88 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     if set(state.roster) <= {*out, *state.witnesses, peer}:
         raise SaveError(f"without {name} nobody is left to train")
     return write_amendment(folder, Identity.load(folder / "owner.key"), len(made) + 1, {EVICT: [peer]})
+
+
+def force_roster(
+    run: RunName,
+    keep: Annotated[
+        str, typer.Option(metavar="NAMES", help="The islands that go on: island-1,island-2.", show_default=False)
+    ],
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The owner's key, where the run was founded elsewhere.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Go on with the islands that are left when too many are gone for good to be a quorum.
+
+    The owner's signature stands for the quorum of one round, after which those named are the roster. What the others
+    commit, or have committed without them, is undone. If they come back, they follow, and bring their work late.
+    """
+    from diloco.history.log import island_named, names_of, newest_state
+    from diloco.run.folder import OUTER
+    from diloco.train.amend import FOLDER
+
+    folders = island_folders(run)
+    state, names = newest_state(next(iter(folders.values())) / OUTER), names_of([f / OUTER for f in folders.values()])
+    named = {island_named(name.strip(), state.roster, names) for name in keep.split(",") if name.strip()}
+    kept = [peer for peer in state.roster if peer in named]
+    here = [peer for peer in kept if peer in folders]
+    if not here:
+        raise SaveError(f"none of {keep} has its folder on this machine: go where one has, and bring --key")
+    folder = folders[here[0]]
+    left_out = [names.get(peer, peer[-8:]) for peer in state.roster if peer not in kept]
+    asks = (
+        f"After round {state.head.round} only {keep} decide. What {', '.join(left_out)} commit, or have committed "
+        "without them since then, is undone. Go on?"
+    )
+    if not yes and not typer.confirm(asks):
+        raise typer.Exit(1)
+    number = write_force(folder, owner_key(folders, key), kept)
+    say(
+        f"change {number} of {run}: only {keep} decide from round {state.head.round + 1} on",
+        f"It waits in {folder / FOLDER}: the island that trains there brings it to the others, and all of {keep} must "
+        "be there.",
+    )
+
+
+def island_folders(run: str) -> dict[str, Path]:
+    """Return the folders of the run's islands on this machine, by peer id."""
+    from diloco.comm.peers.identity import Identity
+    from diloco.history.log import find_logs
+
+    folders = [log.parent for log in find_logs(run)]
+    return {Identity.load(folder / "identity.key").peer_id: folder for folder in folders}
+
+
+def owner_key(folders: dict[str, Path], key: Path | None) -> Path:
+    """Return the file with the owner's key: the one given, or that of the folder in which the run was founded."""
+    found = key or next((folder / "owner.key" for folder in folders.values() if (folder / "owner.key").is_file()), None)
+    if found is None:
+        raise SaveError("this run was founded elsewhere: bring its owner's key (owner.key) and give it by --key")
+    return found
+
+
+def write_force(folder: Path, key: Path, kept: list[str]) -> int:
+    """Sign and write the amendment that forces a roster, in place of one that waits; return its number."""
+    from diloco.comm.peers.identity import Identity
+    from diloco.elastic.protocol.record import FORCE
+    from diloco.history.log import newest_state
+    from diloco.run.folder import OUTER
+    from diloco.train.amend import amendment_files, read_amendment, write_amendment
+
+    state, owner = newest_state(folder / OUTER), Identity.load(key)
+    if owner.public_key.hex() != state.owner:
+        raise SaveError(f"{key} is not the key of this run's owner")
+    if not state.latch:
+        raise SaveError("this run needs no quorum (elastic.partition): whoever is there goes on")
+    if set(kept) <= set(state.witnesses):
+        raise SaveError("of those named nobody trains")
+    number = len(state.amendments) + 1
+    waiting = [path for path in amendment_files(folder) if read_amendment(path).number >= number]
+    force = {"round": state.key.round, "parent": state.key.parent, "keep": kept}
+    if write_amendment(folder, owner, number, {FORCE: force}, mark=f"-force-{state.key.parent[:8]}") is None:
+        raise SaveError("that is asked for already: it waits until all who are named are there")
+    for path in waiting:  # they cannot be decided any more: make them again afterwards
+        path.unlink()
+    return number

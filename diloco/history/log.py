@@ -84,7 +84,7 @@ def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str
 def rows(log: Path) -> list[Row]:
     """List the rounds of the chain that leads to the newest one, oldest first."""
     journal = Journal.read(log)
-    best = max(points_of(log, journal), key=lambda point: point.end.head, default=None)
+    best = max(points_of(log, journal), key=lambda point: point.end.precedence, default=None)
     head = best.end.head.digest if best is not None else ""
     return [_row(logged_of(entry).record, journal) for entry in journal.leading_to(head)]
 
@@ -173,7 +173,7 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
     journal = Journal.read(log)
     points = list(points_of(log, journal))
     fitting = [point for point in points if point.kept.state.head.round <= number <= point.end.head.round]
-    for point in sorted(fitting, key=lambda point: (point.end.head, point.kept.state.head), reverse=True):
+    for point in sorted(fitting, key=lambda point: (point.end.precedence, point.kept.state.head), reverse=True):
         try:
             vectors = read_vectors(point.path, point.manifest)
         except SnapshotDamaged:
@@ -192,7 +192,7 @@ def newest_state(log: Path) -> RunState:
     """Return the state that the log leads to, without replaying its vectors."""
     if not (ends := _ends(log)):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
-    return max(ends, key=lambda state: state.head)
+    return max(ends, key=lambda state: state.precedence)
 
 
 def _ends(log: Path) -> list[RunState]:
@@ -225,4 +225,4 @@ def checkout(log: Path, number: int, out: Path) -> Path:
 
 def furthest(logs: list[Path]) -> Path:
     """Return the log that leads furthest, among those of a run's islands."""
-    return max(logs, key=lambda log: max((end.head for end in _ends(log)), default=Head(-1, -1, "")))
+    return max(logs, key=lambda log: max((end.precedence for end in _ends(log)), default=(-1, Head(-1, -1, ""))))

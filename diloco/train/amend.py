@@ -13,7 +13,7 @@ from diloco.atomic import create_file
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, overrides_tree, parse_config
 from diloco.config.schema import Config
-from diloco.elastic.protocol.record import EVICT, Amendment
+from diloco.elastic.protocol.record import EVICT, FORCE, Amendment
 from diloco.elastic.protocol.wire import MAX_TEXT, decode, encode
 from diloco.errors import ConfigError, MessageRefused, SaveError
 
@@ -71,7 +71,8 @@ def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
     changes = json.loads(amendment.changes)
     if not isinstance(changes, dict):
         raise ConfigError("it is no table of settings")
-    changes.pop(EVICT, None)  # whom that takes out is the protocol's business
+    for key in (EVICT, FORCE):
+        changes.pop(key, None)  # who takes part is the protocol's business
     for key in changes:
         if reason := _reason_against(key, config, own_loop=False):
             raise ConfigError(f"{key} {reason}")
@@ -94,9 +95,17 @@ def in_words(amendment: Amendment) -> str:
     """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is."""
     try:
         changes = json.loads(amendment.changes)
-        evicted = [f"evict {peer[-8:]}" for peer in sorted(amendment.evicts)]
-        return ", ".join([*evicted, *(f"{key}={value}" for key, value in changes.items() if key != EVICT)])
-    except (ValueError, AttributeError, RecursionError):  # in the log of a run whose owner has another diloco
+        told = [f"evict {peer[-8:]}" for peer in sorted(amendment.evicts)]
+        if FORCE in changes:
+            told.append(f"force-roster {','.join(peer[-8:] for peer in changes[FORCE]['keep'])}")
+        return ", ".join([*told, *(f"{key}={value}" for key, value in changes.items() if key not in (EVICT, FORCE))])
+    except (
+        ValueError,
+        AttributeError,
+        TypeError,
+        LookupError,
+        RecursionError,
+    ):  # in the log of a run whose owner has another diloco
         return amendment.changes
 
 
@@ -134,13 +143,18 @@ def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
     return ""
 
 
-def write_amendment(folder: Path, owner: Identity, number: int, changes: Mapping[str, Any]) -> Amendment | None:
-    """Sign a change of settings and write it to an island's folder. Return None if its number is taken already."""
+def write_amendment(
+    folder: Path, owner: Identity, number: int, changes: Mapping[str, Any], *, mark: str = ""
+) -> Amendment | None:
+    """Sign a change of settings and write it to an island's folder. Return None if its number is taken already.
+
+    `mark` is part of the file's name: one that replaces another is to be noticed.
+    """
     text = json.dumps(changes, sort_keys=True, separators=(",", ":"))
     if len(text) > MAX_TEXT:
         raise ConfigError(f"these are too many changes at once ({len(text)} characters): make several of them")
     amendment = Amendment.sign(owner, number, text)
-    path = folder / FOLDER / f"{number:06}.json"
+    path = folder / FOLDER / f"{number:06}{mark}.json"
     try:
         path.parent.mkdir(exist_ok=True)
         return amendment if create_file(path, encode(amendment)) else None

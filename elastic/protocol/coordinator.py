@@ -9,10 +9,10 @@ from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
-from diloco.elastic.protocol.proposer import Proposer, culprits
+from diloco.elastic.protocol.proposer import Proposer, culprits, forced
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
-from diloco.elastic.protocol.record import Ballot, Key, Record, quorum, voters
+from diloco.elastic.protocol.record import Ballot, Key, Record, voters
 
 RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
@@ -95,7 +95,7 @@ class Coordinator:
             return
         if not self.own.same_key(Key(beat.head.round + 1, beat.head.digest)):
             answer = term.answers.get(sender)  # a promise tells more than a head that the disk is behind with
-            ahead = self.own.outranks(beat.latched, beat.head)
+            ahead = self.own.outranks(beat.rank, beat.head)
             if answer is None or answer.incarnation != beat.incarnation or ahead:
                 term.answers[sender] = None
         elif sender in term.answers and term.answers[sender] is None:
@@ -250,7 +250,9 @@ class Coordinator:
             self._begin_adopted(term, term.adopted, now)
         elif term.adopted is None and (found := term.highest_held()) is not None:
             holder, record = found[0], found[1].record
-            if self.own.holds(record.digest) or term.at_hand == record.digest:
+            if (force := self.proposer.force(term.promised())) is not None:
+                record = forced(self.own.state, record, force)
+            if self.own.has_result(record.payload) or term.at_hand == record.digest:
                 self._begin_adopted(term, record, now)
             else:
                 self._fetch(term, holder, record)
@@ -265,7 +267,7 @@ class Coordinator:
         view, head = self.own.peers.views.get(peer), self.own.state.head
         if view is None or view.head is None or view.fetches_failed >= MAX_FETCHES or view.head == head:
             return False
-        return self.own.outranks(view.latched, view.head)
+        return self.own.outranks(view.rank, view.head)
 
     def _begin_adopted(self, term: Term, record: Record, now: float) -> None:
         term.adopted, term.fetching = record, None
@@ -299,7 +301,7 @@ class Coordinator:
         lost = sorted(set(begin.members) - self.liveness.alive(now) - {self.own.me})
         failed = bool(term.settle_at) and now >= term.settle_at
         if self.own.needs_quorum and term.done:
-            if self.own.me in term.done and quorum(self.own.state.roster, term.done):
+            if self.own.me in term.done and self.own.state.is_decided(begin.proposal.amendment, term.done):
                 return False  # it will be committed, whoever else misses something
             lost = [] if not failed else lost  # somebody has the whole result: the others say whether they miss bytes
         deaf = set() if lost or failed else self._deaf(term, begin, now)
@@ -351,7 +353,7 @@ class Coordinator:
         if not self.own.needs_quorum:
             return True
         missing = set(begin.members) - term.done.keys()
-        if not quorum(self.own.state.roster, term.done.keys() | {self.own.me}):
+        if not self.own.state.is_decided(begin.proposal.amendment, term.done.keys() | {self.own.me}):
             if not missing - self._gone(begin, now):
                 self._have_it_stored(term, begin, payload)
             return False

@@ -7,7 +7,7 @@ from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record, quorum
+from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import RecordInvalid
 
@@ -35,7 +35,7 @@ class Member:
             return False
         view.incarnation, view.sequence, view.state_digest = beat.incarnation, beat.sequence, beat.state_digest
         view.head, view.promise, view.leading, view.follows = beat.head, beat.promise, beat.leading, beat.follows
-        view.behind_s, view.latched, view.running = beat.behind_s, beat.latched, beat.running
+        view.behind_s, view.rank, view.running = beat.behind_s, beat.rank, beat.running
         if beat.latch is not None:
             self.own.obey(beat.latch)
         if beat.roster_of == self.own.state.head.digest:
@@ -47,7 +47,7 @@ class Member:
         behind = view.head < self.own.state.head
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
         self.liveness.hear(sender, beat, now)
-        self._meet(sender, beat.head, now, latched=beat.latched)
+        self._meet(sender, beat.head, now, rank=beat.rank)
         if beat.head == self.own.state.head:
             self.own.highest_term = max(self.own.highest_term, beat.promise.term)
             self._compare_digests()
@@ -55,15 +55,17 @@ class Member:
                 self.own.drop_term(now)
         return True
 
-    def _meet(self, sender: str, head: Head, now: float, *, latched: bool) -> None:
+    def _meet(self, sender: str, head: Head, now: float, *, rank: int) -> None:
         """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
         same = head == self.own.state.head
-        wanted = self.own.diverged if same else self.own.outranks(latched, head)
+        wanted = self.own.diverged if same else self.own.outranks(rank, head)
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
         if self.own.held is not None and self.own.holds(head.digest):
             # whoever has this head knows that it was committed, and by whom it is stored
-            stored_by = self.own.state.roster if latched else self.own.held.record.proposal.islands
+            proposal = self.own.held.record.proposal
+            electorate = self.own.state.kept(proposal.amendment) or self.own.state.roster
+            stored_by = electorate if rank else proposal.islands
             self.append(self.own.held.record, now, stored_by)
         else:
             self.own.catch_up(sender, head)
@@ -91,7 +93,7 @@ class Member:
 
         The refusal is a nack after a higher promise, and a heartbeat where this island has another head.
         """
-        self._meet(sender, collect.head, now, latched=self._is_latched(sender))
+        self._meet(sender, collect.head, now, rank=self._rank_of(sender))
         if sender != self.own.me:
             self._shows(sender, collect.head, now)
         ballot = Ballot(collect.term, sender, 0)
@@ -108,9 +110,9 @@ class Member:
             self.own.send(sender, self.own.promise_for(collect.term))
             self.say_ready(now)
 
-    def _is_latched(self, peer: str) -> bool:
-        """Return whether a peer has said that its chain contains the latched record; this island counts, too."""
-        return self.own.is_latched if peer == self.own.me else self.own.peers.views[peer].latched
+    def _rank_of(self, peer: str) -> int:
+        """Return the rank that a peer's chain has, as it has said; this island counts, too."""
+        return self.own.rank if peer == self.own.me else self.own.peers.views[peer].rank
 
     def _shows(self, sender: str, head: Head, now: float) -> None:
         """Take in a durable head that a peer shows by another message than a heartbeat."""
@@ -186,7 +188,7 @@ class Member:
         begin = current.begin
         if begin.adopted:
             record = Record(begin.proposal, begin.adopted)
-            if self.own.holds(record.digest):
+            if self.own.has_result(record.payload):
                 self.hold(current, record)
             else:
                 self.own.effects.append(msg.FetchResult(begin.holder, record))
@@ -260,7 +262,7 @@ class Member:
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(commit.head.digest):
             self.append(self.own.held.record, now, commit.stored_by)
-        elif self.own.catching_up is None and self.own.outranks(self._is_latched(sender), commit.head):
+        elif self.own.catching_up is None and self.own.outranks(self._rank_of(sender), commit.head):
             self.own.catch_up(sender, commit.head)
 
     def append(self, record: Record, now: float, stored_by: tuple[str, ...] = ()) -> None:
@@ -294,8 +296,9 @@ class Member:
     def is_better(self, state: RunState, donor: str | None) -> bool:
         """Return whether a state that a peer gives is of a greater branch than this island's."""
         view = self.own.peers.views.get(donor or "")
-        latched = bool(state.latch) or self.own.options.partition == "quorum" or (view is not None and view.latched)
-        return state.head.digest != self.own.state.head.digest and self.own.outranks(latched, state.head)
+        said = view is not None and view.rank > 0
+        rank = state.rank(latched=bool(state.latch) or self.own.options.partition == "quorum" or said)
+        return state.head.digest != self.own.state.head.digest and self.own.outranks(rank, state.head)
 
     def _note_lineage(
         self, parent: RunState, state: RunState, stored_by: tuple[str, ...] | None, *, switched: bool
@@ -307,7 +310,8 @@ class Member:
             own.lineage[state.head.digest] = True  # what lies before is judged by whoever gave it
             return
         own.lineage.setdefault(parent.head.digest, True)
-        own.lineage[state.head.digest] = quorum(parent.roster, stored_by)
+        amendment = next(iter(state.amendments[len(parent.amendments) :]), None)
+        own.lineage[state.head.digest] = parent.is_decided(amendment, stored_by)
         while len(own.lineage) > LINEAGE:
             del own.lineage[next(iter(own.lineage))]
 

@@ -29,7 +29,7 @@ class Heartbeat:
     linked: tuple[int, ...] = ()  # those of them that hear the sender, too
     follows: str = ""  # to whom alone it promises
     behind_s: float = 0.0  # until it will have caught up, as it thinks
-    latched: bool = False  # its chain contains the latched record, and nothing without a quorum after it
+    rank: int = 0  # of its chain: 1 if it contains the latched record and nothing without a quorum after it, + forces
     latch: Latch | None = None  # until a record contains it
     state_digest: str = ""  # of the vectors at this head, where it is known
     missed: tuple[int, ...] | None = None  # by one that speaks for others, too: whom of the roster it does not hear

@@ -26,7 +26,7 @@ class PeerView:
     linked: frozenset[str] = frozenset()
     follows: str = ""
     behind_s: float = 0.0  # until it will have caught up, as it said
-    latched: bool = False
+    rank: int = 0  # of its chain
     said_goodbye: bool = False
     state_digest: str = ""
     closed: bool = False  # its connection broke and it is not to be reached

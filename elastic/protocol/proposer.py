@@ -15,7 +15,7 @@ from diloco.elastic.protocol.messages import Begin, Failed, Promise
 from diloco.elastic.protocol.options import Decide
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, holder_name, quorum
+from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, Record, holder_name
 from diloco.elastic.protocol.state import RunState
 
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
@@ -94,6 +94,13 @@ def propose(
     )  # fmt: skip
 
 
+def forced(state: RunState, record: Record, amendment: Amendment) -> Record:
+    """Return a result that was held as the record which forces the roster: its contributions and bytes stay."""
+    kept, proposal = state.kept(amendment), record.proposal
+    witnesses = tuple(peer for peer in proposal.witnesses if peer in kept)
+    return Record(replace(proposal, amendment=amendment, roster=kept, witnesses=witnesses), record.payload)
+
+
 def without_the_absent(
     state: RunState, answered: Collection[str], gone: Collection[str], min_voters: int
 ) -> tuple[str, ...]:
@@ -168,9 +175,11 @@ class Proposer:
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
         wants = {peer: promise.want for peer, promise in promised.items() if promise.want and not promise.witness}
         self.note_lost(set(own.state.roster) - alive.keys())
-        witnesses = self._witnesses(promised)
+        witnesses, kept = self._witnesses(promised), own.state.kept(amendment)
         answered = (term.answers.keys() | term.elsewhere.keys()) & own.state.places.keys()
         roster = self._roster(answered) if own.needs_quorum and own.rules.roster_has_a_floor else None
+        if kept:
+            roster, witnesses = kept, witnesses & set(kept)
         proposal = propose(
             own.state, fragment, offers, alive, wants, own.options.decide, amendment, roster=roster, witnesses=witnesses
         )
@@ -199,10 +208,15 @@ class Proposer:
         before = set(self.own.state.witnesses) - promised.keys()
         return before | {peer for peer, promise in promised.items() if promise.witness}
 
-    def has_quorum(self, members: Iterable[str], now: float) -> bool:
+    def force(self, promised: dict[str, Promise]) -> Amendment | None:
+        """Return the amendment by which the owner forces the roster of this round, if a member brings one."""
+        brought = (promise.amendment for promise in promised.values())
+        return next((amendment for amendment in brought if self.own.state.kept(amendment)), None)
+
+    def has_quorum(self, members: dict[str, Promise], now: float) -> bool:
         """Return whether these members may decide: with `merge` any may, but for those who have just come back."""
         if self.own.needs_quorum:
-            return quorum(self.own.state.roster, members)
+            return self.own.state.is_decided(self.force(members), members)
         there = self.own.state.places.keys() & set(members)
         return now >= self.own.rejoin_until or 2 * len(there) > len(self.own.state.roster)
 
@@ -253,7 +267,8 @@ class Proposer:
         if steps is not None and self.own.state.step >= steps:
             return None
         brought = {promise.amendment for promise in promised.values() if promise.amendment is not None}
-        for amendment in sorted(brought, key=lambda amendment: amendment.signature):
+        key = self.own.state.key
+        for amendment in sorted(brought, key=lambda each: (not each.kept(key), each.signature)):
             if self._is_followed(amendment, promised):
                 return amendment
         return None

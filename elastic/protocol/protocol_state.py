@@ -156,9 +156,14 @@ class ProtocolState:
         after = list(self.lineage)[list(self.lineage).index(digest) + 1 :]
         return all(self.lineage[record] for record in after)
 
-    def outranks(self, latched: bool, head: Head) -> bool:
+    @property
+    def rank(self) -> int:
+        """Return by what branches are compared before their heads: those that obey the owner come first."""
+        return self.state.rank(latched=self.is_latched)
+
+    def outranks(self, rank: int, head: Head) -> bool:
         """Return whether another island's branch is greater than this one's."""
-        return (latched, head) > (self.is_latched, self.state.head)
+        return (rank, head) > (self.rank, self.state.head)
 
     def obey(self, latch: Latch) -> None:
         """Obey the owner's latch from now on, whatever it does to this island's branch."""
@@ -185,7 +190,7 @@ class ProtocolState:
         running = self.term is not None and self.term.begin is not None
         return replace(
             beat, head=self.state.head, promise=self.promise, leading=self.term is not None, running=running,
-            state_digest=self.state_digest, latched=self.is_latched,
+            state_digest=self.state_digest, rank=self.rank,
         )  # fmt: skip
 
     @property
@@ -244,6 +249,10 @@ class ProtocolState:
     def holds(self, digest: str) -> bool:
         """Return whether the result held here is that of the record with this digest."""
         return self.held is not None and self.held.record.digest == digest
+
+    def has_result(self, payload: str) -> bool:
+        """Return whether the result held here has these bytes, whatever record it is of."""
+        return self.held is not None and self.held.record.payload == payload
 
     def hold(self, ballot: Ballot, record: Record) -> None:
         """Store a result under a ballot, durably, so that whoever collects next hears of it."""

@@ -12,7 +12,7 @@ from diloco.elastic.protocol.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
-EVICT = "evict"  # in an amendment's changes
+EVICT, FORCE = "evict", "force"  # in an amendment's changes
 LATCH_CONTEXT = b"diloco latch 1\0"
 VOTE_UP_TO = 64  # members of a roster all vote; of more, only the first do
 VOTERS = 32
@@ -72,8 +72,8 @@ class Latch:
 class Amendment:
     """Change a run's settings while it runs: only its owner can make an amendment, a record puts it into force.
 
-    What it changes is opaque here, but for the members that it takes out of the roster (`evicts`). Amendments are
-    numbered; whoever holds one brings it to rounds until one contains it.
+    What it changes is opaque here, but for whom it takes out of the roster (`evicts`, `kept`). Amendments are numbered;
+    whoever holds one brings it to rounds until one contains it.
     """
 
     number: int  # 1, 2, …: each follows the one before
@@ -97,6 +97,22 @@ class Amendment:
             return frozenset(peer for peer in named if isinstance(peer, str))
         except (ValueError, TypeError, LookupError, RecursionError):
             return frozenset()
+
+    @cached_property
+    def _force(self) -> tuple[Key, tuple[str, ...]] | None:
+        try:
+            force = json.loads(self.changes)[FORCE]
+            key, keep = Key(int(force["round"]), str(force["parent"])), tuple(map(str, force["keep"]))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return None
+        return key, keep
+
+    def kept(self, key: Key) -> tuple[str, ...]:
+        """Return the members that alone decide the record with this key, and are its roster; empty: no force for it.
+
+        The owner's signature stands for the quorum that is gone for good.
+        """
+        return self._force[1] if self._force is not None and self._force[0] == key else ()
 
     @property
     def _signed(self) -> bytes:

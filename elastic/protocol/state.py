@@ -3,13 +3,24 @@
 It is a fold over the log.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import size
-from diloco.elastic.protocol.record import Amendment, Contribution, Head, Key, Offer, Proposal, Record, holder_name
+from diloco.elastic.protocol.record import (
+    Amendment,
+    Contribution,
+    Head,
+    Key,
+    Offer,
+    Proposal,
+    Record,
+    holder_name,
+    quorum,
+)
 from diloco.errors import RecordInvalid
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment
@@ -38,11 +49,21 @@ class RunState:
     absent: tuple[tuple[str, int], ...] = ()  # members: records in a row in whose terms they gave no answer
     witnesses: tuple[str, ...] = ()  # members that store and vote, and contribute nothing
     latch: str = ""  # the digest of the record from which on every record needs a quorum; "": of none
+    forces: int = 0  # records that the owner's signature decided in place of a quorum
 
     @property
     def key(self) -> Key:
         """Return what is to be decided next: the record that follows this head."""
         return Key(self.head.round + 1, self.head.digest)
+
+    def rank(self, *, latched: bool) -> int:
+        """Return by what chains are compared before heads: 0, 1 from the latch on, and one more for each force."""
+        return (1 + self.forces) if latched else 0
+
+    @property
+    def precedence(self) -> tuple[int, Head]:
+        """Return what is greatest at the end of the chain that the run goes on from."""
+        return self.rank(latched=bool(self.latch)), self.head
 
     def mark(self, island: str, incarnation: int, fragment: int) -> int:
         """Return the highest cut of an island's progress that this state contains; 0 if it contains none."""
@@ -80,6 +101,18 @@ class RunState:
         """Return whether an amendment is the owner's next one."""
         return amendment.number == len(self.amendments) + 1 and amendment.is_by(self.owner)
 
+    def kept(self, amendment: Amendment | None) -> tuple[str, ...]:
+        """Return whom alone an amendment keeps in the roster, deciding the next record; empty if it forces nothing."""
+        return () if amendment is None else amendment.kept(self.key)
+
+    def is_decided(self, amendment: Amendment | None, present: Iterable[str]) -> bool:
+        """Return whether these islands can decide the next record, with this amendment in it: they are a quorum.
+
+        Where the owner forces a roster, all whom it keeps must be there, and nobody else need be.
+        """
+        kept = self.kept(amendment)
+        return set(kept) <= set(present) if kept else quorum(self.roster, present)
+
     def is_of(self, owner: str) -> bool:
         """Return whether this is a run of `owner` that nobody else has amended.
 
@@ -109,6 +142,9 @@ class RunState:
         evicted = self.evicted.union(*(amendment.evicts for amendment in amendments))
         if not evicted.isdisjoint({*proposal.roster, *proposal.islands}):
             raise RecordInvalid("the run's owner has taken a member of it out")
+        kept = self.kept(proposal.amendment)
+        if kept and (kept != proposal.roster or not set(kept) <= set(self.roster)):
+            raise RecordInvalid("its roster is not the one that the run's owner has forced")
         holders = {grant.holder.rpartition("#")[0] for grant in proposal.grants}
         if not set(proposal.witnesses).isdisjoint({*proposal.islands, *holders}):
             raise RecordInvalid("a witness contributes in it, or leases samples")
@@ -142,6 +178,7 @@ class RunState:
             absent=self._absent_after(proposal),
             witnesses=proposal.witnesses,
             latch=self.latch if latch is None else latch.head.digest,
+            forces=self.forces + bool(kept),
         )
 
     def _absent_after(self, proposal: Proposal) -> tuple[tuple[str, int], ...]:

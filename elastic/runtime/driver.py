@@ -22,7 +22,7 @@ from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment, Ballot, Head, LoggedRecord, Record, quorum
+from diloco.elastic.protocol.record import Amendment, Ballot, Head, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier, RunContext, Vectors
@@ -305,7 +305,7 @@ class Driver:
             for logged, result in missed:
                 record = logged.record
                 if record.proposal.key == state.key:
-                    if state.latch and not quorum(state.roster, logged.stored_by):
+                    if state.latch and not state.is_decided(record.proposal.amendment, logged.stored_by):
                         raise errors.RecordInvalid(f"no quorum has stored round {record.proposal.key.round}")
                     state = state.after(record)
                     self.applier.hold(record.payload, result)

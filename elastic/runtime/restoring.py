@@ -15,7 +15,7 @@ from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
 from diloco.elastic.protocol.messages import Memory
-from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record, quorum
+from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, from_plain
 from diloco.elastic.runtime.applier import RunContext, SnapshotMeta, Vectors
@@ -71,9 +71,9 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
     return None
 
 
-def _rank(point: "ReplayPoint") -> tuple[bool, Head, Head]:
-    """Return how far a snapshot leads: a latched branch comes before every other."""
-    return bool(point.end.latch), point.end.head, point.kept.state.head
+def _rank(point: "ReplayPoint") -> tuple[tuple[int, Head], Head]:
+    """Return how far a snapshot leads."""
+    return point.end.precedence, point.kept.state.head
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
             try:
                 logged = logged_of(entry)
                 record = logged.record
-                if state.latch and not quorum(state.roster, logged.stored_by):
+                if state.latch and not state.is_decided(record.proposal.amendment, logged.stored_by):
                     raise RecordInvalid("no quorum has stored it")
                 state = state.after(record)
             except (MessageRefused, RecordInvalid) as error:  # as written by a diloco that had other rules
@@ -126,7 +126,7 @@ def lineage_of(point: ReplayPoint, journal: Journal) -> dict[str, bool]:
     state, lineage = point.kept.state, {point.kept.state.head.digest: True}
     for entry in journal.chain(point.manifest.version):
         logged = logged_of(entry)
-        lineage[entry.digest] = quorum(state.roster, logged.stored_by)
+        lineage[entry.digest] = state.is_decided(logged.record.proposal.amendment, logged.stored_by)
         if entry.digest == point.end.head.digest:
             break
         state = state.after(logged.record)

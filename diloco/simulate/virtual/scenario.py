@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import EVICT, Ballot
+from diloco.elastic.protocol.record import EVICT, FORCE, Ballot
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
@@ -119,6 +119,9 @@ def _obey(world: World, command: str) -> None:
             world.amend(names)
         case ["evict", name, "at", *names]:
             world.amend(names, json.dumps({EVICT: [name]}))
+        case ["force", *kept, "at", name]:
+            key = world.lives[name].node.state.key
+            world.amend([name], json.dumps({FORCE: {"round": key.round, "parent": key.parent, "keep": kept}}))
         case ["exchange", seconds]:
             _steady(world).exchange_s = float(seconds)
         case ["disk" | "snapshot" as what, name, seconds]:

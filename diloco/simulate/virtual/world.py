@@ -17,7 +17,7 @@ from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.member import LINEAGE
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Record, Settings, quorum
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Record, Settings
 from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 from diloco.simulate.virtual.check import Checker, Violation
@@ -422,7 +422,7 @@ class World:
             raise Violation(f"I1: {name} appended a record of another branch")
         if state.head.digest != record.digest:  # the same input has made it append the next one, too
             state = disk.states[-1].after(record)
-        valid = disk.quorums[record.digest] = quorum(disk.states[-1].roster, stored_by)
+        valid = disk.quorums[record.digest] = disk.states[-1].is_decided(record.proposal.amendment, stored_by)
         disk.own.add(record.digest)
         disk.log.append(record)
         disk.states.append(state)
