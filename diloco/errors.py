@@ -97,10 +97,11 @@ class ReduceFailed(DilocoError):
     """Signal that an all-reduce failed. Nothing was applied, the contribution is kept: it is safe to try again.
 
     `peer` is the one to blame, where that is known; `hung_up` is the one whose connection broke or was never made, for
-    which a third peer may have been the reason.
+    which a third peer may have been the reason. `local`: only members near this one lack the result, the mean is made.
     """
 
     code = "reduce"
+    local = False
 
     def __init__(self, message: str, peer: str = "", hung_up: str = "") -> None:
         super().__init__(message)
@@ -263,7 +264,7 @@ class WrongBytes(TransferFailed):
 class ManifestRefused(TransferFailed):
     """Signal that the description of an item cannot be right. Nothing was allocated or fetched."""
 
-    code = "parcel"
+    code = "manifest"
 
 
 class Evicted(DilocoError):

@@ -354,10 +354,10 @@ def test_changes_wait_in_a_folder_each_number_once(tmp_path):
 
 def test_one_line_tells_it_whoever_tells_it():
     event = {"event": "amended", "time": 1.0, "number": 1, "text": "inner.lr=0.1", "steps": 40}
-    assert sentence(event) == "the run's owner sets inner.lr=0.1"
+    assert sentence(event) == "by the run's owner: inner.lr=0.1"
     board = Board.of(["one", "two"])
     lines = [board.hear("one", event), board.hear("two", event), board.hear("two", {**event, "number": 2})]
-    assert lines == [["the run's owner sets inner.lr=0.1"], [], ["the run's owner sets inner.lr=0.1"]]
+    assert lines == [["by the run's owner: inner.lr=0.1"], [], ["by the run's owner: inner.lr=0.1"]]
 
 
 # among islands

@@ -322,9 +322,8 @@ def test_two_programs_learn_together(tmp_path, start):
 @pytest.mark.slow
 def test_an_exception_leaves_at_once_and_another_model_is_refused(tmp_path):
     """Over the real directory, in one process. What the block raises is raised, and nothing is contributed."""
-    where = run_of(tmp_path, inner={"steps": 100}, elastic={"min_islands": 2, "grace_s": 60})
+    where = run_of(tmp_path, inner={"steps": 100}, elastic={"min_islands": 2, "grace_s": 3600})
     model = made()
-    began = time.monotonic()
     with (
         pytest.raises(ZeroDivisionError),
         diloco.connect(where, model, "SGD", optimizer_options={"lr": 0.1}) as run,
@@ -337,7 +336,6 @@ def test_an_exception_leaves_at_once_and_another_model_is_refused(tmp_path):
             train(model, run.optimizer, batch)
             run.step()
             assert 1 / 0
-    assert time.monotonic() - began < 30
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert not found(events, "end") and not [event for event in found(events, "round") if event["contributors"]]
     with diloco.connect(where, made(), "SGD") as run:  # the folder is free again

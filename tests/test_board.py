@@ -67,7 +67,7 @@ def test_a_phase_that_is_a_time_has_a_pace_too(board):
 
 def test_a_run_that_its_owner_prolongs_is_not_finished_where_it_would_have_been(board):
     longer = told("amended", number=1, text="inner.steps=80", steps=80)
-    assert board.hear(ONE, longer) == ["the run's owner sets inner.steps=80"]
+    assert board.hear(ONE, longer) == ["by the run's owner: inner.steps=80"]
     assert board.hear(TWO, longer) == []
     board.hear(ONE, a_round(2, ONE, at=10.0, step=40))
     assert not board.finished

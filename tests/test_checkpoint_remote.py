@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from alone import train
+from launched import wait_until
 from logs import BASE, chain, frozen, opened, settle, take_snapshot, write
 
 from diloco.checkpoint.log.journal import Journal
@@ -229,12 +230,10 @@ def test_a_store_that_is_away_is_asked_again_told_of_once_and_caught_up_with(tmp
     island(tmp_path / "A", chain(5))
     remote = Remote(f"file://{far}/run", tries=3, wait=waits.append)
     mirror = mirror_of(tmp_path / "A", remote, story, every_s=0.05)
-    while len(waits) < 6:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(waits) >= 6)
     assert waits[:2] == [0.5, 1.0]  # with growing patience
     far.unlink()
-    while len(story) < 2:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(story) >= 2)
     mirror.close()
     assert [what for what, _ in story] == ["remote failing", "remote again"]
     assert restore(tmp_path / "new", remote, Told()) is not None

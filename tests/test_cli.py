@@ -22,8 +22,8 @@ from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "set", "sample", "plan", "doctor",
-    "simulate", "bench",
+    "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "evict", "force-roster", "set", "sample",
+    "plan", "doctor", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "recover", "join", "soak", "checkpoint", "virtual", "mutants", "overlap",

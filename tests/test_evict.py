@@ -52,7 +52,7 @@ def test_nobody_waits_for_one_who_is_taken_out():
 
 def test_it_changes_no_setting_and_people_can_read_it(small):
     assert amended(small(), [WITHOUT_C]) == small()
-    assert in_words(WITHOUT_C) == "evict C"
+    assert in_words(WITHOUT_C) == "…C is taken out"
     assert Amendment(1, "[1]").evicts == Amendment(1, "{").evicts == Amendment(1, '{"evict":1}').evicts == frozenset()
 
 

@@ -1,9 +1,11 @@
 """The owner forces a roster when too many islands are gone for good to be a quorum: its signature stands for that."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from launched import wait_until
@@ -11,14 +13,19 @@ from nodes import STATE, options, those
 from real_islands import open_islands, together
 from records import record
 
+from diloco.cli.owner import write_force
+from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.messages import CatchUp, Heartbeat
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.record import FORCE, NO_BALLOT, Amendment, Head, Key
 from diloco.elastic.protocol.state import RunState
-from diloco.errors import RecordInvalid
+from diloco.errors import RecordInvalid, SaveError
+from diloco.history.log import newest_state
+from diloco.run.folder import OUTER
 from diloco.simulate.virtual.world import owner
-from diloco.train.amend import amended, in_words
+from diloco.train.amend import amended, amendment_files, in_words, read_amendment, write_amendment
 
+PAIR = Path(__file__).parent / "data" / "0.2.0" / "pair"
 OWNED = replace(STATE, owner=owner().public_key.hex(), roster=tuple("ABCDE"), latch="0")
 
 
@@ -64,9 +71,48 @@ def test_whoever_has_gone_on_without_it_follows_though_it_has_more_tokens():
 def test_it_changes_no_setting_and_people_can_read_it(small):
     amendment = force(OWNED.key, "A", "B")
     assert amended(small(), [amendment]) == small()
-    assert in_words(amendment) == "force-roster A,B"
+    assert in_words(amendment) == "only …A, …B go on"
     for broken in ("[1]", '{"force":1}', '{"force":{"round":"x","parent":"","keep":[]}}', '{"force":{"round":1}}'):
         assert Amendment(1, broken).kept(Key(1, "")) == ()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """Two islands that have stopped, and a run that needs no quorum."""
+    copy = Path(shutil.copytree(PAIR, tmp_path / "pair"))
+    for key in copy.rglob("*.key"):
+        key.chmod(0o600)  # git keeps no such mode
+    return copy
+
+
+def test_forcing_says_why_it_cannot_be(pair, command, tmp_path):
+    def refused(*words: str) -> str:
+        said = command("force-roster", str(pair), *words, "--yes")
+        assert said.code == 2 and "Traceback" not in said.err
+        return said.err
+
+    assert "no such island; the run has" in refused("--keep", "nobody")
+    assert "needs no quorum" in refused("--keep", "island-1")
+    assert "does not exist: give the run's owner.key" in refused("--keep", "island-1", "--key", str(tmp_path / "typo"))
+    assert not (tmp_path / "typo").exists(), "no key is made"
+    assert "is not the key" in refused("--keep", "island-1", "--key", str(pair / "island-2" / "identity.key"))
+    (pair / "island-1" / "owner.key").unlink()
+    assert "founded elsewhere" in refused("--keep", "island-1")
+    shutil.rmtree(pair / "island-1")
+    assert "none of island-1 has its folder on this machine" in refused("--keep", "island-1")
+
+
+def test_what_is_forced_waits_in_the_folder_of_one_who_is_kept_and_takes_the_place_of_what_waited(pair):
+    folder = pair / "island-2"
+    state = replace(newest_state(folder / OUTER), latch="x")
+    owner_key = Identity.load(pair / "island-1" / "owner.key")
+    write_amendment(folder, owner_key, 1, {"inner.lr": 0.5})
+    kept = (Identity.load(folder / "identity.key").peer_id,)
+    assert write_force(folder, owner_key, state, kept) == (1, ["change 1 (inner.lr=0.5)"])
+    (path,) = amendment_files(folder)
+    assert read_amendment(path).kept(state.key) == kept and state.accepts(read_amendment(path))
+    with pytest.raises(SaveError, match="forced already"):
+        write_force(folder, owner_key, state, kept)
 
 
 @pytest.mark.soak
@@ -79,7 +125,7 @@ def test_two_of_five_go_on_when_three_are_gone_for_good(tmp_path):
         left = islands[:2]
         assert wait_until(lambda: left[0].told("waiting")), left[0].process.poll()
         (text, *_) = left[0].told("waiting")
-        assert "`diloco force-roster RUN --keep island-1,island-2` goes on without" in text
+        assert "go on without them: `diloco force-roster RUN --keep island-1,island-2`" in text
         before = [len(island.events("round")) for island in left]
         names = ("--keep", "island-1,island-2")
         command = [sys.executable, "-m", "diloco", "force-roster", str(tmp_path / "island-1"), *names]

@@ -250,8 +250,8 @@ def test_a_run_is_rewound_and_changed_before_it_goes_on_and_while_it_does(log, c
     finally:
         running.kill()
     told = (tmp_path / "said").read_text()
-    assert "the run's owner sets inner.lr=0.0001, outer.lr=0.5\n" in told
-    assert f"the run's owner sets inner.steps={last}\n" in told
+    assert "by the run's owner: inner.lr=0.0001, outer.lr=0.5\n" in told
+    assert f"by the run's owner: inner.steps={last}\n" in told
     rates = {e["step"]: e["lr"] for e in read_events(new / "events.jsonl") if e["event"] == "step"}
     assert min(rates) == ROUND + 1 and max(rates) >= last and 0 < max(rates.values()) <= 1e-4
     assert [row.amendment for row in rows(new / OUTER) if row.amendment] == [

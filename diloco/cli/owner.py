@@ -10,7 +10,9 @@ from diloco.cli.shared import RunName, say
 from diloco.errors import SaveError
 
 if TYPE_CHECKING:
+    from diloco.comm.peers.identity import Identity
     from diloco.elastic.protocol.record import Amendment
+    from diloco.elastic.protocol.state import RunState
 
 
 def evict(
@@ -20,7 +22,8 @@ def evict(
     """Take an island out of a run for good.
 
     It is signed with the key of the run's owner and takes effect with a round, which needs a quorum without counting on
-    that island. The island stops if it is alive, and so does its folder: with a new one, it would be another island.
+    that island. The island stops if it is running. Its folder is not admitted again; from a new one it would join as
+    another island.
     """
     from diloco.train.amend import FOLDER
 
@@ -64,33 +67,40 @@ def force_roster(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Go on with the islands that are left when too many are gone for good to be a quorum.
+    """Continue a run whose quorum is lost for good.
 
     The owner's signature stands for the quorum of one round, after which those named are the roster. What the others
     commit, or have committed without them, is undone. If they come back, they follow, and bring their work late.
     """
-    from diloco.history.log import island_named, names_of, newest_state
+    from diloco.history.log import find_logs, island_named, names_of, newest_state
     from diloco.run.folder import OUTER
     from diloco.train.amend import FOLDER
 
-    folders = island_folders(run)
-    state, names = newest_state(next(iter(folders.values())) / OUTER), names_of([f / OUTER for f in folders.values()])
-    named = {island_named(name.strip(), state.roster, names) for name in keep.split(",") if name.strip()}
-    kept = [peer for peer in state.roster if peer in named]
-    here = [peer for peer in kept if peer in folders]
+    folders, names = island_folders(run), names_of(find_logs(run))
+    states = {peer: newest_state(folder / OUTER) for peer, folder in folders.items()}
+    newest = max(states.values(), key=lambda state: state.precedence)
+    named = {island_named(name.strip(), newest.roster, names) for name in keep.split(",") if name.strip()}
+    here = [peer for peer in newest.roster if peer in named and peer in folders]
     if not here:
-        raise SaveError(f"none of {keep} has its folder on this machine: go where one has, and bring --key")
-    folder = folders[here[0]]
-    left_out = [names.get(peer, peer[-8:]) for peer in state.roster if peer not in kept]
+        raise SaveError(
+            f"none of {keep} has its folder on this machine: run this where one has, with --key and the run's owner.key"
+        )
+    target = max(here, key=lambda peer: states[peer].precedence)
+    state, folder = states[target], folders[target]
+    kept = tuple(peer for peer in state.roster if peer in named)
+    left_out = ", ".join(names.get(peer, peer[-8:]) for peer in state.roster if peer not in named)
+    owner = owner_of(state, folders, key)
+    check_force(state, kept)
     asks = (
-        f"After round {state.head.round} only {keep} decide. What {', '.join(left_out)} commit, or have committed "
-        "without them since then, is undone. Go on?"
+        f"After round {state.head.round} only {keep} decide. What {left_out} commit, or have committed without them "
+        "since then, is undone. Go on?"
     )
     if not yes and not typer.confirm(asks):
         raise typer.Exit(1)
-    number = write_force(folder, owner_key(folders, key), kept)
+    number, dropped = write_force(folder, owner, state, kept)
     say(
-        f"change {number} of {run}: only {keep} decide from round {state.head.round + 1} on",
+        f"change {number} of {run}: only {keep} decide from round {state.key.round} on",
+        *(f"{change} is discarded, since it has waited in vain: make it again" for change in dropped),
         f"It waits in {folder / FOLDER}: the island that trains there brings it to the others, and all of {keep} must "
         "be there.",
     )
@@ -102,37 +112,48 @@ def island_folders(run: str) -> dict[str, Path]:
     from diloco.history.log import find_logs
 
     folders = [log.parent for log in find_logs(run)]
-    return {Identity.load(folder / "identity.key").peer_id: folder for folder in folders}
+    found = [folder for folder in folders if (folder / "identity.key").is_file()]
+    if not found:
+        raise SaveError(f"{folders[0]} is no island's folder: it has a log, and no identity.key")
+    return {Identity.load(folder / "identity.key").peer_id: folder for folder in found}
 
 
-def owner_key(folders: dict[str, Path], key: Path | None) -> Path:
-    """Return the file with the owner's key: the one given, or that of the folder in which the run was founded."""
+def owner_of(state: "RunState", folders: dict[str, Path], key: Path | None) -> "Identity":
+    """Load the owner's key: from the file given, or from the folder in which the run was founded."""
+    from diloco.comm.peers.identity import Identity
+
     found = key or next((folder / "owner.key" for folder in folders.values() if (folder / "owner.key").is_file()), None)
     if found is None:
         raise SaveError("this run was founded elsewhere: bring its owner's key (owner.key) and give it by --key")
-    return found
-
-
-def write_force(folder: Path, key: Path, kept: list[str]) -> int:
-    """Sign and write the amendment that forces a roster, in place of one that waits; return its number."""
-    from diloco.comm.peers.identity import Identity
-    from diloco.elastic.protocol.record import FORCE
-    from diloco.history.log import newest_state
-    from diloco.run.folder import OUTER
-    from diloco.train.amend import amendment_files, read_amendment, write_amendment
-
-    state, owner = newest_state(folder / OUTER), Identity.load(key)
+    if not found.is_file():
+        raise SaveError(f"{found} does not exist: give the run's owner.key")
+    owner = Identity.load(found)
     if owner.public_key.hex() != state.owner:
-        raise SaveError(f"{key} is not the key of this run's owner")
+        raise SaveError(f"{found} is not the key of this run's owner")
+    return owner
+
+
+def check_force(state: "RunState", kept: tuple[str, ...]) -> None:
+    """Raise SaveError where forcing this roster makes no sense."""
     if not state.latch:
         raise SaveError("this run needs no quorum (elastic.partition): whoever is there goes on")
     if set(kept) <= set(state.witnesses):
         raise SaveError("of those named nobody trains")
+    if kept == state.roster:
+        raise SaveError("these are all members of the run: nobody is left out")
+
+
+def write_force(folder: Path, owner: "Identity", state: "RunState", kept: tuple[str, ...]) -> tuple[int, list[str]]:
+    """Sign and write the amendment that forces a roster; return its number, and the waiting ones that are dropped."""
+    from diloco.elastic.protocol.record import FORCE
+    from diloco.train.amend import amendment_files, in_words, read_amendment, write_amendment
+
     number = len(state.amendments) + 1
-    waiting = [path for path in amendment_files(folder) if read_amendment(path).number >= number]
+    waiting = {path: read_amendment(path) for path in amendment_files(folder)}
     force = {"round": state.key.round, "parent": state.key.parent, "keep": kept}
     if write_amendment(folder, owner, number, {FORCE: force}, mark=f"-force-{state.key.parent[:8]}") is None:
-        raise SaveError("that is asked for already: it waits until all who are named are there")
-    for path in waiting:  # they cannot be decided any more: make them again afterwards
+        raise SaveError("a roster is forced already for that round: it waits until all who are named are there")
+    dropped = {path: amendment for path, amendment in waiting.items() if amendment.number >= number}
+    for path in dropped:
         path.unlink()
-    return number
+    return number, [f"change {amendment.number} ({in_words(amendment)})" for amendment in dropped.values()]

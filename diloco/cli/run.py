@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.shared import ConfigPath, Host, Link, MaxDown, MaxUp, Overrides, next_commands, parse_option, say
+from diloco.cli.shared import (
+    ConfigPath,
+    JoinHost,
+    Link,
+    MaxDown,
+    MaxUp,
+    Overrides,
+    RunHost,
+    next_commands,
+    parse_option,
+    say,
+)
 from diloco.errors import ConfigError, TicketError
 from diloco.units import parse_link, parse_rate
 
@@ -33,7 +44,7 @@ def run(
         bool, typer.Option("--restart/--no-restart", help="With --islands: restart islands that die.")
     ] = True,
     link: Link = None,
-    host: Host = None,
+    host: RunHost = None,
 ) -> None:
     """Train on this machine.
 
@@ -105,7 +116,7 @@ def join(
     max_up: MaxUp = None,
     max_down: MaxDown = None,
     link: Link = None,
-    host: Host = None,
+    host: JoinHost = None,
 ) -> None:
     """Join a run as a peer.
 

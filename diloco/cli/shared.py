@@ -20,8 +20,11 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set inner.lr=1e-3. Can be repeated."),
 ]
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
-Host = Annotated[
-    str | None, typer.Option(help="Address at which other machines reach this one (`run` without it: none can).")
+RunHost = Annotated[
+    str | None, typer.Option(help="Address at which other machines reach this one (default: none can).")
+]
+JoinHost = Annotated[
+    str | None, typer.Option(help="Address at which other machines reach this one (default: found out).")
 ]
 MaxUp = Annotated[str | None, typer.Option(help="Send at no more than this rate: 20mbit")]
 MaxDown = Annotated[str | None, typer.Option(help="Receive at no more than this rate: 100mbit")]

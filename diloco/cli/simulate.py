@@ -33,7 +33,7 @@ simulate = typer.Typer(
     no_args_is_help=True,
 )
 CUTS_MAY_STOP = 0.01  # of the topologies in which a quorum of linked islands exists
-First = Annotated[int, typer.Option(min=0, help="The first seed (of `virtual`: the only one).")]
+First = Annotated[int, typer.Option(min=0, help="The first seed.")]
 
 
 @simulate.command(epilog="Example: diloco simulate examples/islands.yaml --link 20mbit,80ms --kill 3@20s")
@@ -128,7 +128,7 @@ def protocol(
 def virtual(
     islands: Annotated[int, typer.Option(help="Number of islands, 2 to 10,000.")] = 1000,
     link: Annotated[str, typer.Option(help="Rate and one-way delay of each island.")] = "100mbit,40ms",
-    first: First = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the faults.")] = 0,
     minutes: Annotated[float, typer.Option(min=1, help="Minutes of virtual time.")] = 30,
     mtbf: Annotated[str | None, typer.Option(help="Mean time between two failures of any islands: 1min")] = None,
     back: Annotated[str, typer.Option(help="Mean time until a failed island is back.")] = "5min",
@@ -165,7 +165,7 @@ def virtual(
         silence_s=parse_positive("--silence", silence, parse_duration),
         diurnal=0.0 if diurnal is None else parse_option("--diurnal", diurnal, parse_share),
         seconds=60 * minutes,
-        seed=first,
+        seed=seed,
         two_level=two_level,
     )
     simulate_virtual(setting, as_json=json)

@@ -12,7 +12,7 @@ from diloco.report.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
     "joined", "left", "lost", "excluded", "cut off", "diverged", "refused",
-    "waiting",
+    "waiting", "latched", "evicted", "slow",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
     "remote failing", "remote again",
 )  # fmt: skip

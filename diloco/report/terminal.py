@@ -48,7 +48,7 @@ def sentence(event: Event) -> str | None:
         case "ticket":
             return f"others join with: diloco join {event['ticket']}"
         case "amended":
-            return f"the run's owner sets {event['text']}"
+            return f"by the run's owner: {event['text']}"
         case "elastic":
             return f"{event['island']} {event['what']}: {event['text']}"
         case "round" if len(event["contributors"]) > 1:  # an island alone is told by its validation

@@ -95,9 +95,9 @@ def in_words(amendment: Amendment) -> str:
     """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is."""
     try:
         changes = json.loads(amendment.changes)
-        told = [f"evict {peer[-8:]}" for peer in sorted(amendment.evicts)]
+        told = [f"…{peer[-8:]} is taken out" for peer in sorted(amendment.evicts)]
         if FORCE in changes:
-            told.append(f"force-roster {','.join(peer[-8:] for peer in changes[FORCE]['keep'])}")
+            told.append(f"only {', '.join('…' + peer[-8:] for peer in changes[FORCE]['keep'])} go on")
         return ", ".join([*told, *(f"{key}={value}" for key, value in changes.items() if key not in (EVICT, FORCE))])
     except (
         ValueError,

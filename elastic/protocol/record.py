@@ -19,10 +19,7 @@ VOTERS = 32
 
 
 class Head(NamedTuple):
-    """Identify the end of a branch.
-
-    Branches are compared by these fields, in this order; no island moves to one that is not greater.
-    """
+    """Identify the end of a branch. Branches of one rank are compared by these fields, in this order."""
 
     tokens: int  # contributed since the beginning
     round: int

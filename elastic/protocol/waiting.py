@@ -31,6 +31,6 @@ class Waiting:
             missing = ", ".join(peer for peer in roster if peer not in present)
             own.note(
                 "waiting", own.me,
-                f"for {missing}: of {len(roster)} voters {len(present)} are no quorum, and nothing is committed; where "
-                f"the run was founded, `diloco force-roster RUN --keep {','.join(present)}` goes on without them",
+                f"for {missing}: {len(present)} of {len(roster)} members are here, that is no quorum, and nothing is "
+                f"committed; the owner can go on without them: `diloco force-roster RUN --keep {','.join(present)}`",
             )  # fmt: skip
