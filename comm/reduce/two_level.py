@@ -13,7 +13,7 @@ from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
 from diloco.comm.reduce.spans import ReducePlan
 from diloco.comm.transport.transport import Addresses, Transport
-from diloco.errors import ReduceCancelled
+from diloco.errors import ReduceCancelled, ReduceFailed
 
 LONG_S = 3600.0  # others may be at an earlier level yet: whoever watches the attempt knows how long that may take
 
@@ -53,10 +53,18 @@ class TwoLevelReduction:
                 part = scatter.spans[scatter.members.index(self._transport.identity)]
                 room = result[gather.result_bytes_of(part)]
                 self._run_level(Reduction, column, sums[scatter.result_bytes_of(part)], room)
-            return self._run_level(Gather, gather, result, result)
+            return self._gather(gather, result)
         finally:
             for plan in filter(None, (scatter, column, gather)):
                 self._transport.forget(plan.channel)
+
+    def _gather(self, plan: ReducePlan, result: Tensor) -> Tensor:
+        """Run the last level. What fails there is this group's trouble alone: all others get the same mean."""
+        try:
+            return self._run_level(Gather, plan, result, result)
+        except ReduceFailed as failed:
+            failed.local = True
+            raise
 
     def _run_level(self, kind: type[Reduction], plan: ReducePlan, values: Tensor, room: Tensor) -> Tensor:
         level = kind(plan, values, self._transport, self._addresses, result=room, patience_s=LONG_S)

@@ -253,6 +253,7 @@ class Worker:
             incarnation=time.time_ns() // 1000, store=store, driver=partial(Watched, self),
             report=lambda note: self.report("note", note=(note.kind, note.peer, note.text)),
         )  # fmt: skip
+        driver.node.own.bytes_per_s = int((self.setting.bits_per_s or 0) / 8)
         self.island = BareIsland(self.setting, driver)
         self.island.driver.know(self.addresses)
         self.island.train()

@@ -345,6 +345,9 @@ class ElasticConfig(Section):
         5.0, "seconds without a sign of life until an island counts as lost"
     )
     straggler: Annotated[Number, Field(ge=1)] = key(1.5, "how much longer than the others an island may take")
+    slowest: Annotated[Number, Field(ge=1)] = key(
+        2.0, "times a usual round: whose exchange would take longer takes part in every k-th round only"
+    )
     adaptive: bool = key(False, "slower islands do fewer inner steps in a round, so that all arrive together")
     grace_s: Annotated[Seconds, Field(ge=0)] = key(
         20.0, "seconds an island that is asked to stop waits for a round to take its progress"
@@ -364,7 +367,7 @@ class CheckpointConfig(Section):
     """What survives a crash."""
 
     dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
-    snapshot_every: Positive = key(20, "rounds between two saves")
+    snapshot_every: Positive = key(20, "rounds between two snapshots, and between two saves")
     keep: Count = key(2, "snapshots that are kept, with the log since the oldest of them; 0 keeps everything", ge=0)
     remote: str | None = key(None, "a second place to which snapshots and the log are copied (s3://…, file:///…)")
 

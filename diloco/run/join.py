@@ -310,7 +310,7 @@ def options_for(config: Config, *, alone: bool = False) -> Options:
     least = 1 if alone else elastic.min_islands
     return Options(
         decider(config), elastic.silence_s, elastic.straggler, least, "merge" if alone else elastic.partition,
-        min_voters=elastic.min_voters, rejoin_s=elastic.rejoin_s,
+        slowest=elastic.slowest, min_voters=elastic.min_voters, rejoin_s=elastic.rejoin_s,
         start_islands=1 if alone else elastic.start_islands, start_s=elastic.start_s,
         fragments=config.sync.fragments, want=samples_ahead(config, config.island.batch),
         steps=config.inner.steps, amended=heeding,

@@ -22,7 +22,7 @@ MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
 class Coordinator:
-    """Lead rounds while this island is first in line: collect promises, begin attempts, commit."""
+    """Lead rounds while the others follow this island: collect promises, begin attempts, commit."""
 
     def __init__(
         self, own: ProtocolState, liveness: Liveness, leading: Leading, member: Member, proposer: Proposer
@@ -161,6 +161,9 @@ class Coordinator:
             term.ready_at.setdefault(sender, now)
 
     def _on_failed(self, term: Term, begin: msg.Begin, sender: str, failed: msg.Failed, now: float) -> None:
+        if failed.local and self.own.needs_quorum:
+            term.excused.add(sender)
+            return
         term.failures.append((sender, failed))
         if failed.amendment and begin.proposal.amendment is not None:
             self.proposer.add_objection(term.promised(), sender, begin.proposal.amendment, failed.reason)
@@ -289,6 +292,7 @@ class Coordinator:
         term.begun.clear()
         term.done.clear()
         term.failures.clear()
+        term.excused.clear()
         term.resend_at = now + self.own.options.silence_s / RESEND
         for member in begin.members:
             self.own.send(member, begin)
@@ -299,7 +303,9 @@ class Coordinator:
         After a failure it waits a little, so that members that died meanwhile are noticed.
         """
         lost = sorted(set(begin.members) - self.liveness.alive(now) - {self.own.me})
-        failed = bool(term.settle_at) and now >= term.settle_at
+        failed = (bool(term.settle_at) and now >= term.settle_at) or self._is_hopeless(term, begin, now)
+        if begin.bytes_per_s and not self.liveness.are_few() and self.own.needs_quorum:
+            lost = [peer for peer in lost if peer not in term.begun]  # of the others, those nearby miss bytes, or not
         if self.own.needs_quorum and term.done:
             if self.own.me in term.done and self.own.state.is_decided(begin.proposal.amendment, term.done):
                 return False  # it will be committed, whoever else misses something
@@ -317,6 +323,12 @@ class Coordinator:
         self.proposer.note_lost(lost)
         self._again(term, now)
         return True
+
+    def _is_hopeless(self, term: Term, begin: msg.Begin, now: float) -> bool:
+        """Return whether everybody that could has said how the attempt went, and too few have the result."""
+        if not term.excused or set(begin.members) - term.done.keys() - term.excused - self._gone(begin, now):
+            return False
+        return not self.own.state.is_decided(begin.proposal.amendment, term.done.keys() | {self.own.me})
 
     def _deaf(self, term: Term, begin: msg.Begin, now: float) -> set[str]:
         """Return the members that have not confirmed the attempt in time: as long as telling all of them may take."""
@@ -352,7 +364,7 @@ class Coordinator:
         """
         if not self.own.needs_quorum:
             return True
-        missing = set(begin.members) - term.done.keys()
+        missing = set(begin.members) - term.done.keys() - term.excused
         if not self.own.state.is_decided(begin.proposal.amendment, term.done.keys() | {self.own.me}):
             if not missing - self._gone(begin, now):
                 self._have_it_stored(term, begin, payload)
@@ -384,16 +396,18 @@ class Coordinator:
                 return  # its own *done* is on its way to the disk
             self._finish(record, tuple(sorted(term.done.keys() | {self.own.me})), now)
         elif term.fetching is None:
-            assert term.begin is not None
-            holder = term.begin.members[term.fetches % len(term.begin.members)]
+            holders = sorted(term.done.keys() - {self.own.me})
+            holder = holders[term.fetches % len(holders)]
             term.fetches += 1
             self._fetch(term, holder, record)
 
     def _finish(self, record: Record, stored_by: tuple[str, ...], now: float) -> None:
         """Append a record, and announce it to all."""
         self.proposer.reunite(set(record.proposal.islands))
-        if record.proposal.contributions:
+        if (islands := record.proposal.islands) and (term := self.own.term) is not None and term.begin is not None:
             self.proposer.holding.committed(now)
+            rates = dict(zip(term.begin.members, term.begin.bytes_per_s, strict=False))
+            self.proposer.pacing.committed(islands, rates, now - term.begun_at)
         self.member.append(record, now, stored_by)
         self.own.send_all(msg.Commit(record.proposal.key, self.own.state.head, stored_by))
 

@@ -48,6 +48,11 @@ class Holding:
         self._began = now if self._began is None else self._began
         self._last = now
 
+    @property
+    def usual_s(self) -> float | None:
+        """Return how long a usual round takes; None if that is not known yet."""
+        return median(self._lengths) if len(self._lengths) >= KNOWN else None
+
     def holds(self, ready: Collection[str], now: float) -> bool:
         """Return whether to wait with a round that could begin now."""
         if not self.own.rules.nobody_starves or len(self._lengths) < KNOWN:

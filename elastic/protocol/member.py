@@ -249,10 +249,13 @@ class Member:
         else:
             self.own.send(coordinator, done)
 
-    def give_up(self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False) -> None:
+    def give_up(
+        self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False, local: bool = False
+    ) -> None:
         """Answer *failed* to the coordinator: the attempt did not succeed here, and `blamed` may be why."""
         current.reducing = False
-        current.failed = msg.Failed(current.begin.key, current.begin.ballot, blamed, reason, refused)
+        begin = current.begin
+        current.failed = msg.Failed(begin.key, begin.ballot, blamed, reason, refused, local=local)
         self.own.send(current.sender, current.failed)
 
     def on_commit(self, sender: str, commit: msg.Commit, now: float) -> None:

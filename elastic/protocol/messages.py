@@ -124,6 +124,7 @@ class Failed:
     reason: str
     refused: bool = False  # what the blamed one contributed is bad
     amendment: bool = False  # the sender cannot follow the change of settings
+    local: bool = False  # the mean is made: others may well have the result
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every input is a method that takes `now`, where it needs the time, and returns effects, to be carried out in order.
 `ProtocolState` is what an island knows, `Liveness` whom it thinks alive, `Member` how it answers, `Coordinator` how it
-leads when it is first in line. What is decided is a `Record`; what follows from records is a `RunState`.
+leads when the others follow it. What is decided is a `Record`; what follows from records is a `RunState`.
 """
 
 from collections.abc import Iterable
@@ -153,12 +153,15 @@ class Node:
         return self._finish(now)
 
     def reduce_failed(
-        self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False
+        self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False, local: bool = False
     ) -> list[msg.Effect]:
-        """Answer *failed* for an all-reduce; `refused` means that what the blamed peer contributed is bad."""
+        """Answer *failed* for an all-reduce.
+
+        `refused`: what the blamed peer contributed is bad. `local`: others may well have the result.
+        """
         current = self.own.current
         if current is not None and current.begin.ballot == ballot:
-            self.member.give_up(current, blamed, reason, refused=refused)
+            self.member.give_up(current, blamed, reason, refused=refused, local=local)
         return self._finish(now)
 
     def fetched(self, record: Record, now: float) -> list[msg.Effect]:

@@ -25,6 +25,7 @@ class Options:
     witness: bool = False  # it stores and votes, and contributes nothing
     sign_latch: Callable[[Head], Latch] | None = None  # by the owner's key, where this process has it
     rejoin_s: float = 60.0  # for which one that returns looks for its roster, under `merge`
+    slowest: float = 2.0  # times a usual round: whose exchange takes longer takes part now and then only
     fragments: int = 1
     want: int = 0  # samples to hold
     flat_up_to: int = 64  # so many islands all tell each other that they live; of more, only the first of the roster do

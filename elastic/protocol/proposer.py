@@ -13,6 +13,7 @@ from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.messages import Begin, Failed, Promise
 from diloco.elastic.protocol.options import Decide
+from diloco.elastic.protocol.pacing import Pacing
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, Record, holder_name
@@ -153,14 +154,15 @@ class Proposer:
         self.own, self.liveness = own, liveness
         self._objections: set[tuple[str, int, str]] = set()  # islands, in this life of theirs, to amendments
         self._separations: dict[frozenset[str], Separation] = {}
-        self.holding = Holding(own)
+        self.holding, self.pacing = Holding(own), Pacing(own)
 
     def next_attempt(self, term: Term, now: float) -> Begin | None:
         """Return the attempt to begin now, or None if it is not time for one."""
         own, fragment, promised = self.own, self.own.due, term.promised()
         offered = term.offers(fragment).items()
         ready = {peer: offer for peer, offer in offered if peer in promised and not promised[peer].witness}
-        offers = self._without_stuck_pairs(ready)
+        rates = {peer: term.ready[peer].bytes_per_s for peer in ready}
+        offers = self._without_stuck_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
         for peer in outsize(offers):
             own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
             del offers[peer]
@@ -187,8 +189,8 @@ class Proposer:
         latch = None if own.state.latch else own.latch
         proposal = replace(proposal, answered=in_order, latch=latch)
         members = proposal.islands or tuple(sorted(promised))
-        rates = tuple(term.ready[peer].bytes_per_s for peer in members) if offers else ()
-        return Begin(own.state.key, term.ballot, proposal, members, rates, first=self._first() if offers else ())
+        of_links = tuple(rates[peer] for peer in members) if offers else ()
+        return Begin(own.state.key, term.ballot, proposal, members, of_links, first=self._first() if offers else ())
 
     def _first(self) -> tuple[tuple[str, int], ...]:
         """Return who took part in the first attempt at this round: its members may have kept pages, by its spans."""
@@ -227,11 +229,10 @@ class Proposer:
         own, promised = self.own, term.promised()
         if not self._are_enough(offers) or (len(offers) < own.options.start_islands and now < own.start_until):
             return False
-        live = [
-            peer
-            for peer in own.state.roster
-            if peer in promised and not promised[peer].witness and not self._is_starving(peer, promised[peer])
-        ]  # at the end of the data, one that holds none is not waited for
+        members = (peer for peer in own.state.roster if peer in promised and not promised[peer].witness)
+        # at the end of the data, one that holds none is not waited for
+        live = [peer for peer in members if not self._is_starving(peer, promised[peer])]
+        live = [peer for peer in live if not self.pacing.is_out_of_turn(peer)]
         if all(peer in offers or peer in ready for peer in live):
             return True
         # those with late progress were ready at once

@@ -38,6 +38,7 @@ class Term:
     enough_at: float | None = None  # when a quorum had stored the result
     store: msg.Begin | None = None  # for those who are to store it without having contributed
     failures: list[tuple[str, msg.Failed]] = field(default_factory=list)
+    excused: set[str] = field(default_factory=set)  # members that will not get the result, though others may
     settle_at: float = 0.0
     resend_at: float = 0.0
     resends: int = 0

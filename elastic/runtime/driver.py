@@ -228,7 +228,7 @@ class Driver:
             if outcome.result is None:
                 self._stalls += outcome.stalled
                 return self.node.reduce_failed(
-                    begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused
+                    begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused, local=outcome.local
                 )
             if len(begin.members) > 1:  # alone, nothing was sent
                 self.last_outcome, self._stalls = outcome, 0

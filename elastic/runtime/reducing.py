@@ -43,6 +43,7 @@ class Outcome:
     blamed: str = ""
     reason: str = ""
     refused: bool = False  # what the blamed one contributed is bad
+    local: bool = False  # others may well have the result
     stalled: bool = False  # no chunk came for too long, as far as this member can tell
     seconds: float = 0.0
     bytes_sent: int = 0
@@ -68,7 +69,8 @@ class Attempt:
             outcome = Outcome("", blamed=bad.peer, reason=str(bad), refused=True)
         except ReduceFailed as failed:
             blamed = self._stalled or failed.peer or failed.hung_up
-            outcome = Outcome("", blamed=blamed, reason=str(failed), stalled=bool(self._stalled))
+            reason, stalled = str(failed), bool(self._stalled)
+            outcome = Outcome("", blamed=blamed, reason=reason, local=failed.local, stalled=stalled)
         except Exception as error:  # a thread's outermost frame: memory, descriptors; another attempt may work
             log.exception("an all-reduce failed here")
             outcome = Outcome("", reason=f"{type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.elastic.protocol.messages import Begin, Message
@@ -134,6 +135,14 @@ class Costs(ABC):
     @abstractmethod
     def reduce_s(self, begin: Begin) -> Sequence[float]:
         """Return how long an all-reduce takes each of its members."""
+
+    def made_s(self, begin: Begin) -> float:
+        """Return after how long the mean is made, so that a loss concerns the loser's group only; default: never."""
+        return inf
+
+    def group(self, begin: Begin, member: str) -> set[str]:
+        """Return the members that get the mean by way of this one."""
+        return set(begin.members)
 
     def stall_s(self, begin: Begin, *, silent: bool) -> float:
         """Return after how long others miss a member that is gone; `silent`: its connections do not close."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from diloco.comm.codec.registry import codec_named, result_codec_for
+from diloco.comm.reduce.grid import grid_of
 from diloco.comm.reduce.spans import CHUNKS
 from diloco.elastic.protocol.messages import Begin, Commit, Heartbeat, Message, Promise
 from diloco.elastic.protocol.node import Node
@@ -351,6 +352,20 @@ class Modelled(Costs):
         share = min(setting.rate(int(member), now) for member in begin.members) if setting.diurnal else 1.0
         digest_s = 1e-9 * setting.host.digest_ns * setting.values
         return self.allreduce(len(begin.members)).seconds(setting.line, share) + digest_s
+
+    def made_s(self, begin: Begin) -> float:
+        """Return the seconds of all levels but the last, which hands the mean round in each group."""
+        members = len(begin.members)
+        if not self.setting.reduces_in_two_levels(members):
+            return math.inf
+        cost = self.allreduce(members)
+        return replace(cost, levels=cost.levels[:-1]).seconds(self.setting.line, 1.0)
+
+    def group(self, begin: Begin, member: str) -> set[str]:
+        """Return the members of the same row of the grid."""
+        index = begin.members.index(member)
+        groups = grid_of([1.0] * len(begin.members)).groups
+        return {begin.members[other] for group in groups if index in group for other in group}
 
     def connect_s(self, begin: Begin) -> float:
         """Return what real islands allow whose coordinator has this link."""

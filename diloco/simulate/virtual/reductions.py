@@ -111,7 +111,9 @@ class Reductions:
         needed = [each for each in self.all.values() if not each.over and name in each.begin.members]
         for reduction in needed:
             if name in reduction.waiting:
-                failing = partial(self._fail, reduction, name, "its chunks do not come")
+                made = self._timeline.now - reduction.began >= self._costs.made_s(reduction.begin)
+                fail = self._fail_near if made else self._fail
+                failing = partial(fail, reduction, name, "its chunks do not come")
                 self._timeline.later(self._costs.stall_s(reduction.begin, silent=silent), failing)
                 reduction.waiting.remove(name)
         return bool(needed)
@@ -132,8 +134,19 @@ class Reductions:
             other = reporter if member == blamed else blamed
             self._report(member, reduction, other, reason, first=member == reporter)
 
-    def _report(self, member: str, reduction: Reduction, blamed: str, reason: str, *, first: bool) -> None:
+    def _fail_near(self, reduction: Reduction, blamed: str, reason: str) -> None:
+        """End an attempt for the members that get the mean by way of one that is gone."""
+        for member in sorted(reduction.waiting & self._costs.group(reduction.begin, blamed)):
+            reduction.waiting.remove(member)
+            self._report(member, reduction, blamed, reason, first=True, local=True)
+
+    def _report(
+        self, member: str, reduction: Reduction, blamed: str, reason: str, *, first: bool, local: bool = False
+    ) -> None:
         """Let a member know of the failure when its message has arrived."""
         ballot = reduction.begin.ballot
-        failed = partial(self._world.enter, member, lambda node, now: node.reduce_failed(ballot, blamed, reason, now))
+        failed = partial(
+            self._world.enter, member,
+            lambda node, now: node.reduce_failed(ballot, blamed, reason, now, local=local),
+        )  # fmt: skip
         self._timeline.after(self._costs.failure_s(first=first), failed)
