@@ -23,7 +23,7 @@ from typer.models import ParameterInfo
 from diloco.cli.app import app
 from diloco.config.schema import Config, OneOf
 from diloco.run.genesis import OWN_DATA, SHARED, SUGGESTED
-from diloco.train.amend import CHANGEABLE
+from diloco.train.amend import CHANGEABLE, RENAMED
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -92,7 +92,7 @@ def is_section(kind: object) -> bool:
 
 def who_sets(section: str) -> str:
     """Say who decides about these keys, and which of them the owner of a run can change later."""
-    changeable = [key.partition(".")[2] for key in CHANGEABLE if key.startswith(f"{section}.")]
+    changeable = [key.partition(".")[2] for key in CHANGEABLE if key.startswith(f"{section}.") and key not in RENAMED]
     shared = "The same for all islands of a run"
     if section not in SHARED:
         suggested = section == "island"

@@ -185,6 +185,8 @@ def test_one_that_stays_behind_is_not_waited_for():
     assert not said(first.tick(0.6), Begin)
     for peer in "GH":
         first.receive(peer, replace(BEAT, sequence=2), 1.1)
+    for peer in NAMES[1:6]:
+        first.receive(peer, replace(BEAT, sequence=2, head=first.state.head), 1.1)
     assert {begin.members for begin in said(first.tick(1.2), Begin)} == {NAMES[:6]}
 
 
@@ -256,3 +258,24 @@ def test_islands_agree_bit_by_bit_with_a_front_and_two_levels(monkeypatch):
         agree(islands)
         assert gone.name not in islands[0].state.roster
         gone.close()
+
+
+def test_a_coordinator_of_many_asks_those_who_were_not_heard_of_late_and_leaves_out_who_is_silent():
+    first, offer = node("A"), Offer(0, 0, 1, 10, (), incarnation=1)
+    first.tick(0.1)
+    first.offer(offer, 0.15)
+    for peer in NAMES[1:-1]:
+        first.receive(peer, Promise(STATE.key, 1, 1, 0, None), 0.2)
+        first.receive(peer, Ready(STATE.key, 1, (offer,), 1000), 0.2)
+    first.receive("H", Promise(STATE.key, 1, 1, 0, None), 0.2)  # it still trains
+    for peer in NAMES[2:]:
+        first.receive(peer, replace(BEAT, sequence=2), 0.9)
+    effects = first.receive("H", Ready(STATE.key, 1, (offer,), 1000), 1.0) + first.tick(1.01)
+    assert [send.to for send in effects if isinstance(send, Send) and isinstance(send.message, Collect)] == ["B"]
+    assert not said(effects, Begin)
+    for now in (1.1, 1.3):
+        for peer in NAMES[2:]:
+            first.receive(peer, replace(BEAT, sequence=3), now)
+        assert not said(first.tick(now), Begin)
+    begins = said(first.tick(1.45), Begin) + said(first.tick(1.46), Begin)
+    assert {begin.members for begin in begins} == {("A", "C", "D", "E", "F", "G", "H")}

@@ -380,3 +380,11 @@ def test_a_result_that_was_fetched_is_begun_only_when_everybody_has_answered():
     assert not said(coordinator.fetched(record_, 0.3), msg.Begin)
     begun = said(coordinator.receive("D", msg.Promise(STATE.key, 1, 1, 0, None), 0.4), msg.Begin)
     assert {begin.adopted for begin in begun} == {"f" * 64}
+
+
+def test_only_the_first_round_waits_for_all_who_are_to_begin():
+    """Of three that have begun, one may leave: the others do not wait for a third for the rest of `start_s`."""
+    node = Node("A", replace(STATE, roster=("A",)), options(start_islands=3, start_s=300.0), now=0.0, incarnation=1)
+    assert not those(node.offer(OFFER, 0.1) + node.tick(0.2), msg.Reduce)
+    node.own.state = replace(node.own.state, updates=1)
+    assert those(node.tick(0.3), msg.Reduce)

@@ -92,6 +92,8 @@ def test_forcing_says_why_it_cannot_be(pair, command, tmp_path):
         return said.err
 
     assert "no such island; the run has" in refused("--keep", "nobody")
+    assert "an empty name" in refused("--keep", "")
+    assert "names an island twice" in refused("--keep", "island-1,island-1")
     assert "needs no quorum" in refused("--keep", "island-1")
     assert "does not exist: give the run's owner.key" in refused("--keep", "island-1", "--key", str(tmp_path / "typo"))
     assert not (tmp_path / "typo").exists(), "no key is made"
@@ -113,6 +115,9 @@ def test_what_is_forced_waits_in_the_folder_of_one_who_is_kept_and_takes_the_pla
     assert read_amendment(path).kept(state.key) == kept and state.accepts(read_amendment(path))
     with pytest.raises(SaveError, match="forced already"):
         write_force(folder, owner_key, state, kept)
+    other = (*kept, "another")
+    assert write_force(folder, owner_key, state, other)[0] == 1, "a list that was wrong can be corrected"
+    assert [read_amendment(path).kept(state.key) for path in amendment_files(folder)] == [other]
 
 
 @pytest.mark.soak

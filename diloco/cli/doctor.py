@@ -344,7 +344,7 @@ def check_open_files() -> Iterator[Finding]:
 
 
 def check_clock(now: float | None = None) -> Iterator[Finding]:
-    """Check the clock: peers ignore each other when their clocks differ by over 3 s.
+    """Check the clock: peers correct for differences of up to a day.
 
     Without a network, only gross errors can be seen.
     """
@@ -352,11 +352,11 @@ def check_clock(now: float | None = None) -> Iterator[Finding]:
     mend = "turn on time synchronisation (NTP)"
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     if time.gmtime(now).tm_year < RELEASE_YEAR:
-        yield Finding("clock", "warn", f"{date} is before this diloco was made; peers will ignore this machine", mend)
+        yield Finding("clock", "warn", f"{date} is before this diloco was made; peers will not find this machine", mend)
     elif _kernel_keeps_time() is False:
-        yield Finding("clock", "warn", f"{date}; nothing keeps it in step, and peers may differ by 3 s at most", mend)
+        yield Finding("clock", "warn", f"{date}; nothing keeps it in step, and peers may differ by a day at most", mend)
     else:
-        yield Finding("clock", "ok", f"{date}; peers may differ by 3 s at most")
+        yield Finding("clock", "ok", f"{date}; peers may differ by a day at most")
 
 
 def _kernel_keeps_time() -> bool | None:

@@ -1,5 +1,6 @@
 """Declare the commands by which a run's owner changes who takes part: `evict`, `force-roster`."""
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +50,8 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     made = (*state.amendments, *(amendment for amendment in left if amendment.number > len(state.amendments)))
     out = {peer for amendment in made for peer in amendment.evicts}
     peer = island_named(name, state.roster, names_of(find_logs(run)))
+    if (folder / "identity.key").is_file() and peer == Identity.load(folder / "identity.key").peer_id:
+        raise SaveError(f"{name} brings your changes to the others, and cannot be taken out: stop it, and it leaves")
     if peer in out:
         raise SaveError(f"{name} is taken out already, by an earlier change that waits for a round")
     if set(state.roster) <= {*out, *state.witnesses, peer}:
@@ -79,7 +82,10 @@ def force_roster(
     folders, names = island_folders(run), names_of(find_logs(run))
     states = {peer: newest_state(folder / OUTER) for peer, folder in folders.items()}
     newest = max(states.values(), key=lambda state: state.precedence)
-    named = {island_named(name.strip(), newest.roster, names) for name in keep.split(",") if name.strip()}
+    asked = [island_named(name.strip(), newest.roster, names) for name in keep.split(",")]
+    named = set(asked)
+    if len(named) < len(asked):
+        raise SaveError(f"--keep {keep} names an island twice: write each one once")
     here = [peer for peer in newest.roster if peer in named and peer in folders]
     if not here:
         raise SaveError(
@@ -99,10 +105,10 @@ def force_roster(
         raise typer.Exit(1)
     number, dropped = write_force(folder, owner, state, kept)
     say(
-        f"change {number} of {run}: only {keep} decide from round {state.key.round} on",
+        f"change {number} of {run}: only {keep} decide round {state.key.round} and those after it",
         *(f"{change} is discarded, since it has waited in vain: make it again" for change in dropped),
         f"It waits in {folder / FOLDER}: the island that trains there brings it to the others, and all of {keep} must "
-        "be there.",
+        "be there. If a quorum has decided that round already, nothing is forced.",
     )
 
 
@@ -145,14 +151,15 @@ def check_force(state: "RunState", kept: tuple[str, ...]) -> None:
 
 def write_force(folder: Path, owner: "Identity", state: "RunState", kept: tuple[str, ...]) -> tuple[int, list[str]]:
     """Sign and write the amendment that forces a roster; return its number, and the waiting ones that are dropped."""
-    from diloco.elastic.protocol.record import FORCE
+    from diloco.elastic.protocol.record import FORCE, canonical
     from diloco.train.amend import amendment_files, in_words, read_amendment, write_amendment
 
     number = len(state.amendments) + 1
     waiting = {path: read_amendment(path) for path in amendment_files(folder)}
     force = {"round": state.key.round, "parent": state.key.parent, "keep": kept}
-    if write_amendment(folder, owner, number, {FORCE: force}, mark=f"-force-{state.key.parent[:8]}") is None:
-        raise SaveError("a roster is forced already for that round: it waits until all who are named are there")
+    mark = hashlib.sha256(canonical(force)).hexdigest()[:8]  # another one replaces it, and is noticed
+    if write_amendment(folder, owner, number, {FORCE: force}, mark=f"-force-{mark}") is None:
+        raise SaveError("that roster is forced already: it waits until all who are named are there")
     dropped = {path: amendment for path, amendment in waiting.items() if amendment.number >= number}
     for path in dropped:
         path.unlink()

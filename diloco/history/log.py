@@ -69,7 +69,7 @@ def names_of(logs: list[Path]) -> dict[str, str]:
     """Return the names of islands by their peer ids: those on this machine, and those that these have heard of."""
     heard = {peer: name for log in logs for peer, name in read_names(log.parent).items()}
     keys = {log.parent / "identity.key": log.parent.name for log in logs}
-    return heard | {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()}
+    return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()} | heard
 
 
 def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str:
@@ -77,6 +77,8 @@ def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str
     found = [peer for peer in roster if name == names.get(peer) or (len(name) >= ID_LETTERS and peer.endswith(name))]
     if len(found) == 1:
         return found[0]
+    if not name:
+        raise SaveError("an empty name names no island")
     known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in roster)
     raise SaveError(f"{name}: {'two islands are called that' if found else 'no such island'}; the run has {known}")
 

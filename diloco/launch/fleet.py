@@ -19,7 +19,7 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.config.schema import Config
-from diloco.errors import SaveError
+from diloco.errors import Evicted, SaveError
 from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
@@ -252,6 +252,8 @@ class Fleet:
             return
         if not self._addresses:
             self.view.say("the run was not founded")
+        elif f"error[{Evicted.code}]" in child.reason():
+            row.state = "left"  # by its owner's will
         elif self.plan.restart and not self.board.finished:
             if row.restarts < RESTARTS:
                 self.view.say(f"{name} starts again in {RESTART_S:.0f} s")

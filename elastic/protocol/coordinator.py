@@ -18,6 +18,7 @@ RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
 LATCH_FROM = 3  # members of the roster
+LATELY = 1.25  # heartbeats
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
@@ -120,6 +121,7 @@ class Coordinator:
             return
         if term is None or sender in self.own.state.evicted:
             return
+        term.unheard.discard(sender)
         match answer:
             case msg.Promise() if answer.term == term.number:
                 self._on_promise(term, sender, answer, now)
@@ -259,8 +261,29 @@ class Coordinator:
                 self._begin_adopted(term, record, now)
             else:
                 self._fetch(term, holder, record)
-        elif (begin := self.proposer.next_attempt(term, now)) is not None:
+        elif (begin := self.proposer.next_attempt(term, now)) is not None and self._are_there(term, begin, now):
             self._begin(term, begin, now)
+
+    def _are_there(self, term: Term, begin: msg.Begin, now: float) -> bool:
+        """Return whether all members of an attempt were heard of late; of many, those who were not are asked first.
+
+        Among many there are always some who died a moment ago, and each would end the attempt. Whoever gives no answer
+        within a heartbeat is left out until it does.
+        """
+        if self.liveness.are_few() or not begin.bytes_per_s:
+            return True
+        views, heartbeat_s = self.own.peers.views, self.own.options.heartbeat_s
+        since = (now if term.called_at is None else term.called_at) - LATELY * heartbeat_s
+        silent = [peer for peer in begin.members if peer != self.own.me and views[peer].heard_at < since]
+        if silent and term.called_at is None:
+            term.called_at = now
+            for peer in silent:
+                self.own.send(peer, msg.Collect(self.own.state.head, term.number))
+        if silent and term.called_at is not None and now - term.called_at < heartbeat_s:
+            return False
+        term.called_at = None
+        term.unheard.update(silent)
+        return not silent
 
     def _is_ahead(self, peer: str) -> bool:
         """Return whether a peer's head is greater than ours and can be fetched.

@@ -160,7 +160,8 @@ class Proposer:
         """Return the attempt to begin now, or None if it is not time for one."""
         own, fragment, promised = self.own, self.own.due, term.promised()
         offered = term.offers(fragment).items()
-        ready = {peer: offer for peer, offer in offered if peer in promised and not promised[peer].witness}
+        able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
+        ready = {peer: offer for peer, offer in offered if peer in able}
         rates = {peer: term.ready[peer].bytes_per_s for peer in ready}
         offers = self._without_stuck_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
         for peer in outsize(offers):
@@ -227,9 +228,11 @@ class Proposer:
 
     def _is_time(self, term: Term, offers: dict[str, Offer], ready: Collection[str], now: float) -> bool:
         own, promised = self.own, term.promised()
-        if not self._are_enough(offers) or (len(offers) < own.options.start_islands and now < own.start_until):
+        starting = not own.state.updates and now < own.start_until
+        if not self._are_enough(offers) or (starting and len(offers) < own.options.start_islands):
             return False
-        members = (peer for peer in own.state.roster if peer in promised and not promised[peer].witness)
+        able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
+        members = (peer for peer in own.state.roster if peer in able)
         # at the end of the data, one that holds none is not waited for
         live = [peer for peer in members if not self._is_starving(peer, promised[peer])]
         live = [peer for peer in live if not self.pacing.is_out_of_turn(peer)]

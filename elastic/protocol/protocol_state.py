@@ -42,6 +42,8 @@ class Term:
     settle_at: float = 0.0
     resend_at: float = 0.0
     resends: int = 0
+    unheard: set[str] = field(default_factory=set)  # of many: left out until they answer
+    called_at: float | None = None  # when the members of the next attempt were asked whether they are there
 
     @property
     def ballot(self) -> Ballot:
