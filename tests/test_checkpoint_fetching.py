@@ -13,7 +13,7 @@ from items import MANIFEST, SMALL_CHUNK, STATE, holding
 from team import wait_until
 
 from diloco.bench.bare import DIGEST, BareConfig
-from diloco.checkpoint.log.library import CHUNK_BYTES, Item, Library
+from diloco.checkpoint.log.library import Item, Library, usual_chunk_bytes
 from diloco.checkpoint.log.store import PartialDownload, Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer
@@ -25,7 +25,8 @@ from diloco.elastic.runtime.applier import Applier
 from diloco.elastic.runtime.fetching import FetchedState, StateManifest, fetch_state
 from diloco.errors import TransferFailed
 
-COUNT = 2_000_000  # two vectors of 8 chunks
+COUNT = 2_000_000  # two vectors of 16 chunks
+CHUNK = usual_chunk_bytes(4 * COUNT)
 SIZES = {"parameters": COUNT, "momentum": COUNT}
 VECTORS = {name: torch.randn(COUNT) for name in SIZES}
 
@@ -83,8 +84,8 @@ def is_right(snapshot: FetchedState) -> bool:
 
 
 def broken(donors: Donors, folder: Path) -> None:
-    """All donors are lost after two descriptions and ten of sixteen chunks."""
-    left = [None] * 12
+    """All donors are lost after two descriptions and 20 of 32 chunks."""
+    left = [None] * 22
     ends = [donors.add(name, left) for name in ("a", "b")]
     with pytest.raises(TransferFailed):
         donors.fetch(PartialDownload(folder))
@@ -98,7 +99,7 @@ def kept_in(folder: Path) -> int:
     for name, vector in VECTORS.items():
         path, right = folder / f"{name}.part", vector.numpy().tobytes()
         raw = path.read_bytes() if path.exists() else b""
-        cuts = [slice(at, at + CHUNK_BYTES) for at in range(0, len(right), CHUNK_BYTES)]
+        cuts = [slice(at, at + CHUNK) for at in range(0, len(right), CHUNK)]
         found += sum(len(right[cut]) for cut in cuts if raw[cut] == right[cut])
     return found
 
@@ -106,7 +107,7 @@ def kept_in(folder: Path) -> int:
 def test_a_download_goes_on_where_it_stopped(donors, tmp_path):
     broken(donors, tmp_path / "download")
     kept = kept_in(tmp_path / "download")
-    assert kept > 4 * CHUNK_BYTES
+    assert kept > 8 * CHUNK
     donors.add("c")
     donors.appliers["c"].replica.pin()
     snapshot = donors.fetch(PartialDownload(tmp_path / "download"))  # as after a restart

@@ -9,7 +9,14 @@ from items import MANIFEST, SMALL_CHUNK, STATE, holding
 from swarm import NAME, SOON, Countdown, Swarm
 from team import wait_until
 
-from diloco.checkpoint.log.library import CHUNK_BYTES, MAX_MANIFEST_BYTES, Item, ItemManifest, Library
+from diloco.checkpoint.log.library import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    Item,
+    ItemManifest,
+    Library,
+    usual_chunk_bytes,
+)
 from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, NOT_HERE, READY
 from diloco.checkpoint.transfer.fetch import MAX_ASKED, ChunkBoard, Transfer
 from diloco.comm.transport.transport import PeerAddress, Stream
@@ -298,3 +305,8 @@ def test_the_end_is_shared_and_what_is_given_back_is_asked_for_again():
     for _ in range(1, MAX_ASKED):
         board.take("fast", 0)
     assert all(board.deliver(number) for number in range(1, MAX_ASKED)) and board.done
+
+
+def test_a_small_item_has_parts_for_several_donors():
+    sizes = {0: 1 << 14, 20_000: 1 << 14, 250_000: 1 << 14, 1 << 21: 1 << 17, 1 << 30: 1 << 20}
+    assert {size: usual_chunk_bytes(size) for size in sizes} == sizes

@@ -86,6 +86,15 @@ def test_every_error_code_is_explained() -> None:
     assert sorted(codes(DilocoError) - set(explained)) == [], "a heading `## error[CODE]` is missing for each"
 
 
+def test_every_report_of_a_running_island_is_explained() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    headings = re.findall(r"^### ([a-z, ]+)$", page.partition("## Reports of a running island")[2], re.MULTILINE)
+    source = "".join(path.read_text() for path in (ROOT / "elastic").rglob("*.py"))
+    kinds = set(re.findall(r'(?:\.note|Note)\(\s*"([a-z ]+)"', source))
+    assert {"slow", "waiting", "lost"} <= kinds, "what the pattern must find"
+    assert kinds - {kind for heading in headings for kind in heading.split(", ")} == set()
+
+
 # commands and settings
 
 

@@ -84,7 +84,8 @@ def test_those_who_contributed_are_not_waited_for():
 def test_who_is_waited_for_in_vain_is_waited_for_half_as_often_after_each_two_times():
     held = held_in_vain(Rounds(behind_s=3.0), 1500)
     gaps = [later - earlier for earlier, later in pairwise(held)]
-    assert min(gaps) >= EVERY and gaps == sorted(gaps)
+    assert gaps[0] < EVERY, "the second time may come soon: the first may have brought it samples only"
+    assert min(gaps[1:]) >= EVERY and gaps == sorted(gaps)
     assert gaps[-1] >= LONGEST_INTERVAL
     assert {gap for gap in gaps if gap >= 32} <= {32, 64, 128, 256}
 

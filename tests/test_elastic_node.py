@@ -6,7 +6,7 @@ from nodes import OFFER, STATE, beat, begin, commit, from_disk, options, proposa
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Record
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Record
 
 
 def node() -> Node:
@@ -388,3 +388,9 @@ def test_only_the_first_round_waits_for_all_who_are_to_begin():
     assert not those(node.offer(OFFER, 0.1) + node.tick(0.2), msg.Reduce)
     node.own.state = replace(node.own.state, updates=1)
     assert those(node.tick(0.3), msg.Reduce)
+
+
+def test_ones_own_done_that_comes_back_late_makes_no_peer_of_oneself():
+    node = Node("A", STATE, options(), now=0.0, incarnation=1)
+    node.receive("A", msg.Done(Key(9, "elsewhere"), Ballot(1, "A", 0), EMPTY), 0.1)
+    assert "A" not in node.peers.views

@@ -18,7 +18,8 @@ from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import ManifestRefused
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES, SMALLEST_CHUNK_BYTES = 1 << 20, 1 << 14  # as a rule
+CHUNKS = 16  # at least, of an item that is not tiny: several donors can give parts of it
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 12, 1 << 22
 MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description of 4 MiB
 MAX_NAME_BYTES = 255
@@ -82,15 +83,20 @@ def chunk_count(name: str, size: int, chunk_bytes: int) -> int:
     return -(-size // chunk_bytes)
 
 
+def usual_chunk_bytes(size: int) -> int:
+    """Return the size of chunks for an item, such that also a small one has parts for several donors to give."""
+    return min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, size // CHUNKS))
+
+
 class Item:
     """Hold an item's bytes. A chunk's digest is computed when it is first asked for: gigabytes take seconds."""
 
-    def __init__(self, name: str, data: Buffer, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, name: str, data: Buffer, chunk_bytes: int | None = None) -> None:
         self.name = name
         self.data = as_bytes(data).toreadonly()
         self.size = len(self.data)
-        self.chunk_bytes = chunk_bytes
-        self.count = chunk_count(name, self.size, chunk_bytes)
+        self.chunk_bytes = usual_chunk_bytes(self.size) if chunk_bytes is None else chunk_bytes
+        self.count = chunk_count(name, self.size, self.chunk_bytes)
         self._digests: list[bytes | None] = [None] * self.count
 
     def digest(self, number: int) -> bytes:
@@ -121,7 +127,7 @@ class Library:
         self._items: dict[str, Item] = {}
         self._lock = threading.Lock()
 
-    def put(self, name: str, data: Buffer, *, chunk_bytes: int = CHUNK_BYTES) -> Item:
+    def put(self, name: str, data: Buffer, *, chunk_bytes: int | None = None) -> Item:
         """Add an item, in place of one of that name: peers that are fetching the old one learn that it is gone."""
         item = Item(name, data, chunk_bytes)
         with self._lock:

@@ -10,7 +10,7 @@ from statistics import median
 
 from diloco.elastic.protocol.protocol_state import ProtocolState
 
-EVERY = 8  # rounds between two that wait
+EVERY = 8  # rounds between two that wait for the same island
 LONGEST_INTERVAL = 256  # at most, for one that was waited for in vain
 BEHIND = 2  # rounds, at most
 SHARE = 0.1  # of the time, at most, is spent so
@@ -32,7 +32,6 @@ class Holding:
 
     own: ProtocolState
     _hold: Hold | None = None
-    _next_round: int = 0
     _intervals: dict[str, int] = field(default_factory=dict)  # rounds to let pass for one that was waited for in vain
     _failures: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, int] = field(default_factory=dict)
@@ -70,17 +69,17 @@ class Holding:
         self._hold = None
         turn = self.own.state.head.round
         self._spent_s += now - hold.since
-        self._next_round = turn + EVERY
         failures = self._failures[hold.peer] = 0 if there else self._failures.get(hold.peer, 0) + 1
         if failures and failures % 2 == 0:
             self._intervals[hold.peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(hold.peer, EVERY))
         if there:
             self._intervals.pop(hold.peer, None)
-        self._not_before[hold.peer] = turn + self._intervals.get(hold.peer, EVERY)
+        # the first time it may have been given samples only: the next round has its work
+        self._not_before[hold.peer] = turn + (1 if failures == 1 else self._intervals.get(hold.peer, EVERY))
 
     def _choose(self, ready: Collection[str], now: float) -> Hold | None:
         usual, turn = median(self._lengths), self.own.state.head.round
-        if turn < self._next_round or self._spent_s > SHARE * (now - (self._began or now)):
+        if self._spent_s > SHARE * (now - (self._began or now)):
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
         allowed = [peer for peer in near if turn >= self._not_before.get(peer, 0)]

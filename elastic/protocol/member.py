@@ -126,6 +126,8 @@ class Member:
 
     def count_misfit(self, sender: str, now: float) -> None:
         """Count a message of another round, and ban a peer that sends many: one late message is no fault."""
+        if sender == self.own.me:
+            return  # its own *done*, back from the disk when the round was over
         view = self.own.peers.view(sender, now)
         if now - view.misfits_since > self.own.options.silence_s:
             view.misfits, view.misfits_since = 0, now

@@ -118,10 +118,25 @@ def fetch_missed(
         return
     given = decode(tuple[LoggedRecord, ...], raw)
     missed = list(takewhile(lambda logged: not known(logged.record.digest), given))
-    if sum(result_bytes(logged.record) for logged in missed) <= at_most:
-        for logged in missed:
-            record = logged.record
-            yield logged, fetch_bytes(transport, others, record.payload, result_bytes(record))
+    if not missed or sum(result_bytes(logged.record) for logged in missed) > at_most:
+        return
+    with ThreadPoolExecutor(min(len(missed), len(others), MAX_DONORS)) as pool:
+        order = [_from(others, place) for place in range(len(missed))]
+        fetch = partial(_fetch_result, transport, result_bytes)
+        yield from zip(missed, pool.map(fetch, missed, order), strict=True)
+
+
+def _from(donors: Addresses, place: int) -> Addresses:
+    """Return the donors beginning with another one each time: each has a part of its uplink to give."""
+    names = list(donors)
+    shift = place % len(names)
+    return {name: donors[name] for name in names[shift:] + names[:shift]}
+
+
+def _fetch_result(
+    transport: Transport, result_bytes: Callable[[Record], int], logged: LoggedRecord, donors: Addresses
+) -> Tensor:
+    return fetch_bytes(transport, donors, logged.record.payload, result_bytes(logged.record))
 
 
 def fetch_state(
