@@ -52,7 +52,7 @@ class Node:
         self.member = Member(own, self.liveness, self.leading)
         proposer = Proposer(own, self.liveness)
         self._coordinator = Coordinator(own, self.liveness, self.leading, self.member, proposer)
-        self._waiting = Waiting(own)
+        self._waiting = Waiting(own, self.liveness)
         self._awake_at = now
 
     # inputs
