@@ -228,7 +228,7 @@ def test_the_commands_say_what_happened_and_what_next(log, command):
     assert "outer.lr is 0.5 already" in command.refused("set", new, "outer.lr=0.5")
     assert "the run is at step 5 already" in command.refused("set", new, "inner.steps=4")
     assert "says which run it is" in command.refused("set", new, "model.width=64")
-    assert "only its owner changes its settings" in command.refused("set", folder.parent, "inner.lr=1e-3")
+    assert "only its owner changes it" in command.refused("set", folder.parent, "inner.lr=1e-3")
 
 
 @pytest.mark.soak

@@ -120,7 +120,7 @@ def join(
     joins: Annotated[int, typer.Option(min=1, help="Newcomers, one after the other.")] = 3,
     rate: Annotated[str, typer.Option(help="Rate of each link while the download is measured.")] = "400mbit",
 ) -> Mapping[str, Any]:
-    """Measure what a newcomer costs and downloads, and how soon it is in (20 minutes).
+    """Measure what a newcomer costs, and when it is in (20 minutes).
 
     Four islands train while it joins.
     """

@@ -18,7 +18,7 @@ RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
 LATCH_FROM = 3  # members of the roster
-LATELY = 1.25  # heartbeats
+RECENT_HEARTBEATS = 1.25  # whoever was heard within so many is there
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
@@ -273,7 +273,7 @@ class Coordinator:
         if self.liveness.are_few() or not begin.bytes_per_s:
             return True
         views, heartbeat_s = self.own.peers.views, self.own.options.heartbeat_s
-        since = (now if term.called_at is None else term.called_at) - LATELY * heartbeat_s
+        since = (now if term.called_at is None else term.called_at) - RECENT_HEARTBEATS * heartbeat_s
         silent = [peer for peer in begin.members if peer != self.own.me and views[peer].heard_at < since]
         if silent and term.called_at is None:
             term.called_at = now
