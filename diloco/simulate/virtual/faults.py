@@ -24,7 +24,7 @@ FAULTY_S = 40.0
 QUIET_EXCHANGES = 15
 QUIET_S = 45.0  # with one fragment; late progress of one of several comes in once in a pass
 FIRST_STREAMING = 200  # smaller seeds are disasters that tests know by number
-PATIENCE = 4  # more quiet times, for late progress of several fragments
+PATIENCE = 4  # more quiet times at most, for late progress: a contribution carries two phases of it
 STRUCK = (m.Append, m.Commit, m.Begin, m.Done, m.Promise, m.Ready, m.Remember, m.FetchResult)
 MOMENTS: dict[str, type] = {kind.__name__.lower(): kind for kind in STRUCK}
 MIXES = {
@@ -376,9 +376,10 @@ def _check_amendments(world: World, apart: tuple[str, ...]) -> None:
 def _check_no_loss(world: World, made: Made) -> None:
     """Check I3: all progress that was made before the quiet time is contained.
 
-    With several fragments this may take long: an island that is behind misses rounds that follow each other at once.
+    A contribution carries two phases at most, so that one who owes many needs many rounds; with several fragments, an
+    island that is behind also misses rounds that follow each other at once.
     """
-    for _ in range(PATIENCE if world.pace != USUAL or world.costs.exchange_s else 0):
+    for _ in range(PATIENCE):
         if any(_lost(world, made)):
             world.timeline.run(world.now + quiet_s(world))
     for text in _lost(world, made):
