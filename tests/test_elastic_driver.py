@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from islands import NAMES, SMALL, TestIsland, agree, assert_agreed, at_round, introduce, stand_still, team, wait_for
+from torch import Tensor
 
 from diloco.bench.bare import DIGEST, VECTORS
 from diloco.comm.reduce.allreduce import Reduction
@@ -324,6 +325,37 @@ def test_work_that_another_branch_lacks_is_owed_again():
     assert work.rebase(1).tolist() == [10.0, 20.0]  # a branch that has the first only
     again = work.cut(nothing, StepsDone(0, ()))()
     assert (again.lo, again.hi) == (1, 2)
+
+
+def test_with_error_feedback_late_pieces_are_joined_and_what_that_loses_comes_with_the_next():
+    """Whole numbers only are sent: halves are lost, unless they come later."""
+    residual, count = torch.zeros(2), 2
+
+    def whole(vector: Tensor, hi: int) -> Tensor:
+        return vector.floor().view(torch.uint8)
+
+    def encode(vector: Tensor, hi: int) -> Tensor:
+        payload = whole(vector + residual, hi)
+        residual.add_(vector - decode(payload))
+        return payload
+
+    def decode(payload: Tensor) -> Tensor:
+        return payload.view(torch.float32)
+
+    work = PendingProgress(0, 1, encode, decode, join=whole, on_loss=residual.add_)
+    for number in range(3):
+        work.cut(torch.tensor([0.5, 3.0]), StepsDone(5, ((number, number + 1),)))()
+        work.rebase(0)  # rounds of the others
+    late = work.cut(torch.zeros(count), StepsDone(0, ()), usual_norm=1.0)()
+    assert (late.lo, late.hi) == (0, 2) and late.norm == 2.0
+    sent = decode(work.payload(late))
+    assert residual.tolist() == [0.5, 0.0], "as long as nothing contains it, nothing is lost"
+    work.rebase(2)
+    # of (1, 6), scaled to norm 2, (0, 1) was sent
+    scaled = torch.tensor([1.0, 6.0]) * 2 / 37**0.5
+    assert sent.tolist() == [0.0, 1.0] and torch.allclose(residual, torch.tensor([0.5, 0.0]) + scaled - sent)
+    work.rebase(3)
+    assert torch.allclose(residual, torch.tensor([0.5, 0.0]) + scaled - sent), "a single piece was fed back at once"
 
 
 def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_path):

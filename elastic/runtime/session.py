@@ -1,6 +1,7 @@
 """The trainer's side of a driver: hand in progress, learn how the outer state has changed, draw leased samples."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -21,7 +22,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import KEEP_BYTES, MAX_PHASES, PendingProgress, StepsDone
+from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, StepsDone
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 
@@ -55,6 +56,7 @@ class Session:
             shutil.rmtree(spill, ignore_errors=True)
         self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
         self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
+        self._residuals = threading.Lock()  # the trainer's thread and the encoding one change them
         if feedback is not None:
             self._feedback = [ErrorFeedback(self.codec, count, feedback) for count in fragments.counts]
         self.works = [self._work(fragment) for fragment in range(len(fragments))]
@@ -72,21 +74,27 @@ class Session:
         role = holder_name(node.me, node.incarnation)
         feedback = self._feedback[fragment] if self._feedback else None
 
-        def encode(vector: Tensor, hi: int) -> Tensor:
-            key = NoiseKey(hi, fragment, role)
-            if feedback is None:
-                return self.codec.encode(vector, key).cpu()
-            payload = feedback.encode(vector, key)
-            feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
+        def plain(vector: Tensor, hi: int) -> Tensor:
+            return self.codec.encode(vector, NoiseKey(hi, fragment, role)).cpu()
+
+        def feeding_back(vector: Tensor, hi: int) -> Tensor:
+            assert feedback is not None
+            with self._residuals:
+                payload = feedback.encode(vector, NoiseKey(hi, fragment, role))
+                feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
             return payload.cpu()
 
-        # what is encoded again loses again: with feedback, late pieces go one by one
-        phases = MAX_PHASES if feedback is None else 1
+        def on_loss(loss: Tensor) -> None:
+            assert feedback is not None
+            with self._residuals:
+                feedback.residual += loss.to(feedback.residual.device)
+
         decode = partial(self.codec.decode, count=count)
         keep_bytes = KEEP_BYTES // len(self.fragments)
-        return PendingProgress(
-            fragment, node.incarnation, encode, decode, max_phases=phases, keep_bytes=keep_bytes, spill=self._spill
-        )
+        work = partial(PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill)
+        if feedback is None:
+            return work(plain, decode)
+        return work(feeding_back, decode, join=plain, on_loss=on_loss)
 
     def owes(self, fragment: int = 0) -> bool:
         """Return whether progress of earlier phases is not contained yet.

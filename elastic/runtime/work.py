@@ -84,9 +84,11 @@ class EncodedCut:
 class PendingProgress:
     """Keep this island's pieces of progress for one fragment, and make offers of those not contained yet.
 
-    `encode` and `decode` are the codec's; up to `max_phases` late pieces are joined in one offer. Contained pieces are
-    kept until nothing can undo them; those beyond `keep_bytes` go to the folder `spill`, or are lost where there is
-    none.
+    `encode` and `decode` are the codec's; two late pieces are joined in one offer. Contained pieces are kept until
+    nothing can undo them; those beyond `keep_bytes` go to the folder `spill`, or are lost where there is none.
+
+    With error feedback, joined pieces are encoded by `join` instead, and what that lost is handed to `on_loss` when the
+    state contains them: whether a joined offer ever enters the log is not known before.
     """
 
     def __init__(
@@ -96,15 +98,18 @@ class PendingProgress:
         encode: Encode,
         decode: Callable[[Tensor], Tensor],
         *,
-        max_phases: int = MAX_PHASES,
+        join: Encode | None = None,
+        on_loss: Callable[[Tensor], None] | None = None,
         keep_bytes: int = KEEP_BYTES,
         spill: Path | None = None,
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
         self._encode, self._decode = encode, decode
-        self._max_phases, self._keep_bytes, self._spill = max_phases, keep_bytes, spill
+        self._join, self._on_loss = join or encode, on_loss
+        self._keep_bytes, self._spill = keep_bytes, spill
         self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
+        self._scales: dict[tuple[int, int], float] = {}  # of joined offers
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
 
@@ -120,7 +125,7 @@ class PendingProgress:
         if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
             log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
             owed[0].lo = self.mark
-        oldest, late = owed[: self._max_phases], len(owed) > 1
+        oldest, late = owed[:MAX_PHASES], len(owed) > 1
         return lambda: self._offer(oldest, late, usual_norm)
 
     def _offer(self, oldest: list[EncodedCut], late: bool, usual_norm: float) -> Offer:
@@ -138,10 +143,9 @@ class PendingProgress:
     def _joined(self, late: list[EncodedCut], usual_norm: float) -> Encoded:
         vector = self._sum(late)
         norm = float(torch.linalg.vector_norm(vector))
-        if usual_norm and norm > MAX_NORM * usual_norm:
-            vector *= MAX_NORM * usual_norm / norm
-            norm = MAX_NORM * usual_norm
-        return Encoded(self._encode(vector, late[-1].hi), norm)
+        scale = MAX_NORM * usual_norm / norm if usual_norm and norm > MAX_NORM * usual_norm else 1.0
+        self._scales[late[0].lo, late[-1].hi] = scale
+        return Encoded(self._join(vector * scale, late[-1].hi), norm * scale)
 
     def payload(self, offer: Offer) -> Tensor:
         """Return the bytes of an offer, which are the same in every ballot."""
@@ -160,6 +164,9 @@ class PendingProgress:
 
         That is the sum of the pieces owed; None if there are none. `settled`: no other branch can take its place.
         """
+        if self._on_loss is not None and (scale := self._scales.get((self.mark, mark))):
+            joined = [piece for piece in self.pieces if self.mark <= piece.lo < mark]
+            self._on_loss(self._sum(joined) * scale - self._decode(self._offered[self.mark, mark]))
         self.mark = mark
         self._forget(settled=settled)
         owed = self.owed(mark)
@@ -193,6 +200,7 @@ class PendingProgress:
     def _forget(self, *, settled: bool) -> None:
         for cuts in [cuts for cuts in list(self._offered) if cuts[0] < self.mark]:
             self._offered.pop(cuts, None)
+            self._scales.pop(cuts, None)
         contained = [piece for piece in self.pieces if piece.hi <= self.mark]
         if settled:
             for piece in contained:
