@@ -67,6 +67,7 @@ class Costs(ABC):
     unreachable_s: float  # until members notice that two of them cannot reach each other
     apply_s = 0.0  # after a round
     exchange_s = 0.0  # about what an all-reduce takes
+    slowest_write_s = 0.0  # what the slowest disk may take
     calm = False  # faults are over, and so are slow phases: how long rounds take is known
 
     def __init__(self, timeline: Timeline) -> None:

@@ -24,6 +24,7 @@ class HarshChances(Chances):
         self.exchange_s = SILENCE_S * SHORTEST * (LONGEST / SHORTEST) ** world.random()
         self.loss, self.overtakes = world.choice(LOSSES), world.random() < 0.3
         self._lag = cache(lambda name: timeline.stream(f"disk {name}").choice(LAGS_S))
+        self.slowest_write_s = 0.0  # of the disks that were written to
 
     def send(self, world: World, sender: str, to: str, message: Message) -> None:
         """Lose some messages, and let some overtake others; a few heartbeats come very late."""
@@ -41,6 +42,7 @@ class HarshChances(Chances):
     def write_s(self, name: str) -> float:
         """Draw what a write takes on this island's disk."""
         lag = self._lag(name)
+        self.slowest_write_s = max(self.slowest_write_s, lag)
         return lag * self._chance(f"write {name}") if lag else 0.0
 
     def snapshot_s(self, name: str) -> float:
