@@ -249,7 +249,7 @@ def test_islands_agree_bit_by_bit_with_a_front_and_two_levels(monkeypatch):
     """Real threads and streams; one is lost on the way."""
     monkeypatch.setattr(bare, "Options", partial(Options, flat_up_to=1))
     monkeypatch.setattr(reducing, "FLAT_UP_TO", 3)
-    with team(NAMES[:7], silence_s=1.0) as (network, islands):
+    with team(NAMES[:7], silence_s=5.0) as (network, islands):
         at_round(islands, 3)
         gone = islands.pop(5)
         network.peers.pop(gone.name).close()

@@ -148,16 +148,103 @@ def test_who_slept_judges_nobody_whatever_comes_first():
         assert not those(effects, msg.Note | msg.Append)
 
 
-def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
-    coordinator = leader()
+def left_out(coordinator: Node, seconds: int, **write_s: float) -> list[str]:
+    """Whom a coordinator leaves out, whose own disk takes no time, if B and C only show that they live."""
     notes = []
-    for tenth in range(60):
+    for tenth in range(10 * seconds):
         now = tenth / 10
         for peer in ("B", "C"):
-            coordinator.receive(peer, beat(), now)
-        notes += [effect.peer for effect in those(coordinator.tick(now), msg.Note)]
-    assert notes == ["B", "C"]
+            coordinator.receive(peer, beat(write_s=write_s.get(peer, 0.0)), now)
+        effects = coordinator.tick(now)
+        for _ in those(effects, msg.Remember):
+            coordinator.remembered(now)
+        notes += [effect.peer for effect in those(effects, msg.Note)]
+    return notes
+
+
+def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
+    coordinator = leader()
+    assert left_out(coordinator, 6) == ["B", "C"]
     assert not coordinator.peers.banned("B", 9.0)
+
+
+def test_a_slow_disk_is_given_the_time_that_it_takes():
+    assert left_out(leader(), 6, C=3.0) == ["B"]
+    assert left_out(leader(), 30, B=1e9, C=1e9) == []
+    assert left_out(leader(), 40, B=1e9, C=1e9) == ["B", "C"], "but not for ever"
+
+
+def test_heartbeats_say_what_the_disk_takes_the_write_under_way_included():
+    member = node()
+    member.tick(1.0)
+    member.receive("A", msg.Collect(STATE.head, 1), 1.0)
+    assert said(member.tick(4.0), msg.Heartbeat)[0].write_s == 3.0
+    member.remembered(6.0)
+    assert {beat.write_s for second in range(7, 12) for beat in said(member.tick(second), msg.Heartbeat)} == {5.0}
+
+
+def test_an_attempt_whose_coordinator_has_given_it_up_is_not_followed_any_more():
+    member = node()
+    member.receive("C", begin(Ballot(3, "C", 0), members=("B", "C")), 0.4)
+    assert member.leading.leader(0.4) == "C", "it takes part"
+    member.receive("C", beat(sequence=2, leading=True), 0.5)
+    assert member.leading.leader(0.5) == "C"
+    member.receive("C", beat(sequence=3), 0.6)
+    assert member.leading.leader(0.6) == "A"
+
+
+def committed_early() -> tuple[Node, Record]:
+    """B, whose all-reduce is under way when A says that its result is committed."""
+    member, attempt = node(), begin(Ballot(1, "A", 0), "A", "B")
+    member.offer(OFFER, 0.1)
+    member.receive("A", msg.Collect(STATE.head, 1), 0.1)
+    assert those(member.receive("A", attempt, 0.2), msg.Reduce)
+    record = Record(attempt.proposal, "r" * 64)
+    effects = member.receive("A", commit(record), 1.0)
+    effects += member.receive("A", beat(STATE.head_after(record), sequence=2), 1.2)
+    assert not those(effects, msg.CatchUp), "what it is about to have is not fetched"
+    return member, record
+
+
+def test_a_result_that_was_committed_before_it_was_here_is_appended_when_it_is():
+    member, record = committed_early()
+    effects = member.reduced(Ballot(1, "A", 0), record.payload, 1.5)
+    assert [append.record for append in those(effects, msg.Append)] == [record]
+    assert those(effects, msg.Append)[0].stored_by == ("A", "B")
+
+
+def test_a_result_that_was_committed_and_never_comes_is_fetched():
+    member, record = committed_early()
+    assert those(member.reduce_failed(Ballot(1, "A", 0), "C", "gone", 1.5), msg.CatchUp)
+    for wrong in (False, True):
+        member, record = committed_early()
+        if wrong:
+            assert those(member.reduced(Ballot(1, "A", 0), "w" * 64, 1.5), msg.CatchUp)
+        else:
+            assert those(member.receive("A", beat(STATE.head_after(record), sequence=3), 9.0), msg.CatchUp)
+
+
+def test_a_coordinator_that_has_waited_in_vain_for_a_confirmation_begins_again_without():
+    coordinator = leader(partition="quorum")
+    asked: list[msg.Begin] = []
+    for tenth in range(120):
+        now = tenth / 10
+        for peer in ("B", "C"):
+            coordinator.receive(peer, beat(sequence=tenth + 1), now)
+        effects = coordinator.tick(now)
+        for collect in said(effects, msg.Collect, to="B"):
+            for peer in ("B", "C"):
+                promise = msg.Promise(STATE.key, collect.term, 1, 8, None)
+                effects += coordinator.receive(peer, promise, now)
+        for attempt in said(effects, msg.Begin, to="B"):  # C says nothing more
+            done = msg.Done(STATE.key, attempt.ballot, EMPTY)
+            effects += coordinator.receive("B", done, now) + from_disk(coordinator, effects, now)
+        for _ in those(effects, msg.Remember):
+            coordinator.remembered(now)
+        asked += said(effects, msg.Begin)
+        if those(effects, msg.Append):
+            return
+    raise AssertionError(asked[-1])
 
 
 def test_one_that_has_just_come_back_is_given_time_to_answer():

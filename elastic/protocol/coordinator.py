@@ -104,9 +104,9 @@ class Coordinator:
             self.own.send(sender, msg.Collect(self.own.state.head, term.number))
 
     def _is_just_behind(self, peer: str, now: float) -> bool:
-        """Return whether a peer has another head only because it has not heard of the last commit yet."""
+        """Return whether a peer has another head only because it has not heard of the last commit, or written it."""
         since = self.own.peers.views[peer].behind_since
-        return since is not None and not self.liveness.are_few() and now - since <= self._settled_s
+        return since is not None and now - since <= self._settled_s + 2 * self.own.write_s(peer)
 
     @property
     def _settled_s(self) -> float:
@@ -206,17 +206,19 @@ class Coordinator:
 
     def _leave_out_mute(self, term: Term, now: float) -> None:
         """Ban peers that give signs of life but no promise, or do not confirm what cannot take long."""
-        answer_s = self.own.options.answer_s
+        answer_s = self.own.answer_s
         silent = self._waited_for(now) - term.answers.keys() - term.elsewhere.keys() - {self.own.me}
         lively = (peer for peer in silent if self.own.peers.heard_lately(peer, now))
         term.asked = {peer: term.asked.get(peer, now) for peer in sorted(lively)}
         for peer in term.asked:
-            if now - term.asked[peer] > answer_s:
-                self.own.ban(peer, "gives signs of life but no promise", now, for_s=answer_s)
+            if now - term.asked[peer] > answer_s(peer):
+                self.own.ban(peer, "gives signs of life but no promise", now, for_s=self.own.options.answer_s)
         begin = term.begin
-        if begin is not None and not begin.proposal.contributions and now - term.begun_at > answer_s:
+        if begin is not None and not begin.proposal.contributions:
             for peer in sorted(set(begin.members) - term.done.keys() - {self.own.me}):
-                self.own.ban(peer, "does not confirm what takes no time", now, for_s=answer_s)
+                if now - term.begun_at > answer_s(peer):
+                    reason = "does not confirm what takes no time"
+                    self.own.ban(peer, reason, now, for_s=self.own.options.answer_s)
 
     def _waited_for(self, now: float) -> set[str]:
         """Return who must answer before anything begins.
@@ -332,7 +334,8 @@ class Coordinator:
         if self.own.needs_quorum and term.done:
             if self.own.me in term.done and self.own.state.is_decided(begin.proposal.amendment, term.done):
                 return False  # it will be committed, whoever else misses something
-            lost = [] if not failed else lost  # somebody has the whole result: the others say whether they miss bytes
+            if begin.bytes_per_s and not failed:
+                lost = []  # somebody has the whole result: the others say whether they miss bytes
         deaf = set() if lost or failed else self._deaf(term, begin, now)
         if not lost and not failed and not deaf:
             return False
@@ -355,10 +358,11 @@ class Coordinator:
 
     def _deaf(self, term: Term, begin: msg.Begin, now: float) -> set[str]:
         """Return the members that have not confirmed the attempt in time: as long as telling all of them may take."""
-        limit_s = self.own.options.answer_s * (1 + len(begin.members) / max(1, self.own.options.flat_up_to))
-        if now - term.begun_at <= limit_s or not self.own.rules.follow_the_linked:
+        if not self.own.rules.follow_the_linked:
             return set()
-        return set(begin.members) - term.begun - term.done.keys() - {self.own.me}
+        telling_s = self.own.options.answer_s * len(begin.members) / max(1, self.own.options.flat_up_to)
+        silent = set(begin.members) - term.begun - term.done.keys() - {self.own.me}
+        return {peer for peer in silent if now - term.begun_at > telling_s + self.own.answer_s(peer)}
 
     def _again(self, term: Term, now: float) -> None:
         """Make another attempt in the same term, without those that are gone."""

@@ -86,7 +86,7 @@ class Holding:
         if not allowed:
             return None
         peer = min(allowed, key=lambda peer: (self._not_before.get(peer, 0), peer))
-        return Hold(peer, now, now + usual)
+        return Hold(peer, now, now + usual + 2 * self.own.write_s(peer))
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""
@@ -96,4 +96,7 @@ class Holding:
         if peer in own.last_contributors or peer in own.state.witnesses:
             return False
         behind = own.state.head.round - view.head.round
-        return 0 <= behind <= BEHIND and view.behind_s <= usual
+        unwritten = (
+            int(2 * own.write_s(peer) / usual) if usual else 0
+        )  # rounds that it knows of, and has not on its disk
+        return 0 <= behind <= BEHIND + unwritten and view.behind_s <= usual

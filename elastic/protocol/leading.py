@@ -10,7 +10,7 @@ from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.protocol_state import ProtocolState
 from diloco.elastic.protocol.record import quorum
 
-STUCK_SILENCES, STUCK_EXCHANGES = 6, 3  # without a byte that moves, until anybody may lead
+STUCK_SILENCES, STUCK_EXCHANGES, STUCK_WRITES = 6, 3, 6  # without a byte that moves, until anybody may lead
 SPREAD = 4  # times silence_s: over which islands then begin
 
 
@@ -67,7 +67,7 @@ class Leading:
         coordinator = own.promise.coordinator
         if coordinator == own.me or (view := own.peers.views.get(coordinator)) is None:
             return None
-        takes_part = current is not None and current.sender == coordinator and current.failed is None
+        takes_part = current is not None and current.sender == coordinator and current.failed is None and view.leading
         if not takes_part and not (view.running and view.head == own.state.head):
             return None
         linked = self.is_linked(coordinator, now)
@@ -96,7 +96,9 @@ class Leading:
         own = self.own
         if self.is_stuck(now):
             spread = hashlib.sha256(f"{own.me}/{own.highest_term}".encode()).digest()[0] / 256
-            return own.me in own.state.places and now >= self._stuck_at() + spread * SPREAD * own.options.silence_s
+            since = max(self._stuck_at(), own.promised_at + own.answer_s(own.promise.coordinator))
+            may = own.me in own.state.places or not own.state.roster
+            return may and now >= since + spread * SPREAD * own.options.silence_s
         if self.leader(now) != own.me:
             return False
         if not self.liveness.are_few() or not own.rules.follow_the_linked:
@@ -129,4 +131,6 @@ class Leading:
         ready_at = own.ready_at or 0.0
         phase_s = ready_at - max(own.commit_at)
         waiting_since = max(own.moved_at, ready_at + max(0.0, phase_s))
-        return waiting_since + STUCK_SILENCES * own.options.silence_s + STUCK_EXCHANGES * own.exchange_s
+        write_s = max(map(own.write_s, (own.me, *own.state.roster)))
+        silences_s = STUCK_SILENCES * own.options.silence_s
+        return waiting_since + silences_s + STUCK_EXCHANGES * own.exchange_s + STUCK_WRITES * write_s

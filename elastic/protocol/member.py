@@ -35,7 +35,7 @@ class Member:
             return False
         view.incarnation, view.sequence, view.state_digest = beat.incarnation, beat.sequence, beat.state_digest
         view.head, view.promise, view.leading, view.follows = beat.head, beat.promise, beat.leading, beat.follows
-        view.behind_s, view.rank, view.running = beat.behind_s, beat.rank, beat.running
+        view.behind_s, view.write_s, view.rank, view.running = beat.behind_s, beat.write_s, beat.rank, beat.running
         if beat.latch is not None:
             self.own.obey(beat.latch)
         if beat.roster_of == self.own.state.head.digest:
@@ -58,7 +58,7 @@ class Member:
     def _meet(self, sender: str, head: Head, now: float, *, rank: int) -> None:
         """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
         same = head == self.own.state.head
-        wanted = self.own.diverged if same else self.own.outranks(rank, head)
+        wanted = self.own.diverged if same else self.own.outranks(rank, head) and not self._soon_there(now)
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
         if self.own.held is not None and self.own.holds(head.digest):
@@ -139,6 +139,8 @@ class Member:
         """Promise a ballot durably: from here on nothing below it is finished or served."""
         if ballot == self.own.promise:
             return
+        if ballot[:2] != self.own.promise[:2]:
+            self.own.promised_at = now
         self.own.promise = ballot
         self.own.highest_term = max(self.own.highest_term, ballot.term)
         self.own.remember()
@@ -181,6 +183,8 @@ class Member:
             self.own.send(sender, refusal)
         else:
             self._promise(begin.ballot, now)
+            if sender != self.own.me:
+                self.own.peers.view(sender, now).leading = True  # its heartbeat may be of before
             self.own.stop_attempt()
             self.own.current = CurrentAttempt(begin, sender, now)
             self.own.send(sender, msg.Begun(begin.key, begin.ballot))
@@ -267,8 +271,32 @@ class Member:
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(commit.head.digest):
             self.append(self.own.held.record, now, commit.stored_by)
+        elif (current := self.own.current) is not None and current.reducing and current.committed is None:
+            current.committed = sender, commit, now
         elif self.own.catching_up is None and self.own.outranks(self._rank_of(sender), commit.head):
-            self.own.catch_up(sender, commit.head)
+            self._meet(sender, commit.head, now, rank=self._rank_of(sender))
+
+    def _soon_there(self, now: float) -> bool:
+        """Return whether this island's all-reduce is about to give it what was committed: to fetch it takes longer."""
+        current = self.own.current
+        if current is None or not current.reducing or current.committed is None:
+            return False
+        return now - current.committed[2] <= max(self.own.options.answer_s, self.own.exchange_s / 2)
+
+    def end_of_committed(self, current: CurrentAttempt, record: Record | None, now: float) -> bool:
+        """Append the result of an attempt that was committed before it was here; fetch it if it has failed here.
+
+        Returns False if it was not committed.
+        """
+        if current.committed is None:
+            return False
+        sender, commit, _ = current.committed
+        if record is not None and self.own.state.head_after(record) == commit.head:
+            self.own.held = msg.Held(current.begin.ballot, record)
+            self.append(record, now, commit.stored_by)
+        else:
+            self._meet(sender, commit.head, now, rank=self._rank_of(sender))
+        return True
 
     def append(self, record: Record, now: float, stored_by: tuple[str, ...] = ()) -> None:
         """Move to the state after a committed record, and ask the driver to append it to the log."""

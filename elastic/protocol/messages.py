@@ -29,6 +29,7 @@ class Heartbeat:
     linked: tuple[int, ...] = ()  # those of them that hear the sender, too
     follows: str = ""  # to whom alone it promises
     behind_s: float = 0.0  # until it will have caught up, as it thinks
+    write_s: float = 0.0  # what its disk takes to write
     rank: int = 0  # of its chain: 1 if it contains the latched record and nothing without a quorum after it, + forces
     latch: Latch | None = None  # until a record contains it
     state_digest: str = ""  # of the vectors at this head, where it is known
@@ -171,7 +172,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Remember:
-    """Ask the driver to store a memory; messages that come after it, but heartbeats, wait until it is durable."""
+    """Ask the driver to store a memory; messages that come after it, but heartbeats, wait until it is durable.
+
+    The driver answers with `remembered` then.
+    """
 
     memory: Memory
 

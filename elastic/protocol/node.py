@@ -37,7 +37,7 @@ class Node:
         memory = memory or msg.Memory()
         vows = {vow.head: vow for vow in memory.vows if vow.head == state.head or rules.promises_outlive_states}
         vow = vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))
-        returns = rules.who_returns_waits and state.head.round > 0 and me in state.roster
+        returns = rules.who_returns_waits and state.head.round > 0
         self.own = own = ProtocolState(
             me, incarnation, rules, self.peers, state, options.amended(options, state) if state.amendments else options,
             options.want, commit_at=[now] * options.fragments,
@@ -61,6 +61,9 @@ class Node:
         """Let time pass: send a heartbeat if one is due, notice a sleep, and take the next step as coordinator."""
         if self.own.leaving:
             return []
+        self.own.now = now
+        if self.own.is_fetching:  # until its driver gives up, when no byte comes
+            self.moved(now)
         self.liveness.tick(now)
         self._waiting.tick(now)
         effects = self._finish(now)
@@ -69,6 +72,7 @@ class Node:
 
     def receive(self, sender: str, message: msg.Message, now: float) -> list[msg.Effect]:
         """Handle a message from a peer, unless that peer is banned or this island is leaving."""
+        self.own.now = now
         if not self.peers.banned(sender, now) and not self.own.leaving:
             if sender != self.me:  # whose *done* comes back from its disk
                 self.peers.hear(sender, now)
@@ -94,6 +98,11 @@ class Node:
         """Take in that the log, or a snapshot, is durable up to this head."""
         self.member.on_stored(head, now)
         return self._finish(now)
+
+    def remembered(self, now: float) -> list[msg.Effect]:
+        """Take in that the oldest memory that was to be stored is durable."""
+        self.own.writes.end(now)
+        return []
 
     def expect_to_catch_up(self, seconds: float, now: float) -> list[msg.Effect]:
         """Take in the driver's estimate of how long catching up will take."""
@@ -149,7 +158,9 @@ class Node:
         if current is not None and current.begin.ballot == ballot and ballot >= self.own.promise:
             current.reducing = False
             self.own.exchange_s = max(now - current.since, self.own.exchange_s / 2)
-            self.member.hold(current, Record(current.begin.proposal, payload))
+            record = Record(current.begin.proposal, payload)
+            if not self.member.end_of_committed(current, record, now):
+                self.member.hold(current, record)
         return self._finish(now)
 
     def reduce_failed(
@@ -162,6 +173,7 @@ class Node:
         current = self.own.current
         if current is not None and current.begin.ballot == ballot:
             self.member.give_up(current, blamed, reason, refused=refused, local=local)
+            self.member.end_of_committed(current, None, now)
         return self._finish(now)
 
     def fetched(self, record: Record, now: float) -> list[msg.Effect]:

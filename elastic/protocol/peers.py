@@ -26,6 +26,7 @@ class PeerView:
     linked: frozenset[str] = frozenset()
     follows: str = ""
     behind_s: float = 0.0  # until it will have caught up, as it said
+    write_s: float = 0.0  # what its disk takes, as it said
     rank: int = 0  # of its chain
     said_goodbye: bool = False
     state_digest: str = ""

@@ -24,6 +24,7 @@ WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
 MANY_STARVE = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
+STRAGGLER_EXCHANGES = 0.1  # of one, that stragglers get besides: who misses it must fetch what it gives
 
 
 def deadline(commit_at: float, ready_at: Iterable[float], live: int, straggler: float) -> float | None:
@@ -242,7 +243,7 @@ class Proposer:
         training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
         due = deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
-        return due is not None and now >= due
+        return due is not None and now >= due + STRAGGLER_EXCHANGES * own.exchange_s
 
     def _is_starving(self, peer: str, promise: Promise) -> bool:
         holder = holder_name(peer, promise.incarnation)

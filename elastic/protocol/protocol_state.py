@@ -9,9 +9,11 @@ from diloco.elastic.protocol.peers import Peers
 from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Latch, Offer, Record
 from diloco.elastic.protocol.rules import Rules
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.writes import Writes
 
 LONGEST_BACKOFF = 16  # times the shortest
 BAN = 20  # times silence_s
+LONGEST_WRITE = 8  # times silence_s: whose disk takes longer is not waited for
 
 
 @dataclass
@@ -80,6 +82,7 @@ class CurrentAttempt:
     reducing: bool = False
     done: msg.Done | None = None  # once its result is held
     failed: msg.Failed | None = None  # once it has come to nothing here
+    committed: tuple[str, msg.Commit, float] | None = None  # who said so and when, before its result was here
 
     def adopts(self, record: Record) -> bool:
         """Return whether this attempt adopts exactly this record, rather than reducing anew."""
@@ -105,6 +108,7 @@ class ProtocolState:
     rejoin_until: float  # one that returns looks for its roster until then
     promise: Ballot = NO_BALLOT
     held: msg.Held | None = None
+    promised_at: float = 0.0  # to another coordinator, or in another term
     vows: dict[Head, msg.Vow] = field(default_factory=dict)  # for other heads, until a durable one lies beyond
     highest_term: int = 0  # seen so far
     term: Term | None = None  # while this island leads
@@ -127,6 +131,8 @@ class ProtocolState:
     moved_at: float = 0.0  # when bytes of an exchange, or the head, moved last, as far as is known here
     moved: bool = False  # since the last heartbeat
     exchange_s: float = 0.0  # what one usually takes
+    now: float = 0.0  # at the last input
+    writes: Writes = field(default_factory=Writes)
     effects: list[msg.Effect] = field(default_factory=list)
     to_self: list[msg.Message] = field(default_factory=list)
 
@@ -138,6 +144,14 @@ class ProtocolState:
     def same_key(self, key: Key) -> bool:
         """Return whether a message's key is that of the round which follows this island's head."""
         return key == self.state.key
+
+    @property
+    def is_fetching(self) -> bool:
+        """Return whether this island gets a result from another one, to commit or to adopt it."""
+        if self.term is not None and self.term.fetching is not None:
+            return True
+        current = self.current
+        return current is not None and bool(current.begin.adopted) and current.done is None and current.failed is None
 
     @property
     def needs_quorum(self) -> bool:
@@ -184,7 +198,7 @@ class ProtocolState:
         self.sequence += 1
         beat = msg.Heartbeat(
             self.stored, NO_BALLOT, self.incarnation, self.sequence, moving=self.moved, follows=self.follows,
-            behind_s=behind_s, latch=None if self.state.latch else self.latch,
+            behind_s=behind_s, write_s=self.writes.slowest_s(self.now), latch=None if self.state.latch else self.latch,
         )  # fmt: skip
         if hears is not None:
             beat = replace(beat, roster_of=self.state.head.digest, hears=hears, linked=linked)
@@ -233,6 +247,17 @@ class ProtocolState:
         """Queue what was promised and is held, for every head that may come back, to be stored on disk."""
         vows = *self.vows.values(), msg.Vow(self.state.head, self.promise, self.held)
         self.effects.append(msg.Remember(msg.Memory(tuple(vows), self.highest_term, self.latch)))
+        self.writes.ask(self.now)
+
+    def write_s(self, peer: str) -> float:
+        """Return what a write takes on the disk of a peer, as it says, or on this island's; at most so much counts."""
+        view, most = self.peers.views.get(peer), LONGEST_WRITE * self.options.silence_s
+        seconds = self.writes.slowest_s(self.now) if peer == self.me else view.write_s if view is not None else 0.0
+        return min(seconds, most)
+
+    def answer_s(self, peer: str) -> float:
+        """Return for how many seconds a peer may live but not answer: question and answer are written before."""
+        return self.options.answer_s + 2 * (self.write_s(self.me) + self.write_s(peer))
 
     def move_to(self, state: RunState) -> None:
         """Go on from another state: its vow, if there is one, holds again, and the present one is kept.

@@ -146,6 +146,7 @@ class Driver:
         match effect:
             case msg.Remember(memory):
                 self.store.remember(encode(memory))
+                self.store.then(partial(self.post, self.node.remembered))
             case msg.Send(to, msg.Heartbeat() as beat):
                 # promises nothing: a slow disk must not make an island seem dead
                 self.mailbox.send(to, beat)

@@ -206,8 +206,9 @@ class World:
     def leave(self, name: str) -> None:
         """Let an island say goodbye, then end it."""
         self.enter(name, lambda node, now: node.leave(now))
-        self.note(f"{name} leaves")
-        self._end(name)
+        if name in self.lives:  # a crash may have come first
+            self.note(f"{name} leaves")
+            self._end(name)
 
     def _end(self, name: str, *, silent: bool = False) -> None:
         """End a life, and let the others notice closed connections."""
@@ -348,7 +349,7 @@ class World:
             case m.Remember(memory):
                 if memory.latch is not None:
                     self.checker.latch(memory.latch.head.digest)
-                self._write(name, life, self.costs.write_s(name), partial(setattr, self.disks[name], "memory", memory))
+                self._write(name, life, self.costs.write_s(name), partial(self._remember, name, life, memory))
             case m.Reduce(begin):
                 self._check_bytes(name, life, begin)
                 self.reductions.join(name, begin)
@@ -384,6 +385,11 @@ class World:
                 disk.pending.popleft()()
 
         self.timeline.at(disk.end_of_write(self.now, seconds), partial(self.when_running, name, end))
+
+    def _remember(self, name: str, life: Life, memory: m.Memory) -> None:
+        """Note that what an island has promised and holds is on its disk, and inform the node."""
+        self.disks[name].memory = memory
+        life.node.remembered(self.costs.clock(name))
 
     def _stored(self, name: str, life: Life, records: int, log: list[Record]) -> None:
         """Note that so many more records, or the snapshot before them, are on the disk, and inform the node."""
