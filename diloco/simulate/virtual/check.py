@@ -30,6 +30,7 @@ class Checker:
     chains: dict[str, Chain] = field(default_factory=dict)
     latched: str = ""  # the record after which every one needs a quorum
     parents: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, bool] = field(default_factory=dict)  # by record: whether somebody knows that a quorum has it
     by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
 
@@ -43,8 +44,9 @@ class Checker:
             raise Violation("I1: two latched histories")
         self.latched = digest
 
-    def _is_after_latch(self, digest: str) -> bool:
-        while self.latched and digest in self.parents:
+    def _counts(self, digest: str) -> bool:
+        """Return whether a record is in the latched history: it and all between had a quorum."""
+        while self.latched and self.stored.get(digest):
             digest = self.parents[digest]
             if digest == self.latched:
                 return True
@@ -60,7 +62,8 @@ class Checker:
         """
         key = record.proposal.key
         self.parents[record.digest] = key.parent
-        self._check_agreement(island, record, steady, calm, strict=valid and self._is_after_latch(record.digest))
+        self.stored[record.digest] = self.stored.get(record.digest, False) or valid
+        self._check_agreement(island, record, steady, calm, strict=self._counts(record.digest))
         if record.digest not in self.chains:
             if key.parent not in self.chains:
                 raise Violation(f"I1: {island} appended round {key.round} to a branch that nobody had")
