@@ -27,6 +27,20 @@ STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pa
 # was ready with the next fragment at once, and waited for nobody.
 ONCE_WRONG = (17875, 1004276, 1003167)
 
+HARSH_ONCE_WRONG = [
+    ("merge", 50051),  # a disk that takes twice silence_s: everybody was said to be mute
+    ("merge", 50460),  # an attempt that its coordinator had given up was followed for ever
+    ("merge", 50294),  # the same disk: two went on alone
+    ("auto", 50072),  # one that came back led at once, because its roster was empty
+    ("auto", 50188),  # nobody of the roster was left, and so nobody might lead
+    ("auto", 50029),  # a result that was about to come was fetched instead, for longer than a round takes
+    ("quorum", 52935),  # two that did not confirm in time were banned for ever, and their confirmations ignored
+    ("auto", 651),  # the only one that had the result was dead
+    ("auto", 783),  # who led in place of a roster that was gone gave up, and nobody else might
+    ("auto", 1397),  # one that could not get a result to store it ended the attempt of all
+]
+LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
+
 # Seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
     "done_is_durable": ("harsh", 7),
@@ -59,6 +73,15 @@ def test_random_disasters_violate_nothing(first):
 
 def test_what_was_once_wrong_is_right():
     assert commits_of(ONCE_WRONG) > 0
+
+
+@pytest.mark.parametrize(
+    ("partition", "seed"),
+    [pytest.param(*each, marks=pytest.mark.soak) if each in LONG else each for each in HARSH_ONCE_WRONG],
+)
+def test_what_was_once_wrong_in_harsh_times_is_right(partition, seed):
+    outcome = Campaign(kind="harsh", partition=partition).run_one(seed)
+    assert not outcome.violation and outcome.commits
 
 
 def test_streaming_disasters_violate_nothing():

@@ -166,12 +166,24 @@ class Coordinator:
         if failed.local and self.own.needs_quorum:
             term.excused.add(sender)
             return
+        if self._can_do_without(term, begin, sender):
+            return
         term.failures.append((sender, failed))
         if failed.amendment and begin.proposal.amendment is not None:
             self.proposer.add_objection(term.promised(), sender, begin.proposal.amendment, failed.reason)
         term.settle_at = term.settle_at or now + self.own.options.silence_s / SETTLE
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
+
+    def _can_do_without(self, term: Term, begin: msg.Begin, sender: str) -> bool:
+        """Leave out one that was asked to store a result and cannot get it, if the others are a quorum."""
+        if term.store is None or sender in begin.members or sender not in term.store.members:
+            return False
+        others = tuple(peer for peer in term.store.members if peer != sender)
+        if not self.own.state.is_decided(begin.proposal.amendment, {*begin.members, *others, self.own.me}):
+            return False
+        term.store = replace(term.store, members=others)
+        return True
 
     def on_nack(self, nack: msg.Nack, now: float) -> None:
         """Drop the term if a member has promised a higher ballot; the next term is numbered above that."""
@@ -334,7 +346,8 @@ class Coordinator:
         if self.own.needs_quorum and term.done:
             if self.own.me in term.done and self.own.state.is_decided(begin.proposal.amendment, term.done):
                 return False  # it will be committed, whoever else misses something
-            if begin.bytes_per_s and not failed:
+            holders = term.done.keys() & (self.liveness.alive(now) | {self.own.me})
+            if begin.bytes_per_s and holders and not failed:
                 lost = []  # somebody has the whole result: the others say whether they miss bytes
         deaf = set() if lost or failed else self._deaf(term, begin, now)
         if not lost and not failed and not deaf:

@@ -97,7 +97,7 @@ class Leading:
         if self.is_stuck(now):
             spread = hashlib.sha256(f"{own.me}/{own.highest_term}".encode()).digest()[0] / 256
             since = max(self._stuck_at(), own.promised_at + own.answer_s(own.promise.coordinator))
-            may = own.me in own.state.places or not own.state.roster
+            may = own.me in own.state.places or not own.state.roster or self._orphan(now) == own.me
             return may and now >= since + spread * SPREAD * own.options.silence_s
         if self.leader(now) != own.me:
             return False
