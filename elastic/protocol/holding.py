@@ -79,14 +79,15 @@ class Holding:
 
     def _choose(self, ready: Collection[str], now: float) -> Hold | None:
         usual, turn = median(self._lengths), self.own.state.head.round
-        if self._spent_s > SHARE * (now - (self._began or now)):
+        budget_s = SHARE * (now - (self._began or now)) - self._spent_s
+        if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
         allowed = [peer for peer in near if turn >= self._not_before.get(peer, 0)]
         if not allowed:
             return None
         peer = min(allowed, key=lambda peer: (self._not_before.get(peer, 0), peer))
-        return Hold(peer, now, now + usual + 2 * self.own.write_s(peer))
+        return Hold(peer, now, now + min(usual + 2 * self.own.write_s(peer), max(usual, budget_s)))
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""

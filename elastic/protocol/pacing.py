@@ -46,10 +46,14 @@ class Pacing:
             if peer not in self._every:
                 self.own.note(
                     "slow", peer, f"an exchange with it takes about {seconds:.0f} s, and a round {usual_s:.0f} s: it "
-                    f"takes part in every {every}th (elastic.slowest)",
+                    f"takes part in one of {every} rounds (elastic.slowest)",
                 )  # fmt: skip
             self._every[peer] = every
         return {peer: offer for peer, offer in offers.items() if not self.is_out_of_turn(peer)}
+
+    def out_of_turn(self) -> set[str]:
+        """Return the slow islands without which this round goes on."""
+        return {peer for peer in self._every if self.is_out_of_turn(peer)}
 
     def is_out_of_turn(self, peer: str) -> bool:
         """Return whether a slow island took part so lately that this round goes on without it."""

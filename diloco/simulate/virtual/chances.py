@@ -31,6 +31,7 @@ class DisasterConfig:
     smooth: bool = False  # no chance at all: for scenarios
     harsh: bool = False  # long exchanges, slow disks, lost messages
     min_islands: int = 1
+    flat_up_to: int = 64
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,6 +118,7 @@ def disaster_world(setup: DisasterConfig, costs: Costs) -> World:
         rejoin_s=REJOIN_S,
         fragments=setup.pace.fragments,
         want=setup.pace.want,
+        flat_up_to=setup.flat_up_to,
     )
     world = World(setup.names, options, costs, rules=setup.rules, pace=setup.pace)
     world.observers.append(world.transcript.see)

@@ -59,6 +59,8 @@ def parse(text: str) -> Scenario:
                 names |= set(founders)
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
+            case ["flat", count]:
+                scenario.setup = replace(scenario.setup, flat_up_to=int(count))
             case ["fragments", count]:
                 scenario.setup = replace(scenario.setup, pace=SyncPace(int(count)))
             case ["fragments", count, "overlapped"]:
@@ -107,7 +109,7 @@ def _obey(world: World, command: str) -> None:
             _until(world, lambda: _newest(world, who).head.round >= int(number), command)
         case ["until", who, "holds", "round", number]:
             _until(world, lambda: _holds(world, who, int(number)), command)
-        case ["crash" | "stop" as what, who, "when" | "after" as when, doer, *doing]:
+        case ["crash" | "stop" | "mute" as what, who, "when" | "after" as when, doer, *doing]:
             _strike(world, (what, who), when, (who if doer == "it" else doer, doing[-1]))
         case ["crash" | "stop" | "resume" | "leave" | "start" as what, *names]:
             for name in names:
@@ -128,6 +130,8 @@ def _obey(world: World, command: str) -> None:
             (_steady(world).lags if what == "disk" else _steady(world).snapshots)[name] = float(seconds)
         case ["mute", name]:
             world.mute.add(name)
+        case ["rate", name, bytes_per_s]:
+            world.lives[name].node.own.bytes_per_s = int(bytes_per_s)
         case ["late", *names]:
             world.reductions.late = set(names)
         case ["spoil", name]:
@@ -177,7 +181,9 @@ def _strike(world: World, what: tuple[str, str], when: str, deed: tuple[str, str
     (act, victim), (doer, thing) = what, deed
 
     def blow(name: str) -> None:
-        if when == "when":
+        if act == "mute":
+            world.mute.add(victim)
+        elif when == "when":
             getattr(world, act)(victim)
         elif act == "crash":
             world.crash_soon(victim, 1)
