@@ -16,7 +16,8 @@ READY = ("A", "B")
 class Rounds:
     """Rounds of ten seconds that A leads, with B and, behind, C."""
 
-    def __init__(self, **behind):
+    def __init__(self, round_s: float = ROUND_S, rounds_behind: int = 0, **behind):
+        self.round_s, self.rounds_behind = round_s, rounds_behind
         self.node = Node("A", STATE, options(), now=0.0, incarnation=1)
         self.holding = self.node._coordinator.proposer.holding
         self.now, self.round, self.behind = 0.0, 0, behind
@@ -24,7 +25,7 @@ class Rounds:
             self.commit()
 
     def commit(self) -> None:
-        self.now, self.round = self.now + ROUND_S, self.round + 1
+        self.now, self.round = self.now + self.round_s, self.round + 1
         own = self.node.own
         own.state = replace(STATE, head=Head(10 * self.round, self.round, f"{self.round:064}"))
         own.last_contributors = frozenset(READY)
@@ -32,8 +33,10 @@ class Rounds:
         self.hear()
 
     def hear(self) -> None:
-        for peer in ("B", "C"):
-            self.node.receive(peer, beat(self.node.state.head, sequence=int(self.now * 100), **self.behind), self.now)
+        head = self.node.state.head
+        before = head._replace(round=max(0, head.round - self.rounds_behind))
+        for peer, seen in (("B", head), ("C", before)):
+            self.node.receive(peer, beat(seen, sequence=int(self.now * 100), **self.behind), self.now)
 
     def holds(self, *ready: str) -> bool:
         return self.holding.holds(ready or READY, self.now)
@@ -67,6 +70,12 @@ def test_a_round_waits_for_one_that_is_nearly_there():
 
 def test_nobody_is_waited_for_who_needs_longer_than_a_round():
     assert held_in_vain(Rounds(behind_s=ROUND_S + 1), 40) == []
+
+
+def test_of_rounds_shorter_than_a_heartbeat_those_that_were_not_told_of_yet_do_not_count():
+    assert held_in_vain(Rounds(0.1, rounds_behind=5), 100), "what C had when it last spoke, 0.4 s ago"
+    assert not any(held > 8 for held in held_in_vain(Rounds(0.1, rounds_behind=8), 100))
+    assert held_in_vain(Rounds(10.0, rounds_behind=3), 40) == []
 
 
 def test_without_the_rule_nobody_is_waited_for():

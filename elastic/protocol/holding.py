@@ -87,7 +87,8 @@ class Holding:
         if not allowed:
             return None
         peer = min(allowed, key=lambda peer: (self._not_before.get(peer, 0), peer))
-        return Hold(peer, now, now + min(usual + 2 * self.own.write_s(peer), max(usual, budget_s)))
+        wanted_s = max(usual, self.own.options.silence_s) + 2 * self.own.write_s(peer)
+        return Hold(peer, now, now + min(wanted_s, max(usual, budget_s)))
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""
@@ -97,7 +98,6 @@ class Holding:
         if peer in own.last_contributors or peer in own.state.witnesses:
             return False
         behind = own.state.head.round - view.head.round
-        unwritten = (
-            int(2 * own.write_s(peer) / usual) if usual else 0
-        )  # rounds that it knows of, and has not on its disk
-        return 0 <= behind <= BEHIND + unwritten and view.behind_s <= usual
+        # rounds of which it has not said, or not written, that it has them
+        unsaid = int(max(own.options.heartbeat_s, 2 * own.write_s(peer)) / usual) if usual else 0
+        return 0 <= behind <= BEHIND + unsaid and view.behind_s <= max(usual, own.options.silence_s)
