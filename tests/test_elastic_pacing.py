@@ -37,7 +37,9 @@ def test_a_slow_one_comes_in_at_once_then_only_every_so_many_rounds(pacing):
     at_round(pacing, 10)
     assert pacing.in_turn(OFFERS, RATES, 10.0).keys() == set("ABC")
     (note,) = [effect for effect in pacing.own.effects if isinstance(effect, Note)]
-    assert note.kind == "slow" and note.peer == "C" and "one of 198 rounds" in note.text  # 200 s - 2 s, at 1 s of each round
+    assert (
+        note.kind == "slow" and note.peer == "C" and "one of 198 rounds" in note.text
+    )  # 200 s - 2 s, at 1 s of each round
     pacing.committed("ABC", RATES, 200.0)
     at_round(pacing, 207)
     assert pacing.in_turn(OFFERS, RATES, 10.0).keys() == set("AB") and pacing.is_out_of_turn("C")

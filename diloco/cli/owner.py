@@ -94,7 +94,7 @@ def force_roster(
     target = max(here, key=lambda peer: states[peer].precedence)
     state, folder = states[target], folders[target]
     kept = tuple(peer for peer in state.roster if peer in named)
-    left_out = ", ".join(names.get(peer, peer[-8:]) for peer in state.roster if peer not in named)
+    left_out = ", ".join(sorted(names.get(peer, peer[-8:]) for peer in state.roster if peer not in named))
     owner = owner_of(state, folders, key)
     check_force(state, kept)
     asks = (
