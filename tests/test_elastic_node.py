@@ -171,7 +171,14 @@ def test_whoever_lives_and_does_not_answer_is_left_out_for_a_while_only():
 def test_a_slow_disk_is_given_the_time_that_it_takes():
     assert left_out(leader(), 6, C=3.0) == ["B"]
     assert left_out(leader(), 30, B=1e9, C=1e9) == []
-    assert left_out(leader(), 40, B=1e9, C=1e9) == ["B", "C"], "but not for ever"
+    coordinator = leader()
+    assert left_out(coordinator, 40, B=1e9, C=1e9) == ["B", "C"], "but not for ever"
+    assert coordinator.own.write_s("B") == 0.0, "and what it says of its disk is not believed until it has answered"
+    coordinator.receive("B", msg.Promise(STATE.key, coordinator.own.term.number, 1, 0, None), 50.0)
+    coordinator.receive("B", beat(sequence=9, write_s=-5.0), 50.0)
+    assert coordinator.own.write_s("B") == 0.0
+    coordinator.receive("B", beat(sequence=10, write_s=5.0), 50.0)
+    assert coordinator.own.write_s("B") == 5.0
 
 
 def test_heartbeats_say_what_the_disk_takes_the_write_under_way_included():
@@ -211,6 +218,16 @@ def test_a_result_that_was_committed_before_it_was_here_is_appended_when_it_is()
     effects = member.reduced(Ballot(1, "A", 0), record.payload, 1.5)
     assert [append.record for append in those(effects, msg.Append)] == [record]
     assert those(effects, msg.Append)[0].stored_by == ("A", "B")
+
+
+def test_a_result_that_another_than_the_coordinator_says_is_committed_is_held_and_confirmed():
+    member, attempt = node(), begin(Ballot(1, "A", 0), "A", "B")
+    member.offer(OFFER, 0.1)
+    member.receive("A", msg.Collect(STATE.head, 1), 0.1)
+    member.receive("A", attempt, 0.2)
+    member.receive("C", commit(Record(proposal(), EMPTY)), 0.3)
+    effects = member.reduced(Ballot(1, "A", 0), "r" * 64, 0.4)
+    assert said(effects, msg.Done, to="A") and not those(effects, msg.Append)
 
 
 def test_a_result_that_was_committed_and_never_comes_is_fetched():

@@ -122,6 +122,8 @@ class Coordinator:
         if term is None or sender in self.own.state.evicted:
             return
         term.unheard.discard(sender)
+        if sender != self.own.me:
+            self.own.peers.views[sender].in_vain = False
         match answer:
             case msg.Promise() if answer.term == term.number:
                 self._on_promise(term, sender, answer, now)
@@ -224,13 +226,16 @@ class Coordinator:
         term.asked = {peer: term.asked.get(peer, now) for peer in sorted(lively)}
         for peer in term.asked:
             if now - term.asked[peer] > answer_s(peer):
-                self.own.ban(peer, "gives signs of life but no promise", now, for_s=self.own.options.answer_s)
+                self._leave_out(peer, "gives signs of life but no promise", now)
         begin = term.begin
         if begin is not None and not begin.proposal.contributions:
             for peer in sorted(set(begin.members) - term.done.keys() - {self.own.me}):
                 if now - term.begun_at > answer_s(peer):
-                    reason = "does not confirm what takes no time"
-                    self.own.ban(peer, reason, now, for_s=self.own.options.answer_s)
+                    self._leave_out(peer, "does not confirm what takes no time", now)
+
+    def _leave_out(self, peer: str, reason: str, now: float) -> None:
+        self.own.ban(peer, reason, now, for_s=self.own.options.answer_s)
+        self.own.peers.views[peer].in_vain = True
 
     def _waited_for(self, now: float) -> set[str]:
         """Return who must answer before anything begins.

@@ -271,9 +271,9 @@ class Member:
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(commit.head.digest):
             self.append(self.own.held.record, now, commit.stored_by)
-        elif (current := self.own.current) is not None and current.reducing and current.committed is None:
-            current.committed = sender, commit, now
-        elif self.own.catching_up is None and self.own.outranks(self._rank_of(sender), commit.head):
+        elif (current := self.own.current) is not None and current.reducing and current.sender == sender:
+            current.committed = current.committed or (sender, commit, now)
+        else:
             self._meet(sender, commit.head, now, rank=self._rank_of(sender))
 
     def _soon_there(self, now: float) -> bool:
@@ -286,7 +286,7 @@ class Member:
     def end_of_committed(self, current: CurrentAttempt, record: Record | None, now: float) -> bool:
         """Append the result of an attempt that was committed before it was here; fetch it if it has failed here.
 
-        Returns False if it was not committed.
+        Returns whether it was appended.
         """
         if current.committed is None:
             return False
@@ -294,9 +294,9 @@ class Member:
         if record is not None and self.own.state.head_after(record) == commit.head:
             self.own.held = msg.Held(current.begin.ballot, record)
             self.append(record, now, commit.stored_by)
-        else:
-            self._meet(sender, commit.head, now, rank=self._rank_of(sender))
-        return True
+            return True
+        self._meet(sender, commit.head, now, rank=self._rank_of(sender))
+        return False
 
     def append(self, record: Record, now: float, stored_by: tuple[str, ...] = ()) -> None:
         """Move to the state after a committed record, and ask the driver to append it to the log."""

@@ -27,6 +27,7 @@ class PeerView:
     follows: str = ""
     behind_s: float = 0.0  # until it will have caught up, as it said
     write_s: float = 0.0  # what its disk takes, as it said
+    in_vain: bool = False  # it was waited for, and gave no answer: what it says of its disk is not believed
     rank: int = 0  # of its chain
     said_goodbye: bool = False
     state_digest: str = ""

@@ -251,9 +251,12 @@ class ProtocolState:
 
     def write_s(self, peer: str) -> float:
         """Return what a write takes on the disk of a peer, as it says, or on this island's; at most so much counts."""
-        view, most = self.peers.views.get(peer), LONGEST_WRITE * self.options.silence_s
-        seconds = self.writes.slowest_s(self.now) if peer == self.me else view.write_s if view is not None else 0.0
-        return min(seconds, most)
+        if peer == self.me:
+            seconds = self.writes.slowest_s(self.now)
+        else:
+            view = self.peers.views.get(peer)
+            seconds = 0.0 if view is None or view.in_vain else view.write_s
+        return min(max(0.0, seconds), LONGEST_WRITE * self.options.silence_s)
 
     def answer_s(self, peer: str) -> float:
         """Return for how many seconds a peer may live but not answer: question and answer are written before."""
