@@ -73,6 +73,8 @@ class Coordinator:
         own, liveness = self.own, self.liveness
         if now < own.lead_at or own.leaving or own.diverged or own.catching_up is not None:
             return False
+        if self.member.is_soon_there(now):
+            return False  # this round is committed
         if not self.leading.may_lead(now):
             return False
         if own.rules.follow_the_linked and liveness.are_few():

@@ -44,6 +44,8 @@ class Member:
             view.linked = frozenset(roster[place] for place in beat.linked if 0 <= place < len(roster))
         if beat.moving and beat.head == self.own.state.head:
             self.own.moved_at = max(self.own.moved_at, now)
+            if self._leads(beat.promise):
+                self.own.moved = True  # others may not hear the sender
         behind = view.head < self.own.state.head
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
         self.liveness.hear(sender, beat, now)
@@ -55,10 +57,15 @@ class Member:
                 self.own.drop_term(now)
         return True
 
+    def _leads(self, ballot: Ballot) -> bool:
+        """Return whether this island leads the attempt that somebody has promised this ballot for."""
+        term = self.own.term
+        return term is not None and term.begin is not None and term.begin.ballot == ballot
+
     def _meet(self, sender: str, head: Head, now: float, *, rank: int) -> None:
         """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
         same = head == self.own.state.head
-        wanted = self.own.diverged if same else self.own.outranks(rank, head) and not self._soon_there(now)
+        wanted = self.own.diverged if same else self.own.outranks(rank, head) and not self.is_soon_there(now)
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
         if self.own.held is not None and self.own.holds(head.digest):
@@ -276,7 +283,7 @@ class Member:
         else:
             self._meet(sender, commit.head, now, rank=self._rank_of(sender))
 
-    def _soon_there(self, now: float) -> bool:
+    def is_soon_there(self, now: float) -> bool:
         """Return whether this island's all-reduce is about to give it what was committed: to fetch it takes longer."""
         current = self.own.current
         if current is None or not current.reducing or current.committed is None:

@@ -304,13 +304,14 @@ class Proposer:
     def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
         """Return the offers of members that can all reach each other and are enough.
 
-        If there are no such members, all try again.
+        If there are none, the separations that are oldest are forgotten: those pairs may be well by now.
         """
         turn = self.own.state.head.round
         pairs = [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
-        if not pairs or not self.own.rules.leave_out_stuck_pairs:
+        if not self.own.rules.leave_out_stuck_pairs:
             return offers
-        choices = (together(pairs, offers, turn + shift) for shift in range(len(offers)))
+        recent = (pairs[forgotten:] for forgotten in range(len(pairs)))
+        choices = (together(apart, offers, turn + shift) for apart in recent for shift in range(len(offers)))
         chosen = next((choice for choice in choices if self._are_enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 
@@ -318,7 +319,8 @@ class Proposer:
         """Keep two islands that cannot reach each other apart for 2 rounds, the next time for 4, then for 8."""
         self.own.note("cut off", one, f"{one} and {other} cannot reach each other")
         pair = frozenset((one, other))
-        rounds = min(2 * self._separations[pair].rounds, MAX_ROUNDS_APART) if pair in self._separations else 2
+        before = self._separations.pop(pair, None)  # the newest comes last
+        rounds = min(2 * before.rounds, MAX_ROUNDS_APART) if before is not None else 2
         self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds)
 
     def reunite(self, islands: set[str]) -> None:
