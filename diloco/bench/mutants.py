@@ -31,7 +31,7 @@ from diloco.bench.report import Check, Report
 from diloco.elastic import protocol
 from diloco.errors import DilocoError, first_line
 from diloco.simulate.virtual import scenario
-from diloco.simulate.virtual.faults import disaster, run
+from diloco.simulate.virtual.faults import disaster, harsh_disaster, run
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = "tests/mutants.yaml"
@@ -46,7 +46,7 @@ CodeKey = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Trials:
-    """Hold what every mutant goes through: scenarios, then the disasters of the first seeds."""
+    """Hold what every mutant goes through: scenarios, then the disasters of the first seeds, each second one harsh."""
 
     scenarios: tuple[Path, ...]
     seeds: Sequence[int]
@@ -186,7 +186,7 @@ def _limit_memory() -> None:
 
 
 def _suffer(seed: int) -> None:
-    run(disaster(seed))
+    run((harsh_disaster if seed % 2 else disaster)(seed))
 
 
 def _functions_by_code() -> dict[CodeKey, list[FunctionType]]:

@@ -172,9 +172,15 @@ class Coordinator:
             return
         if self._can_do_without(term, begin, sender):
             return
+        if begin.bytes_per_s and failed.blamed and failed.blamed not in begin.members:
+            self.own.ban(sender, f"blames {failed.blamed}, which takes no part", now)
+            return
+        amendment = begin.proposal.amendment
+        if failed.amendment and amendment is not None:
+            if sender in amendment.evicts:
+                return  # it is not asked
+            self.proposer.add_objection(term.promised(), sender, amendment, failed.reason)
         term.failures.append((sender, failed))
-        if failed.amendment and begin.proposal.amendment is not None:
-            self.proposer.add_objection(term.promised(), sender, begin.proposal.amendment, failed.reason)
         term.settle_at = term.settle_at or now + self.own.options.silence_s / SETTLE
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
@@ -350,7 +356,8 @@ class Coordinator:
         failed = (bool(term.settle_at) and now >= term.settle_at) or self._is_hopeless(term, begin, now)
         if begin.bytes_per_s and not self.liveness.are_few() and self.own.needs_quorum:
             lost = [peer for peer in lost if peer not in term.begun]  # of the others, those nearby miss bytes, or not
-        if self.own.needs_quorum and term.done:
+        objected = begin.proposal.amendment is not None and any(failed.amendment for _, failed in term.failures)
+        if self.own.needs_quorum and term.done and not objected:
             if self.own.me in term.done and self.own.state.is_decided(begin.proposal.amendment, term.done):
                 return False  # it will be committed, whoever else misses something
             holders = term.done.keys() & (self.liveness.alive(now) | {self.own.me})
@@ -361,7 +368,8 @@ class Coordinator:
             return False
         for peer in deaf:
             term.answers.pop(peer, None)  # until it answers anew
-        refused = [(failed.blamed, failed.reason) for _, failed in term.failures if failed.refused]
+        accused = ((failed.blamed, failed.reason) for _, failed in term.failures if failed.refused)
+        refused = [(blamed, reason) for blamed, reason in accused if blamed != self.own.me]
         for blamed, reason in refused:
             self.own.ban(blamed, f"its contribution was refused: {reason}", now)
         if not lost and not refused and (pair := culprits(term.failures)) is not None:

@@ -332,6 +332,22 @@ class Member:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
             self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
+        elif donor is not None and self._seems_ahead(donor):  # it claims more than it gives
+            self.catch_up_failed(donor, now)
+
+    def _seems_ahead(self, peer: str) -> bool:
+        view = self.own.peers.views.get(peer)
+        return view is not None and view.head is not None and self.own.outranks(view.rank, view.head)
+
+    def catch_up_failed(self, peer: str, now: float) -> None:
+        """Fetch from this peer later, after a pause that doubles up to eight heartbeats.
+
+        It still counts as alive: an island that is behind must not decide rounds of its own for that.
+        """
+        self.own.catching_up = None
+        view = self.own.peers.view(peer, now)
+        view.fetch_at = now + self.own.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
+        view.fetches_failed += 1
 
     def is_better(self, state: RunState, donor: str | None) -> bool:
         """Return whether a state that a peer gives is of a greater branch than this island's."""

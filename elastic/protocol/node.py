@@ -208,14 +208,8 @@ class Node:
         return self._finish(now)
 
     def catch_up_failed(self, peer: str, now: float) -> list[msg.Effect]:
-        """Fetch from this peer later, after a pause that doubles up to eight heartbeats.
-
-        It still counts as alive: an island that is behind must not decide rounds of its own for that.
-        """
-        self.own.catching_up = None
-        view = self.peers.view(peer, now)
-        view.fetch_at = now + self.own.options.heartbeat_s * 2 ** min(view.fetches_failed, 3)
-        view.fetches_failed += 1
+        """Take in that nothing could be fetched from a peer: it is asked again after a pause."""
+        self.member.catch_up_failed(peer, now)
         return self._finish(now)
 
     def ban(self, peer: str, reason: str, now: float) -> list[msg.Effect]:

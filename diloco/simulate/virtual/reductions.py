@@ -45,7 +45,7 @@ class Reductions:
         self.all: dict[Ballot, Reduction] = {}  # a ballot's name is used once
         self._open: list[Reduction] = []
         self.spoilt: set[str] = set()  # whose next result is wrong
-        self.late: set[str] = set()  # who get theirs a second after the others
+        self.late: dict[str, float] = {}  # seconds after the others that these get theirs
 
     def join(self, name: str, begin: Begin) -> None:
         """Add a member to its attempt, which begins when all have joined and fails if one does not come in time."""
@@ -85,7 +85,7 @@ class Reductions:
             return
         for member, seconds in zip(begin.members, self._costs.reduce_s(begin), strict=True):
             finish = partial(self._world.when_running, member, partial(self._finish, reduction, member))
-            self._timeline.after(seconds + (member in self.late), finish)
+            self._timeline.after(seconds + self.late.get(member, 0.0), finish)
 
     def _finish(self, reduction: Reduction, member: str) -> None:
         """Hand a member its result, which is wrong if that was ordered."""

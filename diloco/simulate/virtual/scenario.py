@@ -22,7 +22,8 @@ from diloco.simulate.virtual.chances import DisasterConfig, disaster_world
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.faults import MOMENTS, both_ways, costs_of
 from diloco.simulate.virtual.harsh import SteadyChances
-from diloco.simulate.virtual.trainer import SyncPace
+from diloco.simulate.virtual.lies import LIES
+from diloco.simulate.virtual.trainer import Input, SyncPace
 from diloco.simulate.virtual.world import World
 
 PATIENCE_S = 60.0  # of `until`
@@ -39,6 +40,7 @@ class Scenario:
 
     setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
+    samples: int | None = None  # after which the data ends
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
     violation: str = ""  # this happens; "": something that it expects does not
@@ -59,6 +61,8 @@ def parse(text: str) -> Scenario:
                 names |= set(founders)
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
+            case ["samples", count]:
+                scenario.samples = int(count)
             case ["flat", count]:
                 scenario.setup = replace(scenario.setup, flat_up_to=int(count))
             case ["fragments", count]:
@@ -85,7 +89,7 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     rules = replace(ALL, **{without: False}) if without else ALL
     setup = replace(scenario.setup, rules=rules)
     world = disaster_world(setup, costs_of(setup))
-    world.found(scenario.founders)
+    world.found(scenario.founders, scenario.samples)
     try:
         for command in scenario.commands:
             if not (scenario.violation and without and command.startswith("expect") and "live" not in command):
@@ -130,12 +134,26 @@ def _obey(world: World, command: str) -> None:
             (_steady(world).lags if what == "disk" else _steady(world).snapshots)[name] = float(seconds)
         case ["mute", name]:
             world.mute.add(name)
+        case ["lie", name, about]:
+            world.liars[name] = LIES[about]
+        case ["truth", name]:
+            del world.liars[name]
+        case ["refuse", name]:
+            own = world.lives[name].node.own
+            own.options = replace(own.options, objection=lambda state, amendment: f"{name} cannot do that")
+        case ["damage", name]:
+            for peer in world.lives:
+                world.enter(peer, _report("damaged" if peer == name else "right"))
         case ["rate", name, bytes_per_s]:
             world.lives[name].node.own.bytes_per_s = int(bytes_per_s)
+        case ["late", name, "by", seconds]:
+            world.reductions.late = {name: float(seconds)}
         case ["late", *names]:
-            world.reductions.late = set(names)
+            world.reductions.late = dict.fromkeys(names, 1.0)
         case ["spoil", name]:
             world.reductions.spoilt.add(name)
+        case ["norm", name, norm]:
+            world.lives[name].trainer.works[0].norm = float(norm)
         case ["slow", name, times]:
             world.lives[name].trainer.speed = 1 / float(times)
         case ["cut" | "cut-one-way" as what, *sides] if "|" in sides:
@@ -154,6 +172,10 @@ def _obey(world: World, command: str) -> None:
             _expect(world, words, command)
         case _:
             raise ConfigError(f"no such command in a scenario: {command}")
+
+
+def _report(digest: str) -> Input:
+    return lambda node, now: node.report_digest(digest, now)
 
 
 def _steady(world: World) -> SteadyChances:
@@ -228,6 +250,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
         case ["one", "branch", "at", who]:
             chain = {record.digest for record in log}
             found = ",".join(name for name in who.split(",") if world.disks[name].states[-1].head.digest in chain)
+        case ["no" as who, "amendments"]:
+            found = "some" if best.amendments else "no"
         case ["amendments", who]:
             found = ",".join(str(amendment.number) for amendment in best.amendments)
         case ["overlaps", who]:

@@ -89,6 +89,7 @@ class SimulatedProgress:
     offered: set[tuple[int, int]] = field(default_factory=set)
     hi: int = 0  # the last cut
     mark: int = 0  # of the state that was last taken
+    norm: float = 0.0
 
     def cut(self, tokens: int, samples: Ranges, steps: int) -> Offer:
         """Cut after so much progress, and return an offer of the oldest pieces that are owed.
@@ -103,7 +104,7 @@ class SimulatedProgress:
         lo, hi = oldest[0].lo, oldest[-1].hi
         self.offered.add((lo, hi))
         tokens = sum(piece.tokens for piece in oldest)
-        return Offer(self.fragment, lo, hi, tokens, _samples(oldest), incarnation=self.incarnation, late=late)
+        return Offer(self.fragment, lo, hi, tokens, _samples(oldest), self.norm, self.incarnation, late=late)
 
     def owed(self, mark: int) -> list[SimulatedCut]:
         """List the pieces that a state with this mark does not contain."""

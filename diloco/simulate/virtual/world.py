@@ -90,6 +90,7 @@ class World:
         self.lasting: set[Pair] = set()  # cut for ever
         self.witnesses: set[str] = set()  # they store and vote, and train nothing
         self.mute: set[str] = set()  # they give signs of life, and do nothing else
+        self.liars: dict[str, Callable[[m.Message], m.Message]] = {}  # what they say instead
         self.steady: set[str] = set()  # alive and reachable all the time
         self.calm = True  # crashes at most: nobody was ever suspected wrongly
         self.watchers: list[Watcher] = []  # of what is about to be done
@@ -115,11 +116,11 @@ class World:
 
     # islands come and go
 
-    def found(self, founders: tuple[str, ...]) -> None:
-        """Begin the run with record 0, and start these founders."""
+    def found(self, founders: tuple[str, ...], samples: int | None = None) -> None:
+        """Begin the run with record 0, and start these founders; `samples` are all there are, where that is given."""
         latched = self.options.partition == "quorum" or (self.options.partition == "auto" and len(founders) >= 3)
         genesis = SharedState(
-            Head(0, 0, GENESIS), founders, Ledger(epoch=10**9), owner=owner().public_key.hex(),
+            Head(0, 0, GENESIS), founders, Ledger(epoch=10**9, limit=samples), owner=owner().public_key.hex(),
             latch=GENESIS if latched else "",
         )  # fmt: skip
         if latched:
@@ -337,6 +338,8 @@ class World:
         """Carry out one effect; of a mute island, only heartbeats are sent."""
         if name in self.mute and isinstance(effect, m.Send) and not isinstance(effect.message, m.Heartbeat):
             return
+        if name in self.liars and isinstance(effect, m.Send):
+            effect = m.Send(effect.to, self.liars[name](effect.message))
         for observer in self.observers:
             observer(name, effect)
         match effect:
