@@ -38,6 +38,9 @@ HARSH_ONCE_WRONG = [
     ("auto", 651),  # the only one that had the result was dead
     ("auto", 783),  # who led in place of a roster that was gone gave up, and nobody else might
     ("auto", 1397),  # one that could not get a result to store it ended the attempt of all
+    ("quorum", 10394),  # every pair was kept apart, for no round came about that would end it
+    ("quorum", 10228),  # one that did not hear whose bytes moved took over from the coordinator
+    ("auto", 10347),  # one whose result was about to come led a round that was committed already
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 

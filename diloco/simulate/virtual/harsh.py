@@ -1,6 +1,7 @@
 """Draw harsher times: exchanges of up to 50 times `silence_s`, disks that lag, messages that are lost or overtaken."""
 
 from functools import cache, partial
+from math import inf
 
 from diloco.elastic.protocol.messages import Begin, Heartbeat, Message
 from diloco.simulate.virtual.chances import SILENCE_S, Chances
@@ -71,6 +72,14 @@ class SteadyChances(Chances):
         self.exchange_s = exchange_s
         self.lags: dict[str, float] = {}  # seconds that a write takes
         self.snapshots: dict[str, float] = {}  # seconds until a state that was taken over is on the disk
+        self.mean_s = inf  # until the mean is made; it then comes by way of the other one of each two
+
+    def made_s(self, begin: Begin) -> float:
+        return self.mean_s
+
+    def group(self, begin: Begin, member: str) -> set[str]:
+        first = begin.members.index(member) // 2 * 2
+        return set(begin.members[first : first + 2])
 
     def reduce_s(self, begin: Begin) -> list[float]:
         """Draw for each member how long the all-reduce takes it, within 10 % of each other."""

@@ -114,8 +114,8 @@ class Reductions:
                 made = self._timeline.now - reduction.began >= self._costs.made_s(reduction.begin)
                 fail = self._fail_near if made else self._fail
                 failing = partial(fail, reduction, name, "its chunks do not come")
-                self._timeline.later(self._costs.stall_s(reduction.begin, silent=silent), failing)
                 reduction.waiting.remove(name)
+                self._timeline.later(self._costs.stall_s(reduction.begin, silent=silent), failing)
         return bool(needed)
 
     def severed(self, pairs: set[Pair]) -> None:

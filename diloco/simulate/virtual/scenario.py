@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import EVICT, FORCE, Ballot
+from diloco.elastic.protocol.member import MAX_MISFITS
+from diloco.elastic.protocol.messages import Begin, Collect
+from diloco.elastic.protocol.record import EVICT, FORCE, Ballot, Head
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError
@@ -41,6 +42,7 @@ class Scenario:
     setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
     samples: int | None = None  # after which the data ends
+    start: dict[str, float] = field(default_factory=dict)  # options
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
     violation: str = ""  # this happens; "": something that it expects does not
@@ -61,6 +63,8 @@ def parse(text: str) -> Scenario:
                 names |= set(founders)
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
+            case ["founding", "by", count, "within", seconds]:
+                scenario.start = {"start_islands": int(count), "start_s": float(seconds)}
             case ["samples", count]:
                 scenario.samples = int(count)
             case ["flat", count]:
@@ -89,6 +93,7 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     rules = replace(ALL, **{without: False}) if without else ALL
     setup = replace(scenario.setup, rules=rules)
     world = disaster_world(setup, costs_of(setup))
+    world.options = replace(world.options, **scenario.start)
     world.found(scenario.founders, scenario.samples)
     try:
         for command in scenario.commands:
@@ -130,6 +135,14 @@ def _obey(world: World, command: str) -> None:
             world.amend([name], json.dumps({FORCE: {"round": key.round, "parent": key.parent, "keep": kept}}))
         case ["exchange", seconds]:
             _steady(world).exchange_s = float(seconds)
+        case ["mean", seconds]:
+            _steady(world).mean_s = float(seconds)
+        case ["flood", name]:
+            for peer in [peer for peer in world.lives if peer != name]:
+                for _ in range(MAX_MISFITS + 1):
+                    world.deliver(name, peer, Collect(Head(0, -1, ""), 1))
+        case ["garbage", name, "at", peer]:
+            world.enter(peer, lambda node, now: node.ban(name, "sent garbage", now))
         case ["disk" | "snapshot" as what, name, seconds]:
             (_steady(world).lags if what == "disk" else _steady(world).snapshots)[name] = float(seconds)
         case ["mute", name]:
