@@ -41,6 +41,9 @@ HARSH_ONCE_WRONG = [
     ("quorum", 10394),  # every pair was kept apart, for no round came about that would end it
     ("quorum", 10228),  # one that did not hear whose bytes moved took over from the coordinator
     ("auto", 10347),  # one whose result was about to come led a round that was committed already
+    ("auto", 786),  # of several that were late, rounds waited for one at a time, and one was late for ever
+    ("quorum", 2773),  # what records without work took was counted as waiting, and nobody was waited for again
+    ("quorum", 2991),  # a member whose last bytes came a second later was left out, and late from then on
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 

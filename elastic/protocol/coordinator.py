@@ -9,7 +9,7 @@ from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
-from diloco.elastic.protocol.proposer import Proposer, culprits, forced
+from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culprits, forced
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
 from diloco.elastic.protocol.record import Ballot, Key, Record, voters
@@ -106,9 +106,13 @@ class Coordinator:
             self.own.send(sender, msg.Collect(self.own.state.head, term.number))
 
     def _is_just_behind(self, peer: str, now: float) -> bool:
-        """Return whether a peer has another head only because it has not heard of the last commit, or written it."""
-        since = self.own.peers.views[peer].behind_since
-        return since is not None and now - since <= self._settled_s + 2 * self.own.write_s(peer)
+        """Return whether a peer has another head only because it has not heard of the last commit, or written it.
+
+        One that took part in it may still miss the last bytes of the result.
+        """
+        own, since = self.own, self.own.peers.views[peer].behind_since
+        rest_s = STRAGGLER_EXCHANGES * own.exchange_s if peer in own.last_contributors else 0.0
+        return since is not None and now - since <= self._settled_s + rest_s + 2 * own.write_s(peer)
 
     @property
     def _settled_s(self) -> float:

@@ -1,6 +1,7 @@
-"""Nobody starves: now and then a round waits for an island that is nearly there.
+"""Nobody starves: now and then a round waits for islands that are nearly there.
 
 Where catching up takes about as long as a round, a newcomer, or one that comes back, would always be one round late.
+Several that are late have begun to catch up at the same commit: waiting for all of them takes little longer.
 """
 
 from collections import deque
@@ -19,16 +20,16 @@ KNOWN = 3  # rounds must have been timed
 
 @dataclass
 class Hold:
-    """Hold back one round for one island, until a time."""
+    """Hold back one round for some islands, until a time."""
 
-    peer: str
+    peers: tuple[str, ...]
     since: float
     until: float
 
 
 @dataclass
 class Holding:
-    """Decide for which island this coordinator holds a round back, and for how long."""
+    """Decide for which islands this coordinator holds a round back, and for how long."""
 
     own: ProtocolState
     _hold: Hold | None = None
@@ -60,22 +61,25 @@ class Holding:
             self._hold = self._choose(ready, now)
         if (hold := self._hold) is None:
             return False
-        if hold.peer not in ready and now < hold.until and self.own.peers.hears(hold.peer, now):
+        missing = [peer for peer in hold.peers if peer not in ready and self.own.peers.hears(peer, now)]
+        if missing and now < hold.until:
             return True
-        self._end(hold, hold.peer in ready, now)
+        self._hold = None
+        self._spent_s += min(now, hold.until) - hold.since  # after that, other things were waited for
+        for peer in hold.peers:
+            self._waited_for(peer, there=peer in ready)
         return False
 
-    def _end(self, hold: Hold, there: bool, now: float) -> None:
-        self._hold = None
-        turn = self.own.state.head.round
-        self._spent_s += now - hold.since
-        failures = self._failures[hold.peer] = 0 if there else self._failures.get(hold.peer, 0) + 1
+    def _waited_for(self, peer: str, *, there: bool) -> None:
+        """Take in that a round has waited for an island, which is there now, or not: then it has to wait longer."""
+        failures = self._failures[peer] = 0 if there else self._failures.get(peer, 0) + 1
         if failures and failures % 2 == 0:
-            self._intervals[hold.peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(hold.peer, EVERY))
+            self._intervals[peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(peer, EVERY))
         if there:
-            self._intervals.pop(hold.peer, None)
+            self._intervals.pop(peer, None)
         # the first time it may have been given samples only: the next round has its work
-        self._not_before[hold.peer] = turn + (1 if failures == 1 else self._intervals.get(hold.peer, EVERY))
+        rounds = 1 if failures == 1 else self._intervals.get(peer, EVERY)
+        self._not_before[peer] = self.own.state.head.round + rounds
 
     def _choose(self, ready: Collection[str], now: float) -> Hold | None:
         usual, turn = median(self._lengths), self.own.state.head.round
@@ -83,12 +87,11 @@ class Holding:
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
-        allowed = [peer for peer in near if turn >= self._not_before.get(peer, 0)]
+        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0))
         if not allowed:
             return None
-        peer = min(allowed, key=lambda peer: (self._not_before.get(peer, 0), peer))
-        wanted_s = max(usual, self.own.options.silence_s) + 2 * self.own.write_s(peer)
-        return Hold(peer, now, now + min(wanted_s, max(usual, budget_s)))
+        wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
+        return Hold(allowed, now, now + min(wanted_s, max(usual, budget_s)))
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""

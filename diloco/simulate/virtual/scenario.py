@@ -42,7 +42,7 @@ class Scenario:
     setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
     samples: int | None = None  # after which the data ends
-    start: dict[str, float] = field(default_factory=dict)  # options
+    start: tuple[int, float] = (1, 0.0)  # with how many islands the first round begins, and until when it waits
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
     violation: str = ""  # this happens; "": something that it expects does not
@@ -64,7 +64,7 @@ def parse(text: str) -> Scenario:
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
             case ["founding", "by", count, "within", seconds]:
-                scenario.start = {"start_islands": int(count), "start_s": float(seconds)}
+                scenario.start = int(count), float(seconds)
             case ["samples", count]:
                 scenario.samples = int(count)
             case ["flat", count]:
@@ -93,7 +93,7 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     rules = replace(ALL, **{without: False}) if without else ALL
     setup = replace(scenario.setup, rules=rules)
     world = disaster_world(setup, costs_of(setup))
-    world.options = replace(world.options, **scenario.start)
+    world.options = replace(world.options, start_islands=scenario.start[0], start_s=scenario.start[1])
     world.found(scenario.founders, scenario.samples)
     try:
         for command in scenario.commands:
