@@ -133,6 +133,16 @@ def test_namespaces_reach_each_other_hold_rates_and_leave_nothing_behind():
 
 
 @pytest.mark.skipif(not permitted(), reason=BACKEND_REASON)
+def test_namespaces_can_be_made_again_while_a_process_lives_in_the_old_ones():
+    with ExitStack() as stack:
+        for _ in range(2):
+            with Namespaces(1).opened() as namespaces:
+                process = subprocess.Popen(["ip", "netns", "exec", namespaces.name(1), "sleep", "60"])
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+
+
+@pytest.mark.skipif(not permitted(), reason=BACKEND_REASON)
 def test_a_cut_between_namespaces_loses_one_direction_without_an_error():
     with Namespaces(2).opened() as namespaces, ExitStack() as stack:
         sockets: dict[int, socket.socket] = {}

@@ -48,7 +48,8 @@ class Namespaces:
                 self._open(island)
             yield self
         finally:
-            for island in self.islands:  # its end of the cable goes with it
+            for island in self.islands:  # a namespace goes with its last process, and the kernel takes its time
+                subprocess.run(["ip", "link", "delete", self._cable(island)], capture_output=True)
                 subprocess.run(["ip", "netns", "delete", self.name(island)], capture_output=True)
             subprocess.run(["ip", "link", "delete", self._prefix], capture_output=True)
 
