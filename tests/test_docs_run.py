@@ -40,6 +40,8 @@ STAND_INS = {
     r"restored 57": "restored 16 --set inner.steps=120",  # the last round that a run of sixty steps has
     r"runs/…$": "runs/returned",
     r"…/runs": "runs",
+    r"evict RUN NAME": "evict NAME island-2",
+    r"force-roster RUN": "force-roster NAME",
 }
 SHORTER = {  # what else is set, by what a command begins with
     "diloco run examples/quickstart.yaml": {"inner.steps": 75, "evaluate.samples": 16},
@@ -50,6 +52,7 @@ BEFORE = {  # what a reader has done before, by the command that builds on it
     "diloco run run.yaml --resume": ["diloco run run.yaml"],
     "diloco run run.yaml --islands 4 --resume": ["diloco run run.yaml --islands 4"],
     "diloco rewind NAME 12 --set inner.lr=1e-4": ["diloco run run.yaml"],
+    "diloco evict NAME island-2": ["diloco run run.yaml --islands 3"],
 }
 NOT_RUN = ("diloco join runs/NAME/ticket --dir runs/restored",)  # its run has ended, and no other test does it
 
@@ -80,7 +83,7 @@ class Reader:
         if kind == "run" and "--islands 1 " in f"{command} ":
             self._found(command)
         elif kind == "join":
-            self._leave(command, self._start(command, r"^round +\d"))
+            self._leave(command, self._start(command, r"^round +\d|: witness from round"))
             self.end_founder()
         else:
             self._run(command)
@@ -114,7 +117,7 @@ class Reader:
     def _run(self, command: str) -> None:
         done = subprocess.run(
             self._words(command), cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=400, input="y\n", env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}"
 

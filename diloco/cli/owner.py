@@ -75,7 +75,7 @@ def force_roster(
     The owner's signature stands for the quorum of one round, after which those named are the roster. What the others
     commit, or have committed without them, is undone. If they come back, they follow, and bring their work late.
     """
-    from diloco.history.log import find_logs, island_named, names_of, newest_state
+    from diloco.history.log import find_logs, is_latched, island_named, names_of, newest_state
     from diloco.run.folder import OUTER
     from diloco.train.amend import FOLDER
 
@@ -96,7 +96,7 @@ def force_roster(
     kept = tuple(peer for peer in state.roster if peer in named)
     left_out = ", ".join(sorted(names.get(peer, peer[-8:]) for peer in state.roster if peer not in named))
     owner = owner_of(state, folders, key)
-    check_force(state, kept)
+    check_force(state, kept, latched=is_latched(folder / OUTER))
     asks = (
         f"After round {state.head.round} only {keep} decide. What {left_out} commit, or have committed without them "
         "since then, is undone. Go on?"
@@ -139,9 +139,9 @@ def owner_of(state: "RunState", folders: dict[str, Path], key: Path | None) -> "
     return owner
 
 
-def check_force(state: "RunState", kept: tuple[str, ...]) -> None:
+def check_force(state: "RunState", kept: tuple[str, ...], *, latched: bool) -> None:
     """Raise SaveError where forcing this roster makes no sense."""
-    if not state.latch:
+    if not latched:
         raise SaveError("this run needs no quorum (elastic.partition): whoever is there goes on")
     if set(kept) <= set(state.witnesses):
         raise SaveError("of those named nobody trains")

@@ -15,9 +15,11 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
 from diloco.checkpoint.save import FACTS, write_outer_save
 from diloco.comm.peers.identity import Identity
+from diloco.elastic.protocol.messages import Memory
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Head, Record
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, points_of, replay
@@ -195,6 +197,13 @@ def newest_state(log: Path) -> RunState:
     if not (ends := _ends(log)):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
     return max(ends, key=lambda state: state.precedence)
+
+
+def is_latched(log: Path) -> bool:
+    """Return whether an island demands a quorum: it has the owner's latch, though no record may contain it yet."""
+    memory = Journal.read(log).memory
+    remembers = memory is not None and decode(Memory, memory).latch is not None
+    return remembers or bool(newest_state(log).latch)
 
 
 def _ends(log: Path) -> list[RunState]:
