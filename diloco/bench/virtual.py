@@ -1,21 +1,32 @@
-"""Compare virtual time with `diloco simulate`: same links, codecs and step times; time of a round and utilisation."""
+"""Compare virtual time with `diloco simulate`, and let a thousand islands fail in it.
+
+The comparison has the same links, codecs and step times: time of a round and utilisation.
+"""
+
+from dataclasses import asdict
 
 from diloco.bench.report import Check, Report
 from diloco.bench.simulated import EVERY, FAR, NEAR, Seen, SimulatedConfig, compare
-from diloco.plan.predict import Host
+from diloco.plan.predict import Host, LinkModel
 from diloco.simulate.virtual.modelled import VirtualConfig
 from diloco.simulate.virtual.outcome import simulate
 
 ISLANDS = 4
 ROUNDS = 30  # in virtual time
+MANY = VirtualConfig(1000, LinkModel(100e6, 100e6, 0.04), mtbf_s=10.0, silence_s=20.0, seconds=3600.0)
 SETTINGS = (SimulatedConfig(NEAR, "int8", overlapped=False), SimulatedConfig(FAR, "int4", overlapped=False))
 
 
 def measure() -> Report:
-    """Compare two settings of four islands, blocking, each simulated in both ways."""
+    """Compare two settings of four islands, blocking, each simulated in both ways; then simulate an hour of many."""
     worst, rows = compare(SETTINGS, ISLANDS, "virtual", in_virtual_time)
-    checks = [Check("virtual.worst_error_against_real", worst, 0.15, "lower")]
-    return Report(checks, {"islands": ISLANDS, "virtual and simulated": rows})
+    many = simulate(MANY)
+    checks = [
+        Check("virtual.worst_error_against_real", worst, 0.15, "lower"),
+        Check("virtual.utilisation_1000", many.utilisation, 0.6, "higher"),
+        Check("virtual.rounds_1000", many.rounds, 6, "higher"),
+    ]
+    return Report(checks, {"islands": ISLANDS, "virtual and simulated": rows, "a thousand": asdict(many)})
 
 
 def in_virtual_time(setting: SimulatedConfig, seen: Seen) -> tuple[float, float]:
