@@ -272,7 +272,7 @@ STALE: dict[str, Callable[[Head], Message]] = {
 
 @pytest.mark.parametrize("message", STALE.values(), ids=STALE)
 def test_a_few_stale_messages_change_nothing_and_a_stream_of_them_is_excluded(message):
-    with team() as (network, islands):
+    with team(silence_s=5.0) as (network, islands):
         at_round(islands, 2)
         liar = Liar(network, islands)
 
