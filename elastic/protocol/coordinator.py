@@ -321,10 +321,7 @@ class Coordinator:
 
         One that is heard but cannot be reached must not block everybody.
         """
-        view, head = self.own.peers.views.get(peer), self.own.state.head
-        if view is None or view.head is None or view.fetches_failed >= MAX_FETCHES or view.head == head:
-            return False
-        return self.own.outranks(view.rank, view.head)
+        return self.member.seems_ahead(peer) and self.own.peers.views[peer].fetches_failed < MAX_FETCHES
 
     def _begin_adopted(self, term: Term, record: Record, now: float) -> None:
         term.adopted, term.fetching = record, None

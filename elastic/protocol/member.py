@@ -332,12 +332,15 @@ class Member:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
             self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
-        elif donor is not None and self._seems_ahead(donor):  # it claims more than it gives
+        elif donor is not None and self.seems_ahead(donor):  # it claims more than it gives
             self.catch_up_failed(donor, now)
 
-    def _seems_ahead(self, peer: str) -> bool:
+    def seems_ahead(self, peer: str) -> bool:
+        """Return whether a peer claims a head that is greater than this island's."""
         view = self.own.peers.views.get(peer)
-        return view is not None and view.head is not None and self.own.outranks(view.rank, view.head)
+        if view is None or view.head is None or view.head == self.own.state.head:
+            return False
+        return self.own.outranks(view.rank, view.head)
 
     def catch_up_failed(self, peer: str, now: float) -> None:
         """Fetch from this peer later, after a pause that doubles up to eight heartbeats.

@@ -137,26 +137,10 @@ def _obey(world: World, command: str) -> None:
             _steady(world).exchange_s = float(seconds)
         case ["mean", seconds]:
             _steady(world).mean_s = float(seconds)
-        case ["flood", name]:
-            for peer in [peer for peer in world.lives if peer != name]:
-                for _ in range(MAX_MISFITS + 1):
-                    world.deliver(name, peer, Collect(Head(0, -1, ""), 1))
-        case ["garbage", name, "at", peer]:
-            world.enter(peer, lambda node, now: node.ban(name, "sent garbage", now))
         case ["disk" | "snapshot" as what, name, seconds]:
             (_steady(world).lags if what == "disk" else _steady(world).snapshots)[name] = float(seconds)
         case ["mute", name]:
             world.mute.add(name)
-        case ["lie", name, about]:
-            world.liars[name] = LIES[about]
-        case ["truth", name]:
-            del world.liars[name]
-        case ["refuse", name]:
-            own = world.lives[name].node.own
-            own.options = replace(own.options, objection=lambda state, amendment: f"{name} cannot do that")
-        case ["damage", name]:
-            for peer in world.lives:
-                world.enter(peer, _report("damaged" if peer == name else "right"))
         case ["rate", name, bytes_per_s]:
             world.lives[name].node.own.bytes_per_s = int(bytes_per_s)
         case ["late", name, "by", seconds]:
@@ -165,8 +149,6 @@ def _obey(world: World, command: str) -> None:
             world.reductions.late = dict.fromkeys(names, 1.0)
         case ["spoil", name]:
             world.reductions.spoilt.add(name)
-        case ["norm", name, norm]:
-            world.lives[name].trainer.works[0].norm = float(norm)
         case ["slow", name, times]:
             world.lives[name].trainer.speed = 1 / float(times)
         case ["cut" | "cut-one-way" as what, *sides] if "|" in sides:
@@ -183,6 +165,31 @@ def _obey(world: World, command: str) -> None:
                 raise Violation(f"I4: no round within {LIFE_S:.0f} s")
         case ["expect", *words]:
             _expect(world, words, command)
+        case _:
+            _misbehave(world, command)
+
+
+def _misbehave(world: World, command: str) -> None:
+    """Let an island be hostile, or broken, from now on."""
+    match command.split():
+        case ["flood", name]:
+            for peer in [peer for peer in world.lives if peer != name]:
+                for _ in range(MAX_MISFITS + 1):
+                    world.deliver(name, peer, Collect(Head(0, -1, ""), 1))
+        case ["garbage", name, "at", peer]:
+            world.enter(peer, lambda node, now: node.ban(name, "sent garbage", now))
+        case ["lie", name, about]:
+            world.liars[name] = LIES[about]
+        case ["truth", name]:
+            del world.liars[name]
+        case ["refuse", name]:
+            own = world.lives[name].node.own
+            own.options = replace(own.options, objection=lambda state, amendment: f"{name} cannot do that")
+        case ["damage", name]:
+            for peer in world.lives:
+                world.enter(peer, _report("damaged" if peer == name else "right"))
+        case ["norm", name, norm]:
+            world.lives[name].trainer.works[0].norm = float(norm)
         case _:
             raise ConfigError(f"no such command in a scenario: {command}")
 
