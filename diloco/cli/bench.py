@@ -166,7 +166,7 @@ def checkpoint(
 
 @benchmark("virtual --json")
 def virtual() -> None:
-    """Compare virtual time with four real islands, and let a thousand fail (20 minutes)."""
+    """Check virtual time by real islands, and let a thousand fail."""
 
 
 @benchmark("mutants --jobs 8 --json")
