@@ -27,7 +27,7 @@ class Rounds:
     def commit(self) -> None:
         self.now, self.round = self.now + self.round_s, self.round + 1
         own = self.node.own
-        own.state = replace(STATE, head=Head(10 * self.round, self.round, f"{self.round:064}"))
+        own.state = replace(STATE, head=Head(10 * self.round, self.round, f"{self.round:064}"), updates=self.round)
         own.last_contributors = frozenset(READY)
         self.holding.committed(self.now)
         self.hear()
@@ -66,6 +66,21 @@ def test_a_round_waits_for_one_that_is_nearly_there():
     assert held is not None and rounds.holds(), "it goes on waiting"
     assert not rounds.holds("A", "B", "C"), "until it is ready"
     assert not rounds.holds(), "and then not again so soon"
+
+
+def test_who_comes_in_time_for_the_next_round_is_not_waited_for_in_this_one():
+    rounds = Rounds(behind_s=0.0)
+    assert not rounds.holds(), "it is at the head, and has missed nothing"
+    rounds.commit()
+    assert rounds.holds(), "now a round has passed it over"
+
+
+def test_who_was_in_a_round_and_came_again_is_as_new():
+    rounds = Rounds(behind_s=0.0)
+    assert not rounds.holds()
+    rounds.commit()
+    assert not rounds.holds(*READY, "C")
+    assert not rounds.holds()
 
 
 def test_nobody_is_waited_for_who_needs_longer_than_a_round():

@@ -36,6 +36,7 @@ class Holding:
     _intervals: dict[str, int] = field(default_factory=dict)  # rounds to let pass for one that was waited for in vain
     _failures: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, int] = field(default_factory=dict)
+    _came: dict[str, int] = field(default_factory=dict)  # updates there were when one was first near, and at the head
     _spent_s: float = 0.0
     _began: float | None = None
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=16))
@@ -57,6 +58,8 @@ class Holding:
         """Return whether to wait with a round that could begin now."""
         if not self.own.rules.nobody_starves or len(self._lengths) < KNOWN:
             return False
+        for peer in self._came.keys() & set(ready):
+            del self._came[peer]
         if self._hold is None:
             self._hold = self._choose(ready, now)
         if (hold := self._hold) is None:
@@ -87,11 +90,19 @@ class Holding:
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
-        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0))
+        allowed = tuple(
+            peer for peer in near if turn >= self._not_before.get(peer, 0) and self._has_missed_one(peer)
+        )
         if not allowed:
             return None
         wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
         return Hold(allowed, now, now + min(wanted_s, max(usual, budget_s)))
+
+    def _has_missed_one(self, peer: str) -> bool:
+        """Return whether a round has passed an island over: one that has just come may be in time for the next."""
+        head, state = self.own.peers.views[peer].head, self.own.state
+        assert head is not None  # it is near
+        return head.round < state.head.round or state.updates > self._came.setdefault(peer, state.updates)
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""
