@@ -24,12 +24,12 @@ class Rounds:
         for _ in range(4):
             self.commit()
 
-    def commit(self) -> None:
+    def commit(self, *contributors: str) -> None:
         self.now, self.round = self.now + self.round_s, self.round + 1
         own = self.node.own
         own.state = replace(STATE, head=Head(10 * self.round, self.round, f"{self.round:064}"), updates=self.round)
         own.last_contributors = frozenset(READY)
-        self.holding.committed(self.now)
+        self.holding.committed(contributors or READY, self.now)
         self.hear()
 
     def hear(self) -> None:
@@ -65,7 +65,9 @@ def test_a_round_waits_for_one_that_is_nearly_there():
     held = next(number for number in range(20) if rounds.holds() or rounds.commit())
     assert held is not None and rounds.holds(), "it goes on waiting"
     assert not rounds.holds("A", "B", "C"), "until it is ready"
-    assert not rounds.holds(), "and then not again so soon"
+    assert rounds.holds(), "though it was given samples only"
+    rounds.commit("A", "B", "C")
+    assert not rounds.holds(), "and once it has contributed, not again so soon"
 
 
 def test_who_comes_in_time_for_the_next_round_is_not_waited_for_in_this_one():

@@ -461,7 +461,7 @@ class Coordinator:
         """Append a record, and announce it to all."""
         self.proposer.reunite(set(record.proposal.islands))
         if (islands := record.proposal.islands) and (term := self.own.term) is not None and term.begin is not None:
-            self.proposer.holding.committed(now)
+            self.proposer.holding.committed(islands, now)
             rates = dict(zip(term.begin.members, term.begin.bytes_per_s, strict=False))
             self.proposer.pacing.committed(islands, rates, now - term.begun_at)
         self.member.append(record, now, stored_by)

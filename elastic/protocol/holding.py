@@ -20,11 +20,11 @@ KNOWN = 3  # rounds must have been timed
 
 @dataclass
 class Hold:
-    """Hold back one round for some islands, until a time."""
+    """Hold back one round for some islands, until a time; a record that only gives them samples does not end it."""
 
     peers: tuple[str, ...]
-    since: float
     until: float
+    since: float | None = None  # None: nobody is missing now
 
 
 @dataclass
@@ -42,8 +42,9 @@ class Holding:
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     _last: float | None = None
 
-    def committed(self, now: float) -> None:
+    def committed(self, contributors: Collection[str], now: float) -> None:
         """Take in that a round with contributions was committed."""
+        self._end(contributors, now)
         if self._last is not None:
             self._lengths.append(now - self._last)
         self._began = now if self._began is None else self._began
@@ -66,12 +67,26 @@ class Holding:
             return False
         missing = [peer for peer in hold.peers if peer not in ready and self.own.peers.hears(peer, now)]
         if missing and now < hold.until:
+            hold.since = now if hold.since is None else hold.since
             return True
-        self._hold = None
-        self._spent_s += min(now, hold.until) - hold.since  # after that, other things were waited for
-        for peer in hold.peers:
-            self._waited_for(peer, there=peer in ready)
+        self._pause(hold, now)
+        if missing:
+            self._end(ready, now)
         return False
+
+    def _pause(self, hold: Hold, now: float) -> None:
+        """Count the time for which a round was held back; after `until`, other things were waited for."""
+        if hold.since is not None:
+            self._spent_s += max(0.0, min(now, hold.until) - hold.since)
+            hold.since = None
+
+    def _end(self, there: Collection[str], now: float) -> None:
+        """End the hold, if there is one; these islands are there, or have contributed."""
+        if (hold := self._hold) is not None:
+            self._hold = None
+            self._pause(hold, now)
+            for peer in hold.peers:
+                self._waited_for(peer, there=peer in there)
 
     def _waited_for(self, peer: str, *, there: bool) -> None:
         """Take in that a round has waited for an island, which is there now, or not: then it has to wait longer."""
@@ -95,8 +110,8 @@ class Holding:
         )
         if not allowed:
             return None
-        wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
-        return Hold(allowed, now, now + min(wanted_s, max(usual, budget_s)))
+        wanted_s = min(max(usual, self.own.options.silence_s), max(usual, budget_s))
+        return Hold(allowed, now + wanted_s + 2 * max(map(self.own.write_s, allowed)))
 
     def _has_missed_one(self, peer: str) -> bool:
         """Return whether a round has passed an island over: one that has just come may be in time for the next."""
