@@ -105,9 +105,7 @@ class Holding:
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
-        allowed = tuple(
-            peer for peer in near if turn >= self._not_before.get(peer, 0) and self._has_missed_one(peer)
-        )
+        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0) and self._has_missed_one(peer))
         if not allowed:
             return None
         wanted_s = min(max(usual, self.own.options.silence_s), max(usual, budget_s))
