@@ -19,6 +19,7 @@ from diloco.checkpoint.save import read_facts, saves
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config, parse_config
 from diloco.config.schema import Config
+from diloco.elastic.runtime.session import BEATS_WHILE_SAVING
 from diloco.report.events import Event
 from diloco.train.resume import TAKEN
 from diloco.train.schedule import learning_rate
@@ -78,11 +79,13 @@ def test_a_run_that_was_paused_ends_as_if_it_had_not_been(paired, schedule, code
     method = {**SCHEDULES[schedule], "codec": codec}
     expected = found_at_the_end(live(paired("whole", **method)))
     config = paired("paused", **method)
-    live(config, 7)
+    earlier = live(config, 7)
     live(config, 8)
     assert any(read_facts(save)["exchange"]["in_flight"] for save in newest(config))
     lives = live(config)
     assert all(life.driver.node.incarnation == 1 for life in lives.values())
+    for name, life in lives.items():  # others ignore heartbeats of an incarnation that are numbered below its last one
+        assert life.driver.node.own.sequence > earlier[name].driver.node.own.sequence + BEATS_WHILE_SAVING
     assert found_at_the_end(lives) == expected
 
 

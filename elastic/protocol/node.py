@@ -82,6 +82,11 @@ class Node:
         can_wait = isinstance(message, msg.Heartbeat) or (answer and not self.liveness.are_few())
         return self._take_effects() if can_wait else self._finish(now)
 
+    def number_beats_after(self, sequence: int, now: float) -> list[msg.Effect]:
+        """Number heartbeats above those that this incarnation sent before a pause: the others ignore lower ones."""
+        self.own.sequence = max(self.own.sequence, sequence)
+        return self._finish(now)
+
     def know(self, peers: Iterable[str], now: float) -> list[msg.Effect]:
         """Add peers to speak to. A new one counts as alive until it has been silent for too long."""
         self.peers.know(set(peers) - {self.me}, now)

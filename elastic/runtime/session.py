@@ -25,6 +25,7 @@ from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, StepsDone
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
+BEATS_WHILE_SAVING = 1000  # heartbeats that may still be sent after a save has noted their number
 
 
 def at_once() -> None:
@@ -247,6 +248,7 @@ class Session:
             "incarnation": self.driver.node.incarnation, "wanted": self._wanted, "taken": list(self._taken),
             "offered_at": list(self._offered_at), "works": [work.facts() for work in self.works],
             "offers": [to_plain(offer) for offer in self._offers.values()],
+            "beats": self.driver.node.own.sequence + BEATS_WHILE_SAVING,
         }  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -272,6 +274,7 @@ class Session:
             work.restore(known, {(int(lo), int(hi)): tensors[f"piece.{f}.{lo}.{hi}"] for _, f, lo, hi in names})
         for number, feedback in enumerate(self._feedback):
             feedback.residual = tensors[f"residual.{number}"]
+        self.driver.post(partial(self.driver.node.number_beats_after, facts.get("beats", 0)))
         self.request_samples(facts["wanted"])
         self.refresh()
         for offer in (from_plain(Offer, plain) for plain in facts["offers"]):
