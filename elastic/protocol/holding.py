@@ -24,6 +24,7 @@ class Hold:
 
     peers: tuple[str, ...]
     until: float
+    updates: int  # that there were when it began
     since: float | None = None  # None: nobody is missing now
 
 
@@ -61,6 +62,8 @@ class Holding:
             return False
         for peer in self._came.keys() & set(ready):
             del self._came[peer]
+        if self._hold is not None and self._hold.updates != self.own.state.updates:  # another has led that round
+            self._end(self.own.last_contributors, now)
         if self._hold is None:
             self._hold = self._choose(ready, now)
         if (hold := self._hold) is None:
@@ -95,7 +98,7 @@ class Holding:
             self._intervals[peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(peer, EVERY))
         if there:
             self._intervals.pop(peer, None)
-        # the first time it may have been given samples only: the next round has its work
+        # the first time it may have been late by little: it is given one more chance
         rounds = 1 if failures == 1 else self._intervals.get(peer, EVERY)
         self._not_before[peer] = self.own.state.head.round + rounds
 
@@ -108,8 +111,8 @@ class Holding:
         allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0) and self._has_missed_one(peer))
         if not allowed:
             return None
-        wanted_s = min(max(usual, self.own.options.silence_s), max(usual, budget_s))
-        return Hold(allowed, now + wanted_s + 2 * max(map(self.own.write_s, allowed)))
+        wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
+        return Hold(allowed, now + min(wanted_s, max(usual, budget_s)), self.own.state.updates)
 
     def _has_missed_one(self, peer: str) -> bool:
         """Return whether a round has passed an island over: one that has just come may be in time for the next."""

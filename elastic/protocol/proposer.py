@@ -171,7 +171,7 @@ class Proposer:
         if (amendment := self._amendment(promised)) is not None:
             offers = {}  # whoever has promised says whether it can follow, not only who contributes
         elif not self._is_time(term, offers, ready, now) or self.holding.holds(
-            offers.keys() | self.pacing.out_of_turn(), now
+            ready.keys() | self.pacing.out_of_turn(), now
         ):
             if not self._is_anybody_starving(promised, now):
                 return None
