@@ -417,16 +417,6 @@ def test_who_pauses_neither_goes_on_alone_nor_says_anything():
     assert said_or_begun([*going_on.closed("B", 0.3), *going_on.offer(OFFER, 0.4)])  # as it would be
 
 
-def test_who_comes_back_from_a_pause_is_heard_though_it_counts_from_anew():
-    before, after, other = leader(("A", "B")), leader(("A", "B")), leader(("B", "A"))
-    beats = [said(before.tick(float(now)), msg.Heartbeat)[0] for now in range(1, 40)]
-    for now, each in enumerate(beats, 1):
-        other.receive("A", each, float(now))
-    assert not other.member.on_heartbeat("A", said(after.tick(50.0), msg.Heartbeat)[0], 50.0), "it counts from 1"
-    after.number_beats_after(before.own.sequence, 51.0)
-    assert other.member.on_heartbeat("A", said(after.tick(60.0), msg.Heartbeat)[0], 60.0)
-
-
 def test_a_member_that_was_never_heard_of_is_lost_without_a_word():
     """It stands in the roster of a state that others gave; here, nobody knows it."""
     alone = leader(("A",))

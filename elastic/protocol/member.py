@@ -14,7 +14,6 @@ from diloco.errors import RecordInvalid
 MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends a few
 LINEAGE = 64  # records
 MAX_FIRST = 1024  # members of a first attempt
-MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
 
 
 class Member:
@@ -106,8 +105,6 @@ class Member:
         ballot = Ballot(collect.term, sender, 0)
         if not self.own.same_key(Key(collect.head.round + 1, collect.head.digest)):
             self._refuse(sender, self.own.heartbeat(), now)
-        elif collect.term > self.own.highest_term + MAX_TERMS_AHEAD:
-            self.own.ban(sender, f"asks for term {collect.term}", now)
         elif ballot < self.own.promise and ballot[:2] != self.own.promise[:2]:
             self.own.send(sender, msg.Nack(self.own.state.key, self.own.promise))
         elif ballot[:2] != self.own.promise[:2] and not self.leading.may_promise(sender, now):

@@ -21,6 +21,8 @@ from diloco.elastic.protocol.rules import ALL, Rules
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.waiting import Waiting
 
+MAX_TERMS_AHEAD = 1_000_000  # a term from nowhere would leave no number for the honest
+
 __all__ = ["Node", "Options"]
 
 
@@ -240,6 +242,10 @@ class Node:
         return self._finish(now)
 
     def _handle(self, sender: str, message: msg.Message, now: float) -> None:
+        term, number = _term_of(message)
+        if term > self.own.highest_term + number + MAX_TERMS_AHEAD:
+            self.own.ban(sender, f"names term {term}", now)
+            return
         match message:
             case msg.Heartbeat():
                 if self.member.on_heartbeat(sender, message, now):
@@ -304,3 +310,20 @@ class Node:
     def due(self) -> int:
         """Return the fragment whose turn it is in the next round with contributions."""
         return self.own.due
+
+
+def _term_of(message: msg.Message) -> tuple[int, int]:
+    """Return the term that a message names, from which the next ones are counted, and its round; zeros if it has none.
+
+    Rounds count because a newcomer has seen no term yet: a run has few terms more than rounds.
+    """
+    match message:
+        case msg.Heartbeat():
+            return message.promise.term, message.head.round
+        case msg.Collect():
+            return message.term, message.head.round
+        case msg.Begin():
+            return message.ballot.term, message.key.round
+        case msg.Nack():
+            return message.promise.term, message.key.round
+    return 0, 0

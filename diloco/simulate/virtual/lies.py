@@ -58,6 +58,7 @@ LIES: dict[str, Lie] = {
     "amendments": _of(m.Promise, lambda promise: replace(promise, amendment=FORGED)),
     "heads": _of(m.Heartbeat, lambda beat: replace(beat, head=beat.head._replace(tokens=10**9))),
     "refusals": _of(m.Begun, lambda begun: m.Failed(begun.key, begun.ballot, "A", "garbage", refused=True)),
+    "promises": _of(m.Heartbeat, lambda beat: replace(beat, promise=beat.promise._replace(term=10**9))),
     "terms": _of(m.Collect, lambda collect: replace(collect, term=10**9)),
     "ballots": _of(m.Begin, lambda begin: replace(begin, ballot=begin.ballot._replace(coordinator=SOMEBODY))),
     "members": _of(m.Begin, lambda begin: replace(begin, members=(SOMEBODY,))),
