@@ -27,11 +27,10 @@ def test_who_comes_back_from_a_pause_is_heard_though_it_counts_from_anew():
 FAR = Ballot(2**62, "B", 0)
 
 
-@pytest.mark.parametrize(
-    "far",
-    [beat(STATE.head, promise=FAR), msg.Collect(STATE.head, FAR.term), msg.Nack(STATE.key, FAR)],
-    ids=lambda far: type(far).__name__,
-)
+CLAIMS = [beat(STATE.head, promise=FAR), msg.Collect(STATE.head, FAR.term), msg.Nack(STATE.key, FAR)]
+
+
+@pytest.mark.parametrize("far", CLAIMS, ids=lambda far: type(far).__name__)
 def test_a_term_from_nowhere_is_not_counted_from(far):
     node = leader()
     node.tick(0.0)

@@ -329,8 +329,8 @@ class Member:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
             self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
-        elif donor is not None and self.seems_ahead(donor):  # it claims more than it gives
-            self.catch_up_failed(donor, now)
+        elif donor is not None and self.own.asked_for is not None and state.head < self.own.asked_for:
+            self.catch_up_failed(donor, now)  # it claims more than it gives
 
     def seems_ahead(self, peer: str) -> bool:
         """Return whether a peer claims a head that is greater than this island's."""

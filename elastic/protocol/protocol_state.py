@@ -116,6 +116,7 @@ class ProtocolState:
     current: CurrentAttempt | None = None
     tried: msg.Begin | None = None  # the last all-reduce that was begun here: its pages are kept until the head moves
     catching_up: str | None = None  # with whom
+    asked_for: Head | None = None  # the head that it had said it has
     state_digest: str = ""  # of the vectors, where it is known
     diverged: bool = False  # they differ from the others'
     bytes_per_s: int = 0  # of its link; 0: not known
@@ -292,7 +293,7 @@ class ProtocolState:
 
     def catch_up(self, peer: str, head: Head) -> None:
         """Ask the driver to fetch the state at a head from a peer, and note that this is under way."""
-        self.catching_up = peer
+        self.catching_up, self.asked_for = peer, head
         self.effects.append(msg.CatchUp(peer, head))
 
     def drop_term(self, now: float) -> None:
