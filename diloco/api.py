@@ -96,12 +96,12 @@ def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnM
     left_alone = entrance.closed and bool(saves(folder))
     if not fresh and (founded_here or left_alone):
         run = cast(Run, entrance.resume(config))
-        print(f"{folder}: goes on from step {run.step_count} of {run.steps} (fresh=True starts again)", flush=True)
+        print(f"{folder}: resumes at step {run.step_count} of {run.steps} (fresh=True starts over)", flush=True)
     else:
         if not fresh and (saves(folder) or has_log(folder)):
             raise SaveError(
-                f"{folder} already holds a run: alone=True goes on with that of an island alone, its ticket with one "
-                "that was joined; fresh=True starts again (the old one is kept), dir=FOLDER goes elsewhere"
+                f"{folder} already holds a run: alone=True resumes one of an island alone, its ticket one that was "
+                "joined; fresh=True starts over (the old one is kept), dir=FOLDER uses another folder"
             )
         run = cast(Run, entrance.found(config, fresh=fresh))
     if entrance.ticket is not None:

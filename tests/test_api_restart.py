@@ -63,7 +63,7 @@ def test_a_program_that_is_started_again_equals_one_that_never_stopped(tmp_path,
     after, found, first = train_until(where, 18, seed=2)  # other weights and other dice, as far as it knows
     assert before + after == losses and first == 12
     assert torch.equal(found, end)
-    assert "goes on from step 11 of 18" in capsys.readouterr().out
+    assert "resumes at step 11 of 18" in capsys.readouterr().out
     assert train_until(where, 18, seed=3)[0] == []  # there is nothing left to do
 
 
@@ -131,4 +131,4 @@ def test_a_founder_that_is_started_again_goes_on_from_its_log(tmp_path, capsys):
         assert run.step_count == 8 and torch.equal(vector(again), outer)
         train_all(run, again)
         assert run.finished and run.step_count == 20
-    assert "goes on from step 8" in capsys.readouterr().out
+    assert "resumes at step 8" in capsys.readouterr().out

@@ -113,7 +113,7 @@ class Directory:
         if not stored and self.peers().get(record.public_key) != record:
             raise DirectoryError(
                 "the record was not stored: no peer took it, or an earlier one of this identity expires later."
-                " Publish with a later expiry"
+                " The island tries again by itself"
             )
         return record
 
@@ -149,7 +149,7 @@ class Directory:
         """
         if self.thread.alive and not self.p2p.running:
             work.close()
-            raise DirectoryError("the network daemon p2pd has ended: start the directory again")
+            raise DirectoryError("the network daemon p2pd has ended: an island starts it again by itself")
         try:
             return self.thread.call(work, timeout_s)
         except dht.FAILURES as error:

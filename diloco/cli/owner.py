@@ -55,7 +55,7 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     if peer in out:
         raise SaveError(f"{name} is taken out already, by an earlier change that waits for a round")
     if set(state.roster) <= {*out, *state.witnesses, peer}:
-        raise SaveError(f"without {name} nobody is left to train")
+        raise SaveError(f"without {name} nobody is left to train: start another island first")
     return write_amendment(folder, Identity.load(folder / "owner.key"), len(made) + 1, {EVICT: [peer]})
 
 
@@ -144,9 +144,9 @@ def check_force(state: "RunState", kept: tuple[str, ...], *, latched: bool) -> N
     if not latched:
         raise SaveError("this run needs no quorum (elastic.partition): whoever is there goes on")
     if set(kept) <= set(state.witnesses):
-        raise SaveError("of those named nobody trains")
+        raise SaveError("--keep names only witnesses: add an island that trains")
     if kept == state.roster:
-        raise SaveError("these are all members of the run: nobody is left out")
+        raise SaveError("--keep names every member: name only the islands that should continue")
 
 
 def write_force(folder: Path, owner: "Identity", state: "RunState", kept: tuple[str, ...]) -> tuple[int, list[str]]:

@@ -192,7 +192,7 @@ def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
     commands = {}
     if not finished:
         where = "the last round that any island has" if plan.islands else "there"
-        commands[_command(plan.path, plan.overrides, *options, "--resume")] = f"goes on from {where}"
+        commands[_command(plan.path, plan.overrides, *options, "--resume")] = f"continues from {where}"
     elif not plan.islands:
         commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
         commands[shlex.join([*_launcher(), "config"])] = "explains every key"

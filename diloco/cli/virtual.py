@@ -99,7 +99,7 @@ def _table(found: list[ScalingRow]) -> Table:
     """Build the table of other numbers of islands, which is computed, not simulated."""
     table = Table(
         "islands", "flat", "streams", "two levels", "streams", "begin", "heartbeats/s", "by a front",
-        title="computed: where one butterfly, one coordinator and flat heartbeats stop to scale",
+        title="computed: where one butterfly, one coordinator and flat heartbeats stop scaling",
     )  # fmt: skip
     for row in found:
         whole = (format_duration(row.flat_s), str(row.flat.connections)) if row.flat else ("refused", "")

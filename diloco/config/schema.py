@@ -344,9 +344,11 @@ class ElasticConfig(Section):
     silence_s: Annotated[Seconds, Field(gt=0)] = key(
         5.0, "seconds without a sign of life until an island counts as lost"
     )
-    straggler: Annotated[Number, Field(ge=1)] = key(1.5, "how much longer than the others an island may take")
+    straggler: Annotated[Number, Field(ge=1)] = key(
+        1.5, "begin a round without an island that takes this many times what half of the islands needed"
+    )
     slowest: Annotated[Number, Field(ge=1)] = key(
-        2.0, "times a usual round: whose exchange would take longer takes part in every k-th round only"
+        2.0, "an island whose exchange takes longer than this many usual rounds is in every k-th round only"
     )
     adaptive: bool = key(False, "slower islands do fewer inner steps in a round, so that all arrive together")
     grace_s: Annotated[Seconds, Field(ge=0)] = key(
@@ -355,19 +357,21 @@ class ElasticConfig(Section):
     partition: Literal["auto", "quorum", "merge"] = key(
         "auto", "a cut network: `quorum`, a minority waits; `merge`, both sides train on; `auto`, quorum from three on"
     )
-    min_voters: Positive = key(3, "islands below which silence alone makes the roster no smaller (quorum)")
+    min_voters: Positive = key(
+        3, "silence alone removes no island from the roster if fewer than this many would be left (quorum)"
+    )
     rejoin_s: Annotated[Seconds, Field(ge=0)] = key(
         60.0, "seconds for which an island that comes back looks for the others before it goes on alone (merge)"
     )
-    start_islands: Positive = key(1, "islands with which the first round begins")
-    start_s: Annotated[Seconds, Field(ge=0)] = key(300.0, "seconds after which it begins with those who are there")
+    start_islands: Positive = key(1, "the first round waits for this many islands")
+    start_s: Annotated[Seconds, Field(ge=0)] = key(300.0, "but no longer than this many seconds")
 
 
 class CheckpointConfig(Section):
     """What survives a crash."""
 
     dir: Where | None = key(None, "the run's folder; null takes runs/NAME")
-    snapshot_every: Positive = key(20, "rounds between two snapshots, and between two saves")
+    snapshot_every: Positive = key(20, "passes (a round of every fragment) between two snapshots, and two saves")
     keep: Count = key(2, "snapshots that are kept, with the log since the oldest of them; 0 keeps everything", ge=0)
     remote: str | None = key(None, "a second place to which snapshots and the log are copied (s3://…, file:///…)")
 
@@ -375,7 +379,7 @@ class CheckpointConfig(Section):
 class EvaluateConfig(Section):
     """Validation loss of the outer parameters."""
 
-    every: Count = key(1, "rounds between two validations; 0 never", ge=0)
+    every: Count = key(1, "passes (a round of every fragment) between two validations; 0 never", ge=0)
     samples: Positive = key(64, "samples in one validation, rounded up to whole batches")
 
 

@@ -52,7 +52,7 @@ def _text_files_of(path: Path) -> list[Path]:
     if not files:
         raise DataError(
             f"no text files below {path}: of a folder, suffixes such as .txt, .md and .py are read; "
-            "name other files one by one, or use source hf for .jsonl, .csv and .parquet"
+            "name other files one by one, or set data.source=hf for .jsonl, .csv and .parquet"
         )
     return files
 

@@ -42,7 +42,7 @@ class Samples:
     def validation(self, position: int, count: int) -> Rows:
         """Return validation samples, [count, sequence + 1], in the source's order; the first one follows the last."""
         if self.validation_count == 0:
-            raise DataError("there are no validation samples: validation_fraction is 0")
+            raise DataError("there are no validation samples: raise data.validation")
         return self._rows(self.train_count + _positions(position, count) % self.validation_count)
 
     def _rows(self, indices: Rows) -> Rows:

@@ -80,7 +80,7 @@ def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str
     if len(found) == 1:
         return found[0]
     if not name:
-        raise SaveError("an empty name names no island")
+        raise SaveError("an empty name: remove the extra comma")
     known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in roster)
     raise SaveError(f"{name}: {'two islands are called that' if found else 'no such island'}; the run has {known}")
 

@@ -117,7 +117,7 @@ def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
     if plan.resume:
         refuse_other_protocols(folder)
     if plan.resume and not islands_in(folder) and not any(map(saves, (folder, *folder.glob("island-*/")))):
-        raise SaveError(f"{folder} holds no run to go on with: start without --resume")
+        raise SaveError(f"{folder} holds no run to resume: start without --resume")
     try:
         kept = prepare_folder(folder, resume=plan.resume, fresh=fresh)
         for place in (folder, *(folder / name for name in plan.names)):
@@ -256,11 +256,11 @@ class Fleet:
             row.state = "left"  # by its owner's will
         elif self.plan.restart and not self.board.finished:
             if row.restarts < RESTARTS:
-                self.view.say(f"{name} starts again in {RESTART_S:.0f} s")
+                self.view.say(f"{name} restarts in {RESTART_S:.0f} s")
                 self._again_at[name] = now + RESTART_S
             else:
                 log = child.folder / "output.log"
-                self.view.say(f"{name} has died {RESTARTS + 1} times and stays away: {log} says more")
+                self.view.say(f"{name} has died {RESTARTS + 1} times and is not restarted: see {log}")
 
     def _wrap_up(self, now: float) -> None:
         """Stop islands that are still starting once the run is over or nobody is left in it. Those that need longer
@@ -272,7 +272,7 @@ class Fleet:
                 if self.board.rows[name].state == "starting":
                     self.children[name].ask_to_stop()
             if not self.board.finished and self._asked_at is None:
-                self.view.say("no island is left in the run: with --resume it goes on from what their disks hold")
+                self.view.say("no island is left in the run: --resume continues it from their disks")
         if self._over_at is not None and now - self._over_at > LEAVE_S:
             self._kill(even_saving=False)
 

@@ -158,5 +158,5 @@ def islands_in(folder: Path) -> int:
 def islands_to_start(folder: Path, asked: int | None, *, resume: bool, fresh: bool) -> int:
     """Return how many islands were asked for, or, to resume, have left a log; 0 stands for an island alone."""
     if resume and fresh:
-        raise ConfigError("--resume goes on with the earlier run, --fresh starts again: use one of them")
+        raise ConfigError("--resume continues the earlier run, --fresh starts over: use one of them")
     return asked or (islands_in(folder) if resume else 0)

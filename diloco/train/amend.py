@@ -132,10 +132,12 @@ def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
     rewind = "diloco rewind RUN ROUND --set starts a new branch with it"
     if section in OWN:
         return "is each island's own business: give it to `diloco run --resume` or `diloco join` by --set"
-    if section in IDENTITY:
-        return "says which run it is, and stays: found another one"
+    if key in ("data.path", "data.tokenizer"):
+        return "is set for each island: give it to `diloco run --resume` or `diloco join` by --set"
+    if section in IDENTITY and key != "data.epochs":
+        return "is part of what the run is and cannot change: start another run"
     if key not in CHANGEABLE:
-        return f"cannot change while the run goes on: {rewind}"
+        return f"cannot change while the run continues: {rewind}"
     if own_loop and section == "inner" and key != "inner.steps":
         return "is the business of the program that trains (diloco.connect)"
     if section == "inner" and config.sync.growth and config.sync.fragments > 1:

@@ -299,7 +299,7 @@ class Proposer:
         objection = peer, promised[peer].incarnation, amendment.signature
         if objection not in self._objections:
             self._objections.add(objection)
-            self.own.note("refused", peer, f"it waits: {reason}")
+            self.own.note("refused", peer, f"the change waits: {reason}")
 
     def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
         """Return the offers of members that can all reach each other and are enough.

@@ -40,5 +40,5 @@ class Waiting:
             own.note(
                 "waiting", own.me,
                 f"for {missing}: {len(present)} of {len(roster)} members are here, that is no quorum, and nothing is "
-                f"committed; the owner can go on without them: `diloco force-roster RUN --keep {','.join(present)}`",
+                f"committed; the owner can continue without them: `diloco force-roster RUN --keep {','.join(present)}`",
             )  # fmt: skip
