@@ -80,5 +80,5 @@ def test_a_source_that_is_too_short_says_by_how_much() -> None:
 
 
 def test_no_validation_without_a_fraction() -> None:
-    with pytest.raises(DataError, match="raise data.validation"):
+    with pytest.raises(DataError, match=r"raise data\.validation"):
         Samples(Counting(100), sequence=10, seed=0, validation_fraction=0).validation(0, 1)

@@ -172,16 +172,16 @@ def virtual() -> None:
 @benchmark("mutants --jobs 8 --json")
 def mutants(
     seed: Annotated[int | None, typer.Option(help="Draws the mutants (default today's date, as 20251231).")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Mutants to draw.")] = 60,
+    count: Annotated[int, typer.Option(min=1, help="Mutants to draw, and a third as many of the finer kinds.")] = 60,
     seeds: Annotated[int, typer.Option(min=1, help="Disasters that each mutant has to survive.")] = 500,
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
 ) -> None:
     """Break the protocol, and count what the simulator notices.
 
-    Each mutant has one change of the protocol core, generated from its source: a condition negated, a comparison moved
-    by one, a durable write or a call left out, a function that returns at once. It is caught by a scenario that goes
-    otherwise, or by a disaster of `diloco simulate protocol` that violates an invariant, raises an error or hangs. One
-    that survives all disasters takes minutes. Needs a checkout, for its scenarios.
+    Each mutant has one change of the protocol core, generated from its source: a condition negated, a durable write
+    left out, a function that returns at once; and, beside these, a comparison moved by one or a call left out. It is
+    caught by a scenario that goes otherwise, or by a disaster of `diloco simulate protocol` that violates an invariant,
+    raises an error or hangs. One that survives all disasters takes minutes. Needs a checkout, for its scenarios.
     """
 
 
