@@ -35,50 +35,52 @@ def node(me: str, heard: dict[str, str], roster: str = "ABC", **changes) -> Node
 def test_with_the_first_pair_cut_all_follow_the_one_that_hears_both(me, partition):
     hears = {"A": "AC", "B": "BC", "C": "ABC"}
     heard = {peer: hears[peer] for peer in hears[me] if peer != me}
-    assert node(me, heard, partition=partition).leading.leader(0.1) == "C"
+    assert node(me, heard, partition=partition).leading.coordinator(0.1) == "C"
 
 
 def test_one_that_is_heard_and_hears_nobody_is_not_followed():
     second = node("B", {"A": "A", "C": "ABC/BC"})
-    assert second.leading.leader(0.1) == "B" and second.leading.linked(0.1) == ["C"]
+    assert second.leading.coordinator(0.1) == "B" and second.leading.linked(0.1) == ["C"]
     assert said(second.receive("A", msg.Collect(STATE.head, 1), 0.1), msg.Follows), "and is promised nothing"
 
 
 def test_over_a_link_that_carries_one_way_nobody_follows():
     """A hears B, and B does not hear A: all follow the one that both are linked with."""
-    assert node("A", {"B": "BC", "C": "ABC"}).leading.leader(0.1) == "C"
-    assert node("B", {"C": "ABC"}).leading.leader(0.1) == "C"
-    assert node("C", {"A": "ABC/AC", "B": "BC"}).leading.leader(0.1) == "C"
+    assert node("A", {"B": "BC", "C": "ABC"}).leading.coordinator(0.1) == "C"
+    assert node("B", {"C": "ABC"}).leading.coordinator(0.1) == "C"
+    assert node("C", {"A": "ABC/AC", "B": "BC"}).leading.coordinator(0.1) == "C"
 
 
 def test_of_four_the_half_with_the_first_member_outranks_the_other_half():
-    assert node("B", {"A": "AB", "C": "BC"}, "ABCD", partition="quorum").leading.leader(0.1) == "B"  # it hears three
-    assert node("C", {"D": "CD", "A": "AC"}, "ABCD", partition="quorum").leading.leader(0.1) == "C"
-    assert node("D", {"C": "CD", "A": "AD"}, "ABCD", partition="quorum").leading.leader(0.1) == "D"
+    assert (
+        node("B", {"A": "AB", "C": "BC"}, "ABCD", partition="quorum").leading.coordinator(0.1) == "B"
+    )  # it hears three
+    assert node("C", {"D": "CD", "A": "AC"}, "ABCD", partition="quorum").leading.coordinator(0.1) == "C"
+    assert node("D", {"C": "CD", "A": "AD"}, "ABCD", partition="quorum").leading.coordinator(0.1) == "D"
     outside = Node("X", replace(STATE, roster=tuple("ABCD")), options(partition="quorum"), now=0.0, incarnation=1)
     outside.receive("A", beat(hears=(0, 1)), 0.0)
     outside.receive("D", beat(hears=(2, 3)), 0.0)
-    assert outside.leading.leader(0.1) == "A", "D hears as many, and they are no quorum"
+    assert outside.leading.coordinator(0.1) == "A", "D hears as many, and they are no quorum"
 
 
 def test_one_at_another_head_is_not_followed():
     second = node("B", {"C": "ABC/BC"})
     second.receive("A", beat(Head(0, 0, "")), 0.1)  # less than ours
-    assert second.leading.leader(0.1) == "B"
+    assert second.leading.coordinator(0.1) == "B"
 
 
 def test_a_leader_needs_half_of_those_it_is_linked_with():
     first = node("A", {})
     for peer, follows in (("B", "B"), ("C", "B")):
         first.receive(peer, beat(follows=follows), 0.0)
-    assert first.leading.leader(0.1) == "A" and not first.leading.may_lead(0.1)
+    assert first.leading.coordinator(0.1) == "A" and not first.leading.may_lead(0.1)
     first.receive("C", beat(follows="A"), 0.1)
     assert first.leading.may_lead(0.1)
 
 
 def test_nobody_leads_before_it_knows_whether_the_others_are_there():
     first = node("A", {"B": "AB"})
-    assert first.leading.leader(0.1) == "A" and not first.leading.may_lead(0.1)
+    assert first.leading.coordinator(0.1) == "A" and not first.leading.may_lead(0.1)
     for tenth in range(1, 30):
         first.receive("B", beat(hears=(0, 1)), tenth / 10)
         first.tick(tenth / 10)
@@ -95,9 +97,9 @@ def running() -> Node:
 def test_the_coordinator_of_a_running_attempt_is_followed_while_it_is_linked():
     third = running()
     third.receive("A", beat(), 0.2)
-    assert third.leading.leader(0.3) == "B", "A came later"
+    assert third.leading.coordinator(0.3) == "B", "A came later"
     third.receive("B", beat(hears=(1,)), 0.4)  # it does not hear C any more
-    assert third.leading.leader(0.5) == "A"
+    assert third.leading.coordinator(0.5) == "A"
 
 
 def test_where_a_quorum_decides_a_coordinator_without_one_loses_its_followers():
@@ -106,7 +108,7 @@ def test_where_a_quorum_decides_a_coordinator_without_one_loses_its_followers():
     third.own.state = replace(third.state, roster=tuple("ABCDE"))
     third.own.options = options(partition="quorum")
     third.receive("B", beat(hears=(1, 2)), 0.3)
-    assert third.leading.leader(0.3) == "C"
+    assert third.leading.coordinator(0.3) == "C"
 
 
 def test_of_orphans_the_lowest_leads_but_not_where_a_quorum_decides():
@@ -116,7 +118,7 @@ def test_of_orphans_the_lowest_leads_but_not_where_a_quorum_decides():
         for half in range(1, 20):
             observer.receive("X", beat(hears=()), half / 2)
             observer.tick(half / 2)
-        assert observer.leading.leader(9.5) == leader
+        assert observer.leading.coordinator(9.5) == leader
 
 
 def test_where_no_byte_moves_for_long_anybody_may_lead_and_be_promised():

@@ -193,11 +193,11 @@ def test_heartbeats_say_what_the_disk_takes_the_write_under_way_included():
 def test_an_attempt_whose_coordinator_has_given_it_up_is_not_followed_any_more():
     member = node()
     member.receive("C", begin(Ballot(3, "C", 0), members=("B", "C")), 0.4)
-    assert member.leading.leader(0.4) == "C", "it takes part"
+    assert member.leading.coordinator(0.4) == "C", "it takes part"
     member.receive("C", beat(sequence=2, leading=True), 0.5)
-    assert member.leading.leader(0.5) == "C"
+    assert member.leading.coordinator(0.5) == "C"
     member.receive("C", beat(sequence=3), 0.6)
-    assert member.leading.leader(0.6) == "A"
+    assert member.leading.coordinator(0.6) == "A"
 
 
 def committed_early() -> tuple[Node, Record]:
@@ -333,12 +333,12 @@ def test_of_three_the_one_with_other_vectors_fetches_theirs():
 def test_goodbye_is_quicker_than_silence():
     member = node()
     member.receive("A", beat(), 0.1)
-    assert member.leading.leader(0.2) == "A"
+    assert member.leading.coordinator(0.2) == "A"
     member.receive("A", msg.Goodbye("leaves"), 0.2)
     member.receive("C", beat(hears=(1, 2)), 0.2)
-    assert member.leading.leader(0.2) == "B"
+    assert member.leading.coordinator(0.2) == "B"
     assert said(member.leave(0.3), msg.Goodbye)
-    assert member.leading.leader(0.3) == "C"
+    assert member.leading.coordinator(0.3) == "C"
 
 
 def test_adopting_fetches_from_the_holder():

@@ -37,7 +37,7 @@ class Leading:
         at_head = (peer for peer in own.state.roster if peer in views and views[peer].head == own.state.head)
         return [peer for peer in at_head if peer != own.me and self.is_linked(peer, now)]
 
-    def leader(self, now: float) -> str:
+    def coordinator(self, now: float) -> str:
         """Return whom this island follows; empty if nobody may lead.
 
         That is the coordinator of the attempt under way while the two are linked; else, of those linked, the one that
@@ -89,7 +89,7 @@ class Leading:
     def may_promise(self, peer: str, now: float) -> bool:
         """Return whether this island may promise to a peer: it follows it, or no round has come about for long."""
         limited = self.own.rules.follow_the_linked and self.liveness.are_few() and peer != self.own.me
-        return not limited or self.leader(now) == peer or self.is_stuck(now)
+        return not limited or self.coordinator(now) == peer or self.is_stuck(now)
 
     def may_lead(self, now: float) -> bool:
         """Return whether this island is to lead: it follows itself, as do at least half of those linked."""
@@ -99,7 +99,7 @@ class Leading:
             since = max(self._stuck_at(), own.promised_at + own.answer_s(own.promise.coordinator))
             may = own.me in own.state.places or not own.state.roster or self._orphan(now) == own.me
             return may and now >= since + spread * SPREAD * own.options.silence_s
-        if self.leader(now) != own.me:
+        if self.coordinator(now) != own.me:
             return False
         if not self.liveness.are_few() or not own.rules.follow_the_linked:
             return True

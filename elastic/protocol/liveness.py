@@ -100,8 +100,8 @@ class Liveness:
     def _must_broadcast(self, front: list[str], now: float) -> bool:
         """Return whether to send heartbeats to all islands, rather than to the front only.
 
-        That is so among few, in the front, for a leader, and where the front is no help: it is not heard, or nothing
-        can be fetched from it.
+        That is so among few, in the front, for a coordinator, and where the front is no help: it is not heard, or
+        nothing can be fetched from it.
         """
         if self.are_few() or self.own.me in front or self.own.term is not None:
             return True

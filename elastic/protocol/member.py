@@ -108,7 +108,7 @@ class Member:
         elif ballot < self.own.promise and ballot[:2] != self.own.promise[:2]:
             self.own.send(sender, msg.Nack(self.own.state.key, self.own.promise))
         elif ballot[:2] != self.own.promise[:2] and not self.leading.may_promise(sender, now):
-            self.own.send(sender, msg.Follows(self.own.state.key, collect.term, self.leading.leader(now)))
+            self.own.send(sender, msg.Follows(self.own.state.key, collect.term, self.leading.coordinator(now)))
         else:
             self._promise(max(ballot, self.own.promise), now)
             self.own.send(sender, self.own.promise_for(collect.term))

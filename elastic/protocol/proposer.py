@@ -22,7 +22,7 @@ from diloco.elastic.protocol.state import RunState
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
-MANY_STARVE = 8  # of many islands, the part that must lack samples before a record of its own leases them some
+MANY_LACK_SAMPLES = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
 STRAGGLER_EXCHANGES = 0.1  # of one, that stragglers get besides: who misses it must fetch what it gives
 
@@ -164,7 +164,7 @@ class Proposer:
         able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
         ready = {peer: offer for peer, offer in offered if peer in able}
         rates = {peer: term.ready[peer].bytes_per_s for peer in ready}
-        offers = self._without_stuck_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
+        offers = self._without_separated_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
         for peer in outsize(offers):
             own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
             del offers[peer]
@@ -173,7 +173,7 @@ class Proposer:
         elif not self._is_time(term, offers, ready, now) or self.holding.holds(
             ready.keys() | self.pacing.out_of_turn(), now
         ):
-            if not self._is_anybody_starving(promised, now):
+            if not self._does_anybody_lack_samples(promised, now):
                 return None
             offers = {}
         views = own.peers.views.items()
@@ -237,7 +237,7 @@ class Proposer:
         able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
         members = (peer for peer in own.state.roster if peer in able)
         # at the end of the data, one that holds none is not waited for
-        live = [peer for peer in members if not self._is_starving(peer, promised[peer])]
+        live = [peer for peer in members if not self._lacks_samples(peer, promised[peer])]
         live = [peer for peer in live if not self.pacing.is_out_of_turn(peer)]
         if all(peer in offers or peer in ready for peer in live):
             return True
@@ -247,11 +247,11 @@ class Proposer:
         due = deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
         return due is not None and now >= due + STRAGGLER_EXCHANGES * own.exchange_s
 
-    def _is_starving(self, peer: str, promise: Promise) -> bool:
+    def _lacks_samples(self, peer: str, promise: Promise) -> bool:
         holder = holder_name(peer, promise.incarnation)
         return bool(promise.want) and not size(self.own.state.ledger.lease_of(holder))
 
-    def _is_anybody_starving(self, promised: dict[str, Promise], now: float) -> bool:
+    def _does_anybody_lack_samples(self, promised: dict[str, Promise], now: float) -> bool:
         """Return whether a member cannot begin to train for lack of samples, or a witness has just come.
 
         It is given some now, not at the next sync point.
@@ -261,8 +261,8 @@ class Proposer:
         ledger = self.own.state.ledger
         if ledger.limit is not None and ledger.next >= ledger.limit and not (ledger.free or ledger.lost):
             return False
-        starving = sum(self._is_starving(*each) for each in promised.items())
-        many = len(promised) // MANY_STARVE if not self.liveness.are_few() else 0  # one waits for the next round
+        starving = sum(self._lacks_samples(*each) for each in promised.items())
+        many = len(promised) // MANY_LACK_SAMPLES if not self.liveness.are_few() else 0  # one waits for the next round
         return starving > many and self.has_quorum(promised, now)
 
     def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
@@ -301,7 +301,7 @@ class Proposer:
             self._objections.add(objection)
             self.own.note("refused", peer, f"the change waits: {reason}")
 
-    def _without_stuck_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
+    def _without_separated_pairs(self, offers: dict[str, Offer]) -> dict[str, Offer]:
         """Return the offers of members that can all reach each other and are enough.
 
         If there are none, the separations that are oldest are forgotten: those pairs may be well by now.

@@ -25,7 +25,7 @@ class Term:
     started_at: float = 0.0
     attempt: int = 0
     answers: dict[str, msg.Promise | None] = field(default_factory=dict)  # None: it has another head
-    elsewhere: dict[str, str] = field(default_factory=dict)  # who follows another leader, and whom
+    elsewhere: dict[str, str] = field(default_factory=dict)  # who follows another coordinator, and whom
     asked: dict[str, float] = field(default_factory=dict)  # alive without an answer: since when
     ready: dict[str, msg.Ready] = field(default_factory=dict)
     ready_at: dict[str, float] = field(default_factory=dict)
