@@ -10,11 +10,11 @@ import pytest
 from disasters import commits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from topologies import PAIR_CUTS, share_with_first_pair_cut
 
 from diloco.simulate.virtual import faults, scenario
 from diloco.simulate.virtual.campaign import Campaign, rule_names
 from diloco.simulate.virtual.chances import DisasterConfig
-from diloco.simulate.virtual.cuts import PAIR_CUTS, share_with_first_pair_cut
 from diloco.simulate.virtual.faults import FIRST_STREAMING, PARTITIONS, Disaster, Fault, pace_of
 from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import World

@@ -403,15 +403,30 @@ class Coordinator:
         missing = set(begin.members) - term.done.keys()
         if not term.done or (missing and not self.own.needs_quorum):
             return
-        payloads = sorted(term.done.values())
-        right = term.done.get(self.own.me) or max(payloads, key=payloads.count)
+        if (right := self._right_result(term, begin, now)) is None:
+            return
         wrong = [peer for peer, payload in term.done.items() if payload != right]
         for peer in wrong:
-            self.own.ban(peer, "holds another result than the others", now)
+            if peer == self.own.me:
+                self.own.forget_result()
+                term.ready.pop(peer, None)  # the others go on without its contribution
+                self.own.note("refused", peer, "holds another result than the others")
+            else:
+                self.own.ban(peer, "holds another result than the others", now)
         if wrong:
             self._again(term, now)
         elif self._is_enough(term, begin, right, now):
             self._commit(term, Record(begin.proposal, right), now)
+
+    def _right_result(self, term: Term, begin: msg.Begin, now: float) -> str | None:
+        """Return the result that most members hold, else this island's own; None while others may still tell."""
+        payloads = sorted(term.done.values())
+        most = max(payloads, key=payloads.count)
+        if payloads.count(most) == len(payloads) or 2 * payloads.count(most) > len(begin.members):
+            return most
+        if set(begin.members) - term.done.keys() - self._gone(begin, now):
+            return None
+        return term.done.get(self.own.me) or most
 
     def _is_enough(self, term: Term, begin: msg.Begin, payload: str, now: float) -> bool:
         """Return whether the result is stored widely enough to be committed.

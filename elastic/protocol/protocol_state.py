@@ -291,6 +291,11 @@ class ProtocolState:
         self.held = msg.Held(ballot, record)
         self.remember()
 
+    def forget_result(self) -> None:
+        """Drop a result that the others say is wrong, durably: nobody shall adopt it."""
+        self.held = None
+        self.remember()
+
     def catch_up(self, peer: str, head: Head) -> None:
         """Ask the driver to fetch the state at a head from a peer, and note that this is under way."""
         self.catching_up, self.asked_for = peer, head
