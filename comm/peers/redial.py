@@ -15,7 +15,7 @@ def pause_s(failures: int, random: Random, *, first_s: float = FIRST_S, most_s: 
 
 
 class Redial:
-    """Say which of the lost peers to try now. Times are those of one monotonic clock."""
+    """Choose which of the lost peers to dial now. Times are those of one monotonic clock."""
 
     def __init__(self, random: Random | None = None) -> None:
         self._random = random or Random()

@@ -23,7 +23,7 @@ DELAY_S = 0.04  # one way
 
 
 class Cell(NamedTuple):
-    """One size of model and the link that every island has."""
+    """Describe one size of model, and the link of every island."""
 
     values: int
     bits_per_s: float

@@ -184,7 +184,7 @@ class ProtocolState:
         return (rank, head) > (self.rank, self.state.head)
 
     def obey(self, latch: Latch) -> None:
-        """Obey the owner's latch from now on, whatever it does to this island's branch."""
+        """Store the owner's latch and require a quorum from now on, even if this island's branch loses by it."""
         if self.latch is None and not self.state.latch and latch.is_by(self.state.owner):
             self.latch = latch
             self.remember()
@@ -264,7 +264,7 @@ class ProtocolState:
         return self.options.answer_s + 2 * (self.write_s(self.me) + self.write_s(peer))
 
     def move_to(self, state: RunState) -> None:
-        """Go on from another state: its vow, if there is one, holds again, and the present one is kept.
+        """Replace the state: the vow for its head, if there is one, holds again, and the present one is kept.
 
         A vow is dropped when a durable head lies beyond it: no crash brings its head back then.
         """

@@ -9,7 +9,7 @@ SAY_EVERY_S = 60.0
 
 
 class Waiting:
-    """Say whom this island waits for, while those whom it hears are no quorum of the roster."""
+    """Report whom this island waits for, while those whom it hears are no quorum of the roster."""
 
     def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
         self.own, self.liveness = own, liveness
