@@ -58,7 +58,7 @@ def test_a_later_record_replaces_an_earlier_one(three: list[Directory]) -> None:
     three[1].publish(RECORD, expires_s=60)
     three[1].publish(replace(RECORD, round=2), expires_s=61)
     assert [record.round for record in three[2].peers().values()] == [2]
-    with pytest.raises(DirectoryError, match="later expiry"):
+    with pytest.raises(DirectoryError, match="expires later"):
         three[1].publish(replace(RECORD, round=3), expires_s=5)
 
 

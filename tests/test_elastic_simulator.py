@@ -10,7 +10,7 @@ import pytest
 from disasters import commits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from topologies import PAIR_CUTS, share_with_first_pair_cut
+from pair_cuts import PAIR_CUTS, share_with_first_pair_cut
 
 from diloco.simulate.virtual import faults, scenario
 from diloco.simulate.virtual.campaign import Campaign, rule_names

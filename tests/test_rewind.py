@@ -227,7 +227,7 @@ def test_the_commands_say_what_happened_and_what_next(log, command):
     assert "change 2" in command("set", new, "outer.lr=0.5").out
     assert "outer.lr is 0.5 already" in command.refused("set", new, "outer.lr=0.5")
     assert "the run is at step 5 already" in command.refused("set", new, "inner.steps=4")
-    assert "says which run it is" in command.refused("set", new, "model.width=64")
+    assert "is part of what the run is" in command.refused("set", new, "model.width=64")
     assert "only its owner changes it" in command.refused("set", folder.parent, "inner.lr=1e-3")
 
 

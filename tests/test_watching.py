@@ -45,6 +45,15 @@ def test_plain_lines_hold_the_figures_a_person_wants():
     ]
 
 
+def test_when_the_owner_moves_the_end_the_lines_count_to_that():
+    out = io.StringIO()
+    events = Events([PlainView(Console(file=out, width=40))])
+    events.emit("start", **START)
+    events.emit("amended", number=1, text="inner.steps=20", steps=20)
+    events.emit("step", **STEP)
+    assert out.getvalue().splitlines()[-1] == "step    10/20  loss 2.5000  5k tokens/s  ETA 2.0 s"
+
+
 def test_a_file_is_no_terminal():
     assert isinstance(open_view(io.StringIO()), PlainView)
 

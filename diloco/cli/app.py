@@ -50,7 +50,7 @@ app.command(epilog="Example: diloco restore s3://bucket/runs runs/restored")(res
 app.command(epilog="Example: diloco rewind quickstart 12 --set inner.lr=1e-4")(rewind)
 app.command(epilog="Example: diloco evict islands island-3")(evict)
 app.command(epilog="Example: diloco force-roster islands --keep island-1,island-2")(force_roster)
-app.command("set", epilog="Example: diloco set quickstart inner.lr=1e-4 inner.steps=4000")(set_settings)
+app.command("set", epilog="Example: diloco set islands inner.lr=1e-4 inner.steps=4000")(set_settings)
 app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')(sample)
 app.add_typer(simulate, name="simulate")
 app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")(plan)

@@ -58,7 +58,10 @@ def log(
     else:
         if (genesis := read_genesis(longest)) is not None and genesis.parent is not None:
             say(f"rewound: it begins with {genesis.parent}")
-        show(history.rows(longest), history.names_of(logs))
+        rows = history.rows(longest)
+        if rows and rows[0].round > 1:
+            say(f"rounds before {rows[0].round} are not in this log: see checkpoint.keep")
+        show(rows, history.names_of(logs))
 
 
 def describe(log: str, found: "Findings") -> str:
@@ -192,7 +195,8 @@ def amend(folder: Path, overrides: list[str]) -> "Amendment | None":
     changes = check(config, overrides, own_loop=genesis.data == OWN_LOOP)
     if state.step >= config.inner.steps:
         raise ConfigError(
-            f"the run is at its end, step {state.step}: diloco rewind RUN {state.head.round} --set … trains on"
+            f"the run is at its end, step {state.step}: diloco rewind RUN {state.head.round} --set … trains on (a run "
+            "of one island also by diloco run CONFIG --resume --set …)"
         )
     if changes.get("inner.steps", state.step + 1) <= state.step:
         raise ConfigError(f"inner.steps={changes['inner.steps']}: the run is at step {state.step} already")

@@ -13,6 +13,7 @@ import typer
 from diloco.cli.shared import (
     ConfigPath,
     JoinHost,
+    JoinOverrides,
     Link,
     MaxDown,
     MaxUp,
@@ -105,7 +106,7 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
 
 def join(
     ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The run's ticket, or a file that holds it.")],
-    set_: Overrides = None,
+    set_: JoinOverrides = None,
     dir: Annotated[Path | None, typer.Option(help="This island's folder (default runs/RUN_ID-NAME).")] = None,
     name: Annotated[str | None, typer.Option(help="Name under which others see this island.")] = None,
     fsdp: Annotated[int | None, typer.Option(min=1, help="Processes to shard parameters and batch over.")] = None,

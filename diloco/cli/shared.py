@@ -19,6 +19,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set inner.lr=1e-3. Can be repeated."),
 ]
+JoinOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE",
+        help="Change one key of island, checkpoint, evaluate or log: --set island.batch=4. Can be repeated.",
+    ),
+]  # fmt: skip
 Link = Annotated[str | None, typer.Option(help="Emulate a link of this rate and one-way delay: 100mbit,40ms")]
 RunHost = Annotated[
     str | None, typer.Option(help="Address at which other machines reach this one (default: none can).")

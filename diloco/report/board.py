@@ -195,7 +195,7 @@ def _agreement(board: Board) -> str:
     """Explain which islands ended with equal digests, or why there is nothing to compare."""
     ended = board.ended()
     if not ended:
-        return "digests: no island saw the end of the run, so there is nothing to compare"
+        return "digests: compared when the run has ended"
     if not board.agree:
         places = (f"{row.name} round {row.agreed[0]} state {row.agreed[2][:12]}" for row in ended if row.agreed)
         return f"digests DIFFER: {'; '.join(places)}"

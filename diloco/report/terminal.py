@@ -72,18 +72,23 @@ def figures(event: Event, start: Event) -> list[str]:
     return [*parts, f"ETA {format_duration(eta_s)}"]
 
 
+def _start_after(event: Event, start: Event) -> Event:
+    """Return what is known of the run after an event: the owner may change when it ends."""
+    if event["event"] == "start":
+        return event
+    return {**start, "steps": event["steps"]} if event["event"] == "amended" else start
+
+
 class PlainView:
     """Print events and steps as plain lines, for files and pipes."""
 
-    _start: Event  # of the run, which comes before every step
-
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._start: Event = {}  # of the run, which comes before every step
 
     def emit(self, event: Event) -> None:
         """Print a line for a step or for an event that deserves one."""
-        if event["event"] == "start":
-            self._start = event
+        self._start = _start_after(event, self._start)
         text = sentence(event)
         if event["event"] == "step":
             text = "  ".join([f"step {event['step']:>5}/{self._start['steps']}", *figures(event, self._start)])
@@ -97,16 +102,15 @@ class PlainView:
 class LiveView:
     """Let milestones scroll by, above a progress bar, the figures and the curve of the loss."""
 
-    _start: Event
-
     def __init__(self, console: Console) -> None:
+        self._start: Event = {}
         self._losses: deque[float] = deque(maxlen=CURVE_POINTS)
         self._live = Live(console=console, transient=True, refresh_per_second=8)
 
     def emit(self, event: Event) -> None:
         """Update the bar on a step, and print a line for an event that deserves one."""
+        self._start = _start_after(event, self._start)
         if event["event"] == "start":
-            self._start = event
             self._live.start()
         if event["event"] == "step":
             self._losses.append(event["loss"])

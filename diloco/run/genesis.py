@@ -192,7 +192,10 @@ class Genesis:
     def refuse_changes(self, config: Config) -> None:
         """Raise SaveError if the run's own settings are not those that it was founded with."""
         if change := self.first_change(config):
-            raise SaveError(f"{change}: undo that, or start another one with --fresh")
+            raise SaveError(
+                f"{change}: undo that (what `diloco set` has changed since is applied by itself), or start another one "
+                "with --fresh"
+            )
 
 
 def shared_of(config: Config) -> dict[str, Any]:
