@@ -36,12 +36,12 @@ browser:  ## Debian's chromium, where it is missing and may be installed: a test
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow and not soak'
 
-# an hour of other seeds, under the tracer, and not a line that other tests do not run
-SAME_LINES := test_harsh_disasters_violate_nothing
+# hundreds of seeds of the harsh campaign, which take an hour under the tracer
+CAMPAIGN := test_harsh_disasters_violate_nothing
 
 coverage: install browser .venv/.compiled  ## which lines of the product every test together runs, processes that tests start included
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(PYTEST_JOBS) --dist loadfile -k "not $(SAME_LINES)"; status=$$?; \
+	$(BIN)/python -m coverage run -m pytest -n $(PYTEST_JOBS) --dist loadfile -k "not $(CAMPAIGN)"; status=$$?; \
 		$(BIN)/python -m coverage combine --quiet; rm -f .coverage.*; \
 		$(BIN)/python -m coverage report && exit $$status
 

@@ -300,6 +300,7 @@ def test_a_configuration_follows_its_amendments(small):
         ("model.width=64", "model.width is part of what the run is"),
         ("data.epochs=2", "data.epochs cannot change while the run continues: diloco rewind"),
         ("seed=1", "seed is part of what the run is"),
+        ("data.tokenizer=x", "data.tokenizer is each island's own business"),
         ("island.batch=16", "island.batch is each island's own business"),
         ("evaluate.every=3", "evaluate.every is each island's own business"),
         ("sync.codec=int4", "cannot change while the run continues: diloco rewind"),

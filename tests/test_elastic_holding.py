@@ -77,6 +77,12 @@ def test_who_comes_in_time_for_the_next_round_is_not_waited_for_in_this_one():
     assert rounds.holds(), "now a round has passed it over"
 
 
+def test_who_needs_most_of_a_round_to_fetch_one_is_waited_for_at_once():
+    rounds = Rounds(behind_s=0.0)
+    rounds.node.peers.views["C"].caught_up_in_s = 0.6 * ROUND_S
+    assert rounds.holds(), "passed over, it would need most of the next round again"
+
+
 def test_who_was_in_a_round_and_came_again_is_as_new():
     rounds = Rounds(behind_s=0.0)
     assert not rounds.holds()

@@ -130,10 +130,8 @@ def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
     """Return why this key cannot change during the run, or an empty string if it can."""
     section = key.partition(".")[0]
     rewind = "diloco rewind RUN ROUND --set starts a new branch with it"
-    if section in OWN:
+    if section in OWN or key in ("data.path", "data.tokenizer"):
         return "is each island's own business: give it to `diloco run --resume` or `diloco join` by --set"
-    if key in ("data.path", "data.tokenizer"):
-        return "is set for each island: give it to `diloco run --resume` or `diloco join` by --set"
     if section in IDENTITY and key != "data.epochs":
         return "is part of what the run is and cannot change: start another run"
     if key not in CHANGEABLE:

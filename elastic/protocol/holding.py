@@ -108,17 +108,22 @@ class Holding:
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
-        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0) and self._has_missed_one(peer))
+        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0) and self._may_be_late(peer, usual))
         if not allowed:
             return None
         wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
         return Hold(allowed, now + min(wanted_s, max(usual, budget_s)), self.own.state.updates)
 
-    def _has_missed_one(self, peer: str) -> bool:
-        """Return whether a round has passed an island over: one that has just come may be in time for the next."""
-        head, state = self.own.peers.views[peer].head, self.own.state
-        assert head is not None  # it is near
-        return head.round < state.head.round or state.updates > self._came.setdefault(peer, state.updates)
+    def _may_be_late(self, peer: str, usual: float) -> bool:
+        """Return whether an island may well miss a round that does not wait for it: one has passed it over, or would.
+
+        One that has just come may be in time for the next, unless it needs most of a round to fetch what it misses.
+        """
+        view, state = self.own.peers.views[peer], self.own.state
+        assert view.head is not None  # it is near
+        if view.head.round < state.head.round or view.caught_up_in_s > usual / 2:
+            return True
+        return state.updates > self._came.setdefault(peer, state.updates)
 
     def _is_near(self, peer: str, usual: float, now: float) -> bool:
         """Return whether an island that takes no part in this round could soon: it says how far it is."""

@@ -46,6 +46,8 @@ class Member:
             if self._leads(beat.promise):
                 self.own.moved = True  # others may not hear the sender
         behind = view.head < self.own.state.head
+        if view.behind_since is not None and not behind:
+            view.caught_up_in_s = now - view.behind_since
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
         self.liveness.hear(sender, beat, now)
         self._meet(sender, beat.head, now, rank=beat.rank)

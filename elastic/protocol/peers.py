@@ -17,6 +17,7 @@ class PeerView:
     heard_since: float = 0.0  # without a silence
     head: Head | None = None
     behind_since: float | None = None  # its head is less than ours
+    caught_up_in_s: float = 0.0  # the last time that it was
     promise: Ballot = NO_BALLOT
     leading: bool = False
     running: bool = False
