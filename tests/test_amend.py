@@ -13,7 +13,17 @@ from team import PATIENT, Team, side_by_side
 from diloco.bench.team import Heard, driver_for
 from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.messages import Append, Begin, Collect, Done, Failed, FetchResult, Note, Promise
+from diloco.elastic.protocol.messages import (
+    Append,
+    Begin,
+    Collect,
+    Done,
+    Failed,
+    FetchResult,
+    Heartbeat,
+    Note,
+    Promise,
+)
 from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import EMPTY, Amendment, Ballot, Head, Record
 from diloco.elastic.protocol.state import RunState
@@ -147,6 +157,23 @@ def test_an_island_brings_what_comes_next_and_refuses_what_its_owner_has_not_sig
     island.receive("A", beat(later.head, hears=(0, 1)), 0.35)
     island.caught_up(later, 0.4)
     assert said(island.receive("A", Collect(later.head, 2), 0.5), Promise)[0].amendment == SECOND
+
+
+def test_what_a_peer_has_is_brought_along_by_those_that_are_at_the_head():
+    """One that is always behind could not bring it to a round itself."""
+    island = member(options())
+    island.receive("A", Collect(STATE.head, 1), 0.1)
+    (promised,) = said(island.receive("C", beat(sequence=2, amendment=FIRST), 0.2), Promise)
+    assert promised.amendment == FIRST
+    assert not said(island.receive("C", beat(sequence=3, amendment=FIRST), 0.3), Promise), "once is enough"
+    assert said(island.tick(5.0), Heartbeat)[0].amendment == FIRST
+    forged = replace(FIRST, changes='{"inner.lr":1}')
+    other = member(options())
+    other.receive("A", Collect(STATE.head, 1), 0.1)
+    assert not said(other.receive("C", beat(sequence=2, amendment=forged), 0.2), Promise)
+    stubborn = member(options(objection=lambda state, amendment: "cannot"))
+    stubborn.receive("A", Collect(STATE.head, 1), 0.1)
+    assert not said(stubborn.receive("C", beat(sequence=2, amendment=FIRST), 0.2), Promise)
 
 
 def test_options_follow_the_state(small):

@@ -53,7 +53,7 @@ CAUGHT = {
     "marks_decide": ("usual", 0),
     "wait_for_everybody": ("usual", 126),
     "anybody_may_lead": ("usual", 2),
-    "yield_to_higher_promises": ("usual", 85),
+    "yield_to_higher_promises": ("usual", 109),
     "leave_out_stuck_pairs": ("usual", 5),
     "follow_the_linked": ("harsh", 15),
 }

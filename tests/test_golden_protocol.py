@@ -38,6 +38,7 @@ from diloco.elastic.protocol.record import (
     Ballot,
     Contribution,
     Grant,
+    Hole,
     Latch,
     LoggedRecord,
     Offer,
@@ -139,6 +140,7 @@ def record() -> Record:
         answered=(A,),
         witnesses=("C",),
         latch=latch(),
+        hole=Hole(island=B, pages=((2, 3),)),
     )
     return Record(proposal=proposal, payload=hashlib.sha256(RESULT).hexdigest())
 
@@ -155,7 +157,7 @@ def all_messages() -> list[messages.Message]:
         messages.Heartbeat(
             head=head, promise=ballot, incarnation=4, sequence=17, leading=True, running=True, moving=True,
             roster_of=head.digest, hears=(0, 1), linked=(1,), follows=A, behind_s=2.5, rank=1,
-            latch=latch(), state_digest="c" * 64, missed=(1, 5),
+            latch=latch(), amendment=AMENDMENT, state_digest="c" * 64, missed=(1, 5),
         ),
         messages.Collect(head=head, term=3),
         messages.Promise(key=key, term=3, incarnation=4, want=32, held=held, amendment=AMENDMENT, witness=True),
@@ -164,11 +166,15 @@ def all_messages() -> list[messages.Message]:
         messages.Ready(key=key, term=3, offers=offers, bytes_per_s=1_250_000),
         messages.Begin(
             key=key, ballot=ballot, proposal=record().proposal, members=(A, B), bytes_per_s=(1_250_000, 0),
-            adopted="d" * 64, holder=B,
+            adopted="d" * 64, holder=B, first=((A, 1_250_000), (B, 0)), owners=((2, 4, 0),),
         ),
         messages.Begun(key=key, ballot=ballot),
         messages.Done(key=key, ballot=ballot, payload=record().payload),
-        messages.Failed(key=key, ballot=ballot, blamed=B, reason="it is gone", refused=True, amendment=False),
+        messages.Halt(key=key, ballot=ballot),
+        messages.Failed(
+            key=key, ballot=ballot, blamed=B, reason="it is gone", refused=True, amendment=False, local=True,
+            kept=(messages.Received(peer=B, pages=((4, 8),), means=((4, 6),), whole=True),),
+        ),
         messages.Commit(key=genesis().state().key, head=head, stored_by=(A, B)),
         messages.Goodbye(reason="its owner asked it to leave"),
     ]  # fmt: skip

@@ -31,5 +31,5 @@ def test_a_run_that_speaks_another_protocol():
     """As a member of a run of 0.1.0 gives it to whoever joins."""
     raw, run, *_ = FOUR.read_bytes().split(b"\n")
     genesis = Genesis.given(raw, bytes.fromhex(run.decode()))
-    with pytest.raises(JoinRefused, match=r"^the run speaks protocol 4, this diloco 5: diloco 0\.1\.0 reads it$"):
+    with pytest.raises(JoinRefused, match=r"^the run speaks protocol 4, this diloco 6: diloco 0\.1\.0 reads it$"):
         genesis.configure({})

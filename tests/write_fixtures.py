@@ -81,7 +81,7 @@ def write_run(folder: Path, config: dict[str, object], options: tuple[str, ...],
     ) as run:
         stop_when(ready, run)
         said = run.communicate(timeout=TOO_LONG_S)[0].decode()
-    if "resumes at" not in said:
+    if "--resume" not in said:
         raise SystemExit(f"the run {name} was not stopped in the middle:\n{said}")
     for pattern in NOT_NEEDED:
         for path in list((folder / name).rglob(pattern)):

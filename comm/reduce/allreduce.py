@@ -27,6 +27,7 @@ from diloco.comm.codec.noise import PAGE
 from diloco.comm.reduce.pages import (
     MAX_RANGES,
     RANGE,
+    KeptPages,
     PageStore,
     copy_parts,
     joined,
@@ -74,7 +75,7 @@ class Reduction:
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
         self.plan = plan
         self.me = transport.identity
-        self.others = [peer for peer in plan.members if peer != self.me]
+        self.others = [peer for peer in plan.present if peer != self.me]
         size = plan.result_codec.size(plan.count)
         self.result = contribution.new_empty(size) if result is None else result
         assert self.result.numel() == size
@@ -89,6 +90,7 @@ class Reduction:
         self._lacks: dict[str, list[Span]] = {}  # where it resumes: of each contribution, and of the mean (me)
         self._wanted: dict[tuple[str, int], list[Span]] = {}  # and what others lack of ours
         self._got: dict[str, list[Span]] = {peer: [] for peer in plan.members}  # of each contribution, and the mean
+        self.kept: dict[str, KeptPages] = {}  # after a failure: what has come of each member
         self._told = {peer: Count() for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
@@ -122,6 +124,7 @@ class Reduction:
             self._transport.forget(self.plan.channel)
             self._close_streams()
             self._keep_pages()
+        self.kept = {peer: self._kept_of(peer) for peer in self.plan.members} if self._error is not None else {}
         if self._error is not None:
             raise self._error
         return self.result
@@ -245,15 +248,17 @@ class Reduction:
                 self._reduced.add_one()
                 continue
             slot, room = self._slots[number % len(self._slots)], self.result[self.plan.result_bytes_of(chunk)]
-            payloads = dict(zip(self.plan.members, slot[:, : self._size(chunk)], strict=True))
-            own = payloads.pop(self.me)
-            for peer, payload in payloads.items():
+            members, shares, size = self.plan.members, self.plan.shares, self._size(chunk)
+            for peer in self.others:
                 self._windows[peer].filled.reach(number + 1)
-                self._refuse_bad(peer, payload, chunk)
-            own.copy_(self._contribution[self.plan.bytes_of(chunk)])
-            self._refuse_bad(self.me, own, chunk)
+            slot[members.index(self.me), :size].copy_(self._contribution[self.plan.bytes_of(chunk)])
+            if self.plan.is_in_hole(chunk):
+                rows = [members.index(member) for member in self.plan.present]
+                members, shares, slot = self.plan.present, self.plan.shares_in_hole, slot[rows]
+            for member, payload in zip(members, slot[:, :size], strict=True):
+                self._refuse_bad(member, payload, chunk)
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
-            self.plan.codec.mean(slot, self.plan.shares, key, chunk.lo, count, room, result)
+            self.plan.codec.mean(slot, shares, key, chunk.lo, count, room, result)
             self._refuse_bad_result(self.me, chunk, room)
             self._got[self.me].append(chunk)
             for window in self._windows.values():
@@ -273,7 +278,7 @@ class Reduction:
             self._got[self.me] += copied
             lacking += without(chunk, copied)
         self._lacks[self.me] = joined(lacking)
-        for peer in self.others:
+        for peer in (peer for peer in plan.members if peer != self.me):
             place, lacking = plan.members.index(peer), []
             kept = store.take(plan.names[place]) if plan.names else []
             for number, chunk in enumerate(own):
@@ -282,6 +287,8 @@ class Reduction:
                     self._got[peer] += copied
                     lacking += without(chunk, copied)
             self._lacks[peer] = joined(lacking)
+        if any(not plan.is_in_hole(part) for part in self._lacks.pop(plan.lost, ())):
+            raise errors.ReduceFailed(f"{plan.channel}: pages of {plan.lost} are not here any more")
 
     def _is_good(self, part: Span) -> bool:
         """Return whether a part of the mean that was kept is finite: the end of one that broke off was not checked."""
@@ -324,13 +331,21 @@ class Reduction:
             return
         plan = self.plan
         for part in self._got[self.me]:
-            store.keep(plan.result_name, part, self.result[plan.result_bytes_of(part)], age=self._age)
+            if not plan.is_in_hole(part):  # that mean has another name
+                store.keep(plan.result_name, part, self.result[plan.result_bytes_of(part)], age=self._age)
         for peer in self.others:
             place = plan.members.index(peer)
             for number, chunk in enumerate(self._contributions(self.me)):
                 for part in overlap(self._got[peer], chunk):
                     payload = self._slots[number, place, _bytes_within(chunk, part, plan.codec)]
                     store.keep(plan.names[place], part, payload, age=self._age)
+
+    def _kept_of(self, peer: str) -> KeptPages:
+        """Return what has come of a member: of the means that it was to send, and of its contribution."""
+        means, chunks = joined(self._got[self.me]), self._chunks[peer]
+        needed = (part for chunk in self._contributions(self.me) for part in without(chunk, means))
+        whole = peer == self.me or not any(without(part, self._got[peer]) for part in needed)
+        return KeptPages(joined(chunks), joined(part for chunk in chunks for part in overlap(means, chunk)), whole)
 
     def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:
         try:
@@ -413,7 +428,7 @@ class Reduction:
 def _check_part(plan: ReducePlan, identity: str, addresses: Addresses) -> None:
     if identity not in plan.members:
         raise errors.PlanRefused(f"{plan.channel}: {identity} is not in it")
-    if unknown := [peer for peer in plan.members if peer != identity and peer not in addresses]:
+    if unknown := [peer for peer in plan.present if peer != identity and peer not in addresses]:
         raise errors.PlanRefused(f"{plan.channel}: no address of {', '.join(unknown)}")
 
 

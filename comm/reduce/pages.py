@@ -7,6 +7,7 @@ once for a round, and a mean follows from its contributions and weights alone.
 import struct
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from diloco.errors import FrameError
 
 RANGE = struct.Struct("<II")  # pages
 MAX_RANGES = 8192
+
+
+class KeptPages(NamedTuple):
+    """Say what is left of a member after a failed attempt."""
+
+    spans: list[Span]  # that it was to reduce
+    means: list[Span]  # of them, those whose mean is here
+    whole: bool  # all of its contribution that is still needed here is here
 
 
 class PageStore:

@@ -60,6 +60,8 @@ class ReducePlan(Coded):
     names: tuple[str, ...] = ()  # of the members' contributions: equal names mean equal bytes; empty: none is kept
     result_name: str = ""  # of their mean
     resumes: bool = False  # members may hold pages of an earlier attempt, and say first what they lack
+    lost: str = ""  # a member that is gone: of its contribution, the others hold all pages but those of the hole
+    hole: tuple[Span, ...] = ()  # where the mean is over the others; each is one of `spans`
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -69,6 +71,21 @@ class ReducePlan(Coded):
     def count(self) -> int:
         """Return the number of values of the vector, all spans together."""
         return self.spans[-1].hi - self.start
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Return the members that take part in the exchange: all, but for one that was lost."""
+        return tuple(member for member in self.members if member != self.lost)
+
+    @cached_property
+    def shares_in_hole(self) -> tuple[float, ...]:
+        """Return the shares of those present where the lost member does not count."""
+        weights = [weight for member, weight in zip(self.members, self.weights, strict=True) if member != self.lost]
+        return tuple(weight / sum(weights) for weight in weights)
+
+    def is_in_hole(self, chunk: Span) -> bool:
+        """Return whether the mean of a chunk is over the members that are present."""
+        return any(span.lo <= chunk.lo < span.hi for span in self.hole)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
@@ -126,6 +143,31 @@ def spans_after_losses(
     return tuple(spans), tuple(owners)
 
 
+def spans_after_salvage(
+    count: int,
+    first: Sequence[tuple[str, float]],
+    lost: str,
+    owners: Sequence[tuple[int, int, int]],
+    hole: Sequence[tuple[int, int]],
+) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[Span, ...]]:
+    """Return spans, their owners and the hole, after a member was lost whose contribution still counts.
+
+    `owners` has the lost one's pages [lo, hi) with the place of their owner among the others; each of these ranges lies
+    in the hole, or outside of it.
+    """
+    spans, whose, names = list[Span](), list[int](), [name for name, _ in first]
+    for name, span in zip(names, spans_by_bandwidth(count, [rate for _, rate in first]), strict=True):
+        if name != lost:
+            spans.append(span)
+            whose.append(names.index(name))
+            continue
+        for lo, hi, place in owners:
+            spans.append(Span(min(lo * PAGE, count), min(hi * PAGE, count)))
+            whose.append(place + (place >= names.index(lost)))
+    in_hole = [(lo, hi) for lo, hi, _ in owners if any(begin <= lo and hi <= end for begin, end in hole)]
+    return tuple(spans), tuple(whose), tuple(Span(lo * PAGE, min(hi * PAGE, count)) for lo, hi in in_hole)
+
+
 def chunk_pages_for(spans: Sequence[Span]) -> int:
     """Return how many pages a chunk has: half of the largest span, but no more than 96."""
     largest = max(-(-(span.hi - span.lo) // PAGE) for span in spans)
@@ -159,6 +201,8 @@ def _what_is_wrong(plan: ReducePlan) -> str:
         return "each member has one weight, and each span one owner"
     if not all(0 <= owner < n for owner in plan.owners) or len(plan.names) not in (0, n):
         return "owners are members, and each contribution has a name"
+    if plan.lost and (plan.lost not in plan.members or not plan.names or not plan.resumes or n < 3):
+        return "a lost member was one, and the others have kept its pages"
     if not all(isinstance(weight, int) for weight in plan.weights):
         return "weights are whole numbers"
     if min(plan.weights) < 0 or not 0 < sum(plan.weights) <= MAX_TOTAL_WEIGHT:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
+from diloco.comm.reduce.pages import KeptPages
 from diloco.comm.reduce.spans import ReducePlan
 from diloco.comm.transport.transport import Addresses, Transport
 from diloco.errors import ReduceCancelled, ReduceFailed
@@ -42,6 +43,7 @@ class TwoLevelReduction:
         self._cancelled = ""
         scatter = Scatter(self.levels.scatter, contribution, transport, addresses, patience_s=patience_s)
         self._begun: list[Reduction] = [scatter]
+        self.kept: dict[str, KeptPages] = {}  # nothing: the next attempt begins anew
 
     def run(self) -> Tensor:
         """Run the levels one after the other and return the encoded mean. Once only, as with `Reduction`."""

@@ -13,6 +13,7 @@ from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culp
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal, size
 from diloco.elastic.protocol.record import Ballot, Key, Record, voters
+from diloco.elastic.protocol.salvage import Salvage
 
 RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
@@ -29,6 +30,7 @@ class Coordinator:
         self, own: ProtocolState, liveness: Liveness, leading: Leading, member: Member, proposer: Proposer
     ) -> None:
         self.own, self.liveness, self.leading, self.member, self.proposer = own, liveness, leading, member, proposer
+        self.salvage = Salvage(own, liveness)
 
     def lead(self, now: float) -> None:
         """Start a term if this island is to lead, and take the next step of the term under way."""
@@ -176,6 +178,8 @@ class Coordinator:
             return
         if self._can_do_without(term, begin, sender):
             return
+        if failed.kept:
+            term.kept[sender] = failed.kept
         if begin.bytes_per_s and failed.blamed and failed.blamed not in begin.members:
             self.own.ban(sender, f"blames {failed.blamed}, which takes no part", now)
             return
@@ -292,8 +296,11 @@ class Coordinator:
                 self._begin_adopted(term, record, now)
             else:
                 self._fetch(term, holder, record)
-        elif (begin := self.proposer.next_attempt(term, now)) is not None and self._are_there(term, begin, now):
+        elif (begin := self._next_attempt(term, now)) is not None and self._are_there(term, begin, now):
             self._begin(term, begin, now)
+
+    def _next_attempt(self, term: Term, now: float) -> msg.Begin | None:
+        return self.salvage.next_attempt(term, now) or self.proposer.next_attempt(term, now)
 
     def _are_there(self, term: Term, begin: msg.Begin, now: float) -> bool:
         """Return whether all members of an attempt were heard of late; of many, those who were not are asked first.
@@ -344,6 +351,8 @@ class Coordinator:
         term.done.clear()
         term.failures.clear()
         term.excused.clear()
+        term.kept.clear()
+        term.halted_at = term.rest = None
         term.resend_at = now + self.own.options.silence_s / RESEND
         for member in begin.members:
             self.own.send(member, begin)
@@ -367,6 +376,8 @@ class Coordinator:
         deaf = set() if lost or failed else self._deaf(term, begin, now)
         if not lost and not failed and not deaf:
             return False
+        if self.salvage.awaits_reports(term, begin, lost, now):
+            return True
         for peer in deaf:
             term.answers.pop(peer, None)  # until it answers anew
         accused = ((failed.blamed, failed.reason) for _, failed in term.failures if failed.refused)
@@ -376,6 +387,8 @@ class Coordinator:
         if not lost and not refused and (pair := culprits(term.failures)) is not None:
             self.proposer.separate(*pair)
         self.proposer.note_lost(lost)
+        if not refused:
+            self.salvage.prepare(term, begin, lost, now)
         self._again(term, now)
         return True
 

@@ -108,14 +108,15 @@ class Holding:
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
-        allowed = tuple(peer for peer in near if turn >= self._not_before.get(peer, 0) and self._may_be_late(peer, usual))
+        late = [peer for peer in near if self._may_be_late(peer, usual)]
+        allowed = tuple(peer for peer in late if turn >= self._not_before.get(peer, 0))
         if not allowed:
             return None
         wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
         return Hold(allowed, now + min(wanted_s, max(usual, budget_s)), self.own.state.updates)
 
     def _may_be_late(self, peer: str, usual: float) -> bool:
-        """Return whether an island may well miss a round that does not wait for it: one has passed it over, or would.
+        """Return whether an island may well miss a round that does not wait for it: one has passed it over, or will.
 
         One that has just come may be in time for the next, unless it needs most of a round to fetch what it misses.
         """

@@ -7,7 +7,7 @@ from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import RecordInvalid
 
@@ -37,8 +37,10 @@ class Member:
         view.behind_s, view.write_s, view.rank, view.running = beat.behind_s, beat.write_s, beat.rank, beat.running
         if beat.latch is not None:
             self.own.obey(beat.latch)
+        if beat.amendment is not None:
+            self._bring_along(beat.amendment)
         if beat.roster_of == self.own.state.head.digest:
-            roster = self.own.state.roster
+            roster, view.linked_at = self.own.state.roster, beat.roster_of
             view.hears = frozenset(roster[place] for place in beat.hears if 0 <= place < len(roster))
             view.linked = frozenset(roster[place] for place in beat.linked if 0 <= place < len(roster))
         if beat.moving and beat.head == self.own.state.head:
@@ -57,6 +59,16 @@ class Member:
             if self.own.term is not None and beat.promise > self.own.term.ballot:
                 self.own.drop_term(now)
         return True
+
+    def _bring_along(self, amendment: Amendment) -> None:
+        """Take up the owner's change of settings from a peer: one that is behind cannot bring it to a round itself."""
+        own, number = self.own, amendment.number
+        if number <= len(own.state.amendments) or number in own.amendments or not amendment.is_by(own.state.owner):
+            return
+        if own.state.accepts(amendment) and own.options.objection(own.state, amendment):
+            return
+        own.amendments[number] = amendment
+        self.promise_again()
 
     def _leads(self, ballot: Ballot) -> bool:
         """Return whether this island leads the attempt that somebody has promised this ballot for."""
@@ -220,8 +232,10 @@ class Member:
             return "it began a ballot that cannot be right"
         if proposal.contributions and proposal.fragment != self.own.due:
             return f"it began fragment {proposal.fragment}, and {self.own.due} is due"
-        if not begin.adopted and proposal.islands and proposal.islands != begin.members:
+        if not begin.adopted and proposal.islands and proposal.present != begin.members:
             return "it began a ballot whose members are not its contributors"
+        if proposal.hole is not None and not self.own.needs_quorum:
+            return "it began a ballot with a hole, where no quorum decides"
         if len(begin.first) > MAX_FIRST or min((*begin.bytes_per_s, *(rate for _, rate in begin.first)), default=0) < 0:
             return "it began a ballot with spans that cannot be right"
         try:
@@ -262,13 +276,24 @@ class Member:
             self.own.send(coordinator, done)
 
     def give_up(
-        self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False, local: bool = False
-    ) -> None:
+        self, current: CurrentAttempt, blamed: str, reason: str, *, refused: bool = False, local: bool = False,
+        kept: tuple[msg.Received, ...] = (),
+    ) -> None:  # fmt: skip
         """Answer *failed* to the coordinator: the attempt did not succeed here, and `blamed` may be why."""
         current.reducing = False
         begin = current.begin
-        current.failed = msg.Failed(begin.key, begin.ballot, blamed, reason, refused, local=local)
+        current.failed = msg.Failed(begin.key, begin.ballot, blamed, reason, refused, local=local, kept=kept)
         self.own.send(current.sender, current.failed)
+
+    def on_halt(self, sender: str, halt: msg.Halt) -> None:
+        """Give the attempt up, and say what has been received; one that has ended is answered for again."""
+        current = self.own.current
+        if current is None or current.sender != sender or current.begin.ballot != halt.ballot:
+            return
+        if current.reducing:
+            self.own.effects.append(msg.Cancel(halt.ballot))
+        elif answer := current.done or current.failed:
+            self.own.send(sender, answer)
 
     def on_commit(self, sender: str, commit: msg.Commit, now: float) -> None:
         """Append a committed record if its result is held here; otherwise catch up with its sender."""

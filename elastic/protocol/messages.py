@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Latch, Offer, Proposal, Record
 
 
@@ -32,6 +33,7 @@ class Heartbeat:
     write_s: float = 0.0  # what its disk takes to write
     rank: int = 0  # of its chain: 1 if it contains the latched record and nothing without a quorum after it, + forces
     latch: Latch | None = None  # until a record contains it
+    amendment: Amendment | None = None  # the next one, where the sender has it
     state_digest: str = ""  # of the vectors at this head, where it is known
     missed: tuple[int, ...] | None = None  # by one that speaks for others, too: whom of the roster it does not hear
 
@@ -96,6 +98,7 @@ class Begin:
     adopted: str = ""  # digest of a result that is there already
     holder: str = ""  # and who has it
     first: tuple[tuple[str, int], ...] = ()  # members and rates of the first attempt, of which pages may be kept
+    owners: tuple[tuple[int, int, int], ...] = ()  # of the lost member's pages [lo, hi): places among the members
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,24 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Halt:
+    """Ask a member to give an attempt up, and to answer *failed* with what it has received."""
+
+    key: Key
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Received:
+    """Report what a member of a failed attempt has received from another one, or made itself, in pages."""
+
+    peer: str
+    pages: Ranges  # that this peer was to reduce
+    means: Ranges  # of them, those whose mean is here
+    whole: bool  # all of its contribution that the reporting member still needs is here
+
+
+@dataclass(frozen=True)
 class Failed:
     """Report that an attempt did not succeed at the sender, and which peer it blames."""
 
@@ -126,6 +147,7 @@ class Failed:
     refused: bool = False  # what the blamed one contributed is bad
     amendment: bool = False  # the sender cannot follow the change of settings
     local: bool = False  # the mean is made: others may well have the result
+    kept: tuple[Received, ...] = ()  # of each member, the sender included
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,9 @@ class Goodbye:
     reason: str = ""
 
 
-Message = Heartbeat | Collect | Promise | Nack | Follows | Ready | Begin | Begun | Done | Failed | Commit | Goodbye
+Message = (
+    Heartbeat | Collect | Promise | Nack | Follows | Ready | Begin | Begun | Done | Halt | Failed | Commit | Goodbye
+)
 
 Answer = Promise | Follows | Ready | Begun | Done | Failed
 

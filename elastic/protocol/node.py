@@ -171,15 +171,17 @@ class Node:
         return self._finish(now)
 
     def reduce_failed(
-        self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False, local: bool = False
-    ) -> list[msg.Effect]:
+        self, ballot: Ballot, blamed: str, reason: str, now: float, *, refused: bool = False, local: bool = False,
+        kept: tuple[msg.Received, ...] = (),
+    ) -> list[msg.Effect]:  # fmt: skip
         """Answer *failed* for an all-reduce.
 
-        `refused`: what the blamed peer contributed is bad. `local`: others may well have the result.
+        `refused`: what the blamed peer contributed is bad. `local`: others may well have the result. `kept` is what
+        has come of each member.
         """
         current = self.own.current
         if current is not None and current.begin.ballot == ballot:
-            self.member.give_up(current, blamed, reason, refused=refused, local=local)
+            self.member.give_up(current, blamed, reason, refused=refused, local=local, kept=kept)
             self.member.end_of_committed(current, None, now)
         return self._finish(now)
 
@@ -258,6 +260,8 @@ class Node:
                 self._coordinator.on_nack(message, now)
             case msg.Begin():
                 self.member.on_begin(sender, message, now)
+            case msg.Halt():
+                self.member.on_halt(sender, message)
             case msg.Commit():
                 self.member.on_commit(sender, message, now)
             case msg.Goodbye():

@@ -25,6 +25,7 @@ class PeerView:
     sequence: int = -1  # of its last heartbeat
     hears: frozenset[str] = frozenset()
     linked: frozenset[str] = frozenset()
+    linked_at: str = ""  # the head that both were at when it last said so
     follows: str = ""
     behind_s: float = 0.0  # until it will have caught up, as it said
     write_s: float = 0.0  # what its disk takes, as it said

@@ -42,6 +42,10 @@ class Term:
     failures: list[tuple[str, msg.Failed]] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # members that will not get the result, though others may
     settle_at: float = 0.0
+    halted_at: float | None = None  # when members were asked what they have received
+    kept: dict[str, tuple[msg.Received, ...]] = field(default_factory=dict)  # what they have said
+    rest: msg.Begin | None = None  # the next attempt, with a lost member's contribution
+    salvaged: bool = False  # that was tried: once in a term
     resend_at: float = 0.0
     resends: int = 0
     unheard: set[str] = field(default_factory=set)  # of many: left out until they answer
@@ -200,6 +204,7 @@ class ProtocolState:
         beat = msg.Heartbeat(
             self.stored, NO_BALLOT, self.incarnation, self.sequence, moving=self.moved, follows=self.follows,
             behind_s=behind_s, write_s=self.writes.slowest_s(self.now), latch=None if self.state.latch else self.latch,
+            amendment=self.next_amendment,
         )  # fmt: skip
         if hears is not None:
             beat = replace(beat, roster_of=self.state.head.digest, hears=hears, linked=linked)
@@ -218,9 +223,14 @@ class ProtocolState:
 
     def promise_for(self, term: int) -> msg.Promise:
         """Return the promise for a term, with the result held and the owner's next change of settings."""
-        amendment = self.amendments.get(len(self.state.amendments) + 1)
-        witness = self.options.witness
-        return msg.Promise(self.state.key, term, self.incarnation, self.want, self.held, amendment, witness)
+        return msg.Promise(
+            self.state.key, term, self.incarnation, self.want, self.held, self.next_amendment, self.options.witness
+        )
+
+    @property
+    def next_amendment(self) -> Amendment | None:
+        """Return the owner's next change of settings, where this island has it."""
+        return self.amendments.get(len(self.state.amendments) + 1)
 
     def send(self, peer: str, message: msg.Message) -> None:
         """Queue a message to a peer, or to this island itself. One that is leaving sends nothing to others."""

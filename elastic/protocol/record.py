@@ -146,6 +146,17 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Hole:
+    """Name a contributor that was lost during the exchange, and where its bytes never left it.
+
+    On these pages the mean is over the others.
+    """
+
+    island: str
+    pages: Ranges
+
+
+@dataclass(frozen=True)
 class Grant:
     """Lease samples to a holder, by the record that contains this."""
 
@@ -192,6 +203,7 @@ class Proposal:
     answered: tuple[str, ...] = ()  # members of the roster that gave the coordinator any answer in this term
     witnesses: tuple[str, ...] = ()  # of the next roster: they store and vote, and contribute nothing
     latch: Latch | None = None  # from which on every record needs a quorum
+    hole: Hole | None = None  # in the contribution of a member that was lost
 
     @cached_property
     def digest(self) -> str:
@@ -202,6 +214,12 @@ class Proposal:
     def islands(self) -> tuple[str, ...]:
         """Return who contributes, in order; empty for a record that only leases samples or amends settings."""
         return tuple(contribution.island for contribution in self.contributions)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Return who contributes and takes part in the exchange, in order: all, but for one that was lost."""
+        lost = self.hole.island if self.hole is not None else None
+        return tuple(island for island in self.islands if island != lost)
 
     @property
     def tokens(self) -> int:

@@ -22,6 +22,7 @@ class Rules:
     who_returns_waits: bool = True  # H17
     nobody_starves: bool = True  # H18
     roster_has_a_floor: bool = True  # H19
+    salvage: bool = True  # H20
 
 
 ALL = Rules()

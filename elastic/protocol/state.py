@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from diloco.elastic.protocol.ledger import Ledger
-from diloco.elastic.protocol.ranges import size
+from diloco.elastic.protocol.ranges import Ranges, is_normal, size
 from diloco.elastic.protocol.record import (
     Amendment,
     Contribution,
@@ -24,6 +24,7 @@ from diloco.elastic.protocol.record import (
 from diloco.errors import RecordInvalid
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment
+KeptHole = tuple[Mark, int, Ranges]  # whose contribution, where that begins, and on which pages it does not count
 
 
 class Version(NamedTuple):
@@ -50,6 +51,7 @@ class RunState:
     witnesses: tuple[str, ...] = ()  # members that store and vote, and contribute nothing
     latch: str = ""  # the digest of the record from which on every record needs a quorum; "": of none
     forces: int = 0  # records that the owner's signature decided in place of a quorum
+    holes: tuple[KeptHole, ...] = ()  # until the same life's next contribution, which covers it
 
     @property
     def key(self) -> Key:
@@ -68,6 +70,11 @@ class RunState:
     def mark(self, island: str, incarnation: int, fragment: int) -> int:
         """Return the highest cut of an island's progress that this state contains; 0 if it contains none."""
         return self._contained.get((island, incarnation, fragment), 0)
+
+    def hole(self, island: str, incarnation: int, fragment: int) -> tuple[int, Ranges]:
+        """Return on which pages an island's last contribution does not count, and where that contribution begins."""
+        mark = island, incarnation, fragment
+        return next(((lo, pages) for of, lo, pages in self.holes if of == mark), (0, ()))
 
     @cached_property
     def _contained(self) -> dict[Mark, int]:
@@ -179,7 +186,20 @@ class RunState:
             witnesses=proposal.witnesses,
             latch=self.latch if latch is None else latch.head.digest,
             forces=self.forces + bool(kept),
+            holes=self._holes_after(proposal, marks),
         )
+
+    def _holes_after(self, proposal: Proposal, marks: dict[Mark, int]) -> tuple[KeptHole, ...]:
+        """Return the holes that are left: whoever contributes again covers its own."""
+        parts = [(part.island, part.offer) for part in proposal.contributions]
+        offers = {(island, offer.incarnation, offer.fragment): offer for island, offer in parts}
+        holes = [each for each in self.holes if each[0] in marks and each[0] not in offers]
+        if (hole := proposal.hole) is not None:
+            of = [mark for mark in offers if mark[0] == hole.island]
+            if len(of) != 1 or len(offers) < 2 or not is_normal(hole.pages):
+                raise RecordInvalid("it names a hole that cannot be right")
+            holes += [(mark, offers[mark].lo, hole.pages) for mark in of if hole.pages]
+        return tuple(sorted(holes))
 
     def _absent_after(self, proposal: Proposal) -> tuple[tuple[str, int], ...]:
         """Return for how many records in a row members have given no answer, by name; those who did are left out."""

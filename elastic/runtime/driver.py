@@ -229,8 +229,9 @@ class Driver:
             if outcome.result is None:
                 self._stalls += outcome.stalled
                 return self.node.reduce_failed(
-                    begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused, local=outcome.local
-                )
+                    begin.ballot, outcome.blamed, outcome.reason, now, refused=outcome.refused, local=outcome.local,
+                    kept=outcome.kept,
+                )  # fmt: skip
             if len(begin.members) > 1:  # alone, nothing was sent
                 self.last_outcome, self._stalls = outcome, 0
             self.applier.hold(outcome.payload, outcome.result)

@@ -9,15 +9,24 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.noise import PAGE, NoiseKey
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
 from diloco.comm.reduce.pages import PageStore
-from diloco.comm.reduce.spans import ReducePlan, chunk_pages_for, spans_after_losses, spans_by_bandwidth
+from diloco.comm.reduce.spans import (
+    ReducePlan,
+    Span,
+    chunk_pages_for,
+    spans_after_losses,
+    spans_after_salvage,
+    spans_by_bandwidth,
+)
 from diloco.comm.reduce.two_level import TwoLevelReduction
 from diloco.comm.transport.transport import Addresses, Transport
-from diloco.elastic.protocol.messages import Begin
-from diloco.elastic.protocol.record import canonical
+from diloco.elastic.protocol.messages import Begin, Received
+from diloco.elastic.protocol.ranges import Ranges, size
+from diloco.elastic.protocol.record import Hole, canonical
+from diloco.elastic.protocol.salvage import LARGEST_HOLE
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
 FLAT_UP_TO = 64  # members; more would have too many streams and too small chunks
@@ -47,6 +56,7 @@ class Outcome:
     stalled: bool = False  # no chunk came for too long, as far as this member can tell
     seconds: float = 0.0
     bytes_sent: int = 0
+    kept: tuple[Received, ...] = ()  # after a failure: what has come of each member
 
 
 class Attempt:
@@ -75,7 +85,11 @@ class Attempt:
             log.exception("an all-reduce failed here")
             outcome = Outcome("", reason=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - self.started
-        self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent))
+        kept = tuple(
+            Received(peer, _pages(pages.spans), _pages(pages.means), pages.whole)
+            for peer, pages in self.reduction.kept.items()
+        )
+        self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent, kept=kept))
 
     @property
     def received(self) -> int:
@@ -148,15 +162,28 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     codec, result = proposal.settings.codec, proposal.settings.result
     if len(begin.members) > FLAT_UP_TO:
         return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result)
-    spans, owners = spans_by_bandwidth(count, rates), tuple[int, ...]()
-    if begin.first:
-        first = [(name, float(rate or UNKNOWN_RATE)) for name, rate in begin.first]
+    spans, owners, in_hole = spans_by_bandwidth(count, rates), tuple[int, ...](), tuple[Span, ...]()
+    first, hole = [(name, float(rate or UNKNOWN_RATE)) for name, rate in begin.first], proposal.hole
+    if hole is not None:
+        if tuple(name for name, _ in first) != proposal.islands or LARGEST_HOLE * count < len(first) * _values(hole):
+            raise PlanRefused(f"{channel}: its hole cannot be right")
+        spans, owners, in_hole = spans_after_salvage(count, first, hole.island, begin.owners, hole.pages)
+    elif begin.first:
         spans, owners = spans_after_losses(count, first, begin.members, rates)
     names, result_name = _names(begin)
     return ReducePlan(
-        channel, begin.members, weights, spans, codec, noise, chunk_pages_for(spans), result,
+        channel, proposal.islands, weights, spans, codec, noise, chunk_pages_for(spans), result,
         owners=owners, names=names, result_name=result_name, resumes=bool(begin.first),
+        lost=hole.island if hole is not None else "", hole=in_hole,
     )  # fmt: skip
+
+
+def _pages(spans: list[Span]) -> Ranges:
+    return tuple((span.lo // PAGE, -(-span.hi // PAGE)) for span in spans)
+
+
+def _values(hole: Hole) -> int:
+    return (size(hole.pages) - 1) * PAGE
 
 
 def _names(begin: Begin) -> tuple[tuple[str, ...], str]:

@@ -215,7 +215,9 @@ class Session:
         version = self.state.version(fragment)
         self._taken[fragment] = version.digest
         work = self.works[fragment]
-        owed = work.rebase(self._mark(self.state, fragment), settled=bool(self.state.latch))
+        node = self.driver.node
+        hole = self.state.hole(node.me, node.incarnation, fragment)
+        owed = work.rebase(self._mark(self.state, fragment), settled=bool(self.state.latch), hole=hole)
         self.driver.post(lambda now: self.driver.node.withdraw(fragment))
         return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
 

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diloco.comm.codec.noise import PAGE
 from diloco.elastic.protocol.ranges import Ranges, normal
 from diloco.elastic.protocol.record import Offer
 
 MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
+CARRIED = (-1, -1)  # among the cuts of payloads: what is carried to the next one
 KEEP_BYTES = 2 << 30  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,16 @@ class EncodedCut:
     _encoded: Encoded | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     spilled: bool = False  # its bytes are in a file, and mapped
+    carried: Tensor | None = None  # progress of an earlier piece that did not count, to be encoded with it
 
     def encoded(self, encode: Encode) -> Encoded:
         """Return the bytes of this piece, encoded by the first call only. Any thread may call it."""
         with self._lock:
             if self._encoded is None:
                 assert self.vector is not None
+                if self.carried is not None:
+                    self.vector = self.vector + self.carried.to(self.vector.device)
+                    self.carried = None
                 norm = float(torch.linalg.vector_norm(self.vector))
                 self._encoded, self.vector = Encoded(encode(self.vector, self.hi), norm), None
             return self._encoded
@@ -112,6 +118,7 @@ class PendingProgress:
         self._scales: dict[tuple[int, int], float] = {}  # of joined offers
         self.hi = 0  # the last cut
         self.mark = 0  # of the state that the island's parameters were last rebased on
+        self.carried: Tensor | None = None  # where what was contained last did not count, until the next cut
 
     def cut(self, progress: Tensor, done: StepsDone, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
         """Make a piece of what was trained since the last cut, and return a function that makes the offer.
@@ -120,7 +127,8 @@ class PendingProgress:
         """
         if done.tokens:
             self.hi += 1
-            self.pieces.append(EncodedCut(self.hi - 1, self.hi, done, progress))
+            self.pieces.append(EncodedCut(self.hi - 1, self.hi, done, progress, carried=self.carried))
+            self.carried = None
         owed = self.owed(self.mark)
         if owed[0].lo > self.mark:  # what lies between was kept for long, and is gone
             log.warning("progress %d..%d of this island is lost", self.mark, owed[0].lo)
@@ -159,18 +167,26 @@ class PendingProgress:
         """Return the samples behind progress that a state with this mark does not contain."""
         return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
-    def rebase(self, mark: int, *, settled: bool = False) -> Tensor | None:
+    def rebase(self, mark: int, *, settled: bool = False, hole: tuple[int, Ranges] = (0, ())) -> Tensor | None:
         """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
 
         That is the sum of the pieces owed; None if there are none. `settled`: no other branch can take its place.
+        `hole` are the pages on which the last contribution does not count, and where that begins: the next piece brings
+        its progress there.
         """
+        lo, pages = hole
+        if mark < self.mark:  # what would be carried is owed again
+            self.carried = None
+        elif pages and mark > self.mark and (missed := [piece for piece in self.pieces if lo <= piece.lo < mark]):
+            self.carried = _on_pages(self._sum(missed) * self._scales.get((lo, mark), 1.0), pages)
         if self._on_loss is not None and (scale := self._scales.get((self.mark, mark))):
             joined = [piece for piece in self.pieces if self.mark <= piece.lo < mark]
             self._on_loss(self._sum(joined) * scale - self._decode(self._offered[self.mark, mark]))
         self.mark = mark
         self._forget(settled=settled)
-        owed = self.owed(mark)
-        return self._sum(owed) if owed else None
+        owed = [self._sum(pieces)] if (pieces := self.owed(mark)) else []
+        owed += [self.carried] if self.carried is not None else []
+        return sum(owed[1:], start=owed[0]) if owed else None
 
     def facts(self) -> dict[str, Any]:
         """Return what a save holds of this besides `payloads`. Pieces that are contained are left out."""
@@ -181,11 +197,13 @@ class PendingProgress:
     def payloads(self) -> dict[tuple[int, int], Tensor]:
         """Return encoded progress by its cuts, for a save. An offer of one piece has the piece's bytes."""
         pieces = {(piece.lo, piece.hi): piece.encoded(self._encode).payload for piece in self.owed(self.mark)}
-        return {**self._offered, **pieces}
+        carried = {CARRIED: self.carried} if self.carried is not None else {}
+        return {**self._offered, **pieces, **carried}
 
     def restore(self, facts: Mapping[str, Any], payloads: Mapping[tuple[int, int], Tensor]) -> None:
         """Take over the pieces and offers of a save, with the same bytes."""
         self.hi, self.mark, self._offered = facts["hi"], facts["mark"], dict(payloads)
+        self.carried = self._offered.pop(CARRIED, None)
         self.pieces = [
             EncodedCut(lo, hi, trained(done), None, Encoded(payloads[lo, hi], norm))
             for lo, hi, norm, *done in facts["pieces"]
@@ -230,3 +248,11 @@ class PendingProgress:
 
     def _path(self, folder: Path, piece: EncodedCut) -> Path:
         return folder / f"{self.incarnation}-{self.fragment}-{piece.lo}-{piece.hi}"
+
+
+def _on_pages(vector: Tensor, pages: Ranges) -> Tensor:
+    """Return a vector with zeros outside of these pages."""
+    kept = torch.zeros_like(vector)
+    for lo, hi in pages:
+        kept[lo * PAGE : hi * PAGE] = vector[lo * PAGE : hi * PAGE]
+    return kept

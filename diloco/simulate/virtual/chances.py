@@ -99,6 +99,10 @@ class Chances(Costs):
     def connect_s(self, begin: Begin) -> float:
         return self.joins_within_s
 
+    def spread(self, what: str) -> float:
+        """Draw how far the bytes of a member have come: within a tenth of what is usual."""
+        return 0.9 + 0.2 * self._chance(what)
+
     def reduce_s(self, begin: Begin) -> list[float]:
         """Draw for each member how long the all-reduce takes it: 0.2 to 1.2 s."""
         return [0.2 + self._chance(f"reduce {member}") for member in begin.members]

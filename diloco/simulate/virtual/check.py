@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from diloco.elastic.protocol.ranges import Ranges, both, minus, normal, size
-from diloco.elastic.protocol.record import Key, Proposal, Record
+from diloco.elastic.protocol.record import Key, Offer, Proposal, Record
 
 
 class Violation(AssertionError):
@@ -19,6 +19,7 @@ class Chain:
     twice: Ranges
     updates: int = 0  # records with contributions
     amendments: int = 0
+    holes: dict[tuple[str, int, int], Ranges] = field(default_factory=dict)  # pages of the last progress not counted
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Checker:
     stored: dict[str, bool] = field(default_factory=dict)  # by record: whether somebody knows that a quorum has it
     by_round: dict[int, tuple[str, str]] = field(default_factory=dict)  # its first record, and who has it
     rivals: dict[Key, dict[str, set[str]]] = field(default_factory=dict)  # key -> record -> who has it
+    carried: dict[tuple[str, Offer], Ranges] = field(default_factory=dict)  # pages of earlier progress in an offer
 
     def genesis(self, digest: str) -> None:
         """Begin a run with this record 0, which contains nothing."""
@@ -85,7 +87,7 @@ class Checker:
         new = record.digest not in rivals
         # all who took part hold what was committed
         if new:
-            rivals[record.digest] = set(record.proposal.islands)
+            rivals[record.digest] = set(record.proposal.present)
         rivals[record.digest].add(island)
         if not (new and calm):  # an older commit shows late, or somebody was suspected wrongly: `merge` may fork then
             return
@@ -111,9 +113,24 @@ class Checker:
             if offer.lo > progress.get(mark, 0):
                 raise Violation(f"I3: progress {progress.get(mark, 0)}..{offer.lo} of {contribution.island} is lost")
             progress[mark] = offer.hi
+        holes = self._covered(parent, record.proposal)
         samples, twice = _consumed(parent, record.proposal)
         updates = parent.updates + bool(record.proposal.contributions)
-        return Chain(progress, samples, twice, updates, self._amended(parent, record.proposal))
+        return Chain(progress, samples, twice, updates, self._amended(parent, record.proposal), holes)
+
+    def _covered(self, parent: Chain, proposal: Proposal) -> dict[tuple[str, int, int], Ranges]:
+        """Check that each contribution brings the pages on which the one before did not count, and no other ones."""
+        holes = dict(parent.holes)
+        for part in proposal.contributions:
+            mark = part.island, part.offer.incarnation, part.offer.fragment
+            missed, brought = holes.pop(mark, ()), self.carried.get((part.island, part.offer), ())
+            if minus(missed, brought):
+                raise Violation(f"I3: pages {minus(missed, brought)} of {part.island}'s earlier progress are lost")
+            if minus(brought, missed):
+                raise Violation(f"I2: pages {minus(brought, missed)} of {part.island} are counted twice")
+            if proposal.hole is not None and proposal.hole.island == part.island:
+                holes[mark] = proposal.hole.pages
+        return holes
 
     def _amended(self, parent: Chain, proposal: Proposal) -> int:
         """Check I6: each amendment is contained once, one after the other."""

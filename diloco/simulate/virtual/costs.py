@@ -133,6 +133,10 @@ class Costs(ABC):
     def connect_s(self, begin: Begin) -> float:
         """Return within how many seconds all members of an all-reduce must have joined it."""
 
+    def spread(self, what: str) -> float:
+        """Return by what factor the bytes of a member have come sooner or later than usual."""
+        return 1.0
+
     @abstractmethod
     def reduce_s(self, begin: Begin) -> Sequence[float]:
         """Return how long an all-reduce takes each of its members."""

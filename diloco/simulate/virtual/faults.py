@@ -43,6 +43,8 @@ HARSH_MIXES = {
     "goodbyes": ["goodbye", "restart", "split"],
     "bans": ["spoil", "restart", "pair"],
 }
+EXCHANGES = "exchanges"  # a mix of its own, drawn apart: each fault strikes in the middle of one
+LOSSES = {"crash in an exchange": "start", "stop in an exchange": "resume", "cut off in an exchange": "heal"}
 PARTITIONS = ("quorum", "merge", "auto")
 WEIGHTS = {"cascade": 4, "partitions": 2}
 
@@ -106,6 +108,7 @@ def harsh_disaster(seed: int, rules: Rules = ALL, islands: int | None = None, pa
         min_islands=chance.choice((1, 1, 1, 2)),
     )  # fmt: skip
     mix, names = chance.choice(list(HARSH_MIXES)), setup.names
+    mix = EXCHANGES if random.Random(f"{seed}/exchanges").random() < 0.1 else mix
     length_s = faulty_s(setup)
     late_share = 0.8 if setup.partition == "auto" else 0.25  # a latch takes three
     late = tuple((name, chance.uniform(0, length_s)) for name in names[2:] if chance.random() < late_share)
@@ -153,7 +156,8 @@ def pace_of(seed: int) -> SyncPace:
 
 def _fault(chance: random.Random, mix: str, names: tuple[str, ...], faulty_s: float = FAULTY_S) -> list[Fault]:
     """Draw one fault of this mix, with the one that ends it."""
-    kind, at, name = chance.choice(HARSH_MIXES[mix]), chance.uniform(1, faulty_s), chance.choice(names)
+    kinds = HARSH_MIXES.get(mix, list(LOSSES))
+    kind, at, name = chance.choice(kinds), chance.uniform(1, faulty_s), chance.choice(names)
     length = chance.uniform(0.5, 6 * SILENCE_S + (faulty_s - FAULTY_S) / 2)
     match kind:
         case "crash" | "restart":
@@ -172,6 +176,9 @@ def _fault(chance: random.Random, mix: str, names: tuple[str, ...], faulty_s: fl
             return [Fault(at, "leave", (name,)), Fault(at + length, "start", (name,))]
         case "spoil":
             return [Fault(at, "spoil", (name,))]
+        case "crash in an exchange" | "stop in an exchange" | "cut off in an exchange":
+            at, percent = chance.uniform(1, FAULTY_S), chance.randint(30, 110)
+            return [Fault(at, kind, (name,), number=percent), Fault(at + length, LOSSES[kind], (name,))]
         case "first pair" | "deaf first":
             return [Fault(at, kind), Fault(at + length, "heal")]
         case "pair":
@@ -273,6 +280,8 @@ def inflict(world: World, fault: Fault) -> None:
             world.heal()
         case "orphan":
             _orphan(world)
+        case "crash in an exchange" | "stop in an exchange" | "cut off in an exchange":
+            world.once(m.Reduce, partial(_strike_exchange, world, fault))
         case "crash at" | "stop at" | "crash coordinator at" | "power cut":
             _strike(world, fault)
         case "all back":
@@ -322,6 +331,24 @@ def _strike(world: World, fault: Fault) -> None:
             world.crash(name)
 
     world.once(MOMENTS[fault.moment], blow)
+
+
+def _strike_exchange(world: World, fault: Fault, _: str) -> None:
+    """Lose a member when so many hundredths of the exchange that has just begun have passed."""
+    (name,) = fault.islands
+
+    def blow() -> None:
+        if world.costs.calm:
+            return
+        match fault.kind:
+            case "crash in an exchange":
+                world.crash(name)
+            case "stop in an exchange":
+                world.stop(name)
+            case "cut off in an exchange":
+                world.sever(both_ways([name], set(world.names) - {name}))
+
+    world.timeline.after(world.costs.exchange_s * fault.number / 100, blow)
 
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:

@@ -8,11 +8,17 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from diloco.elastic.protocol.messages import Begin
+from diloco.elastic.protocol.messages import Begin, Received
+from diloco.elastic.protocol.ranges import Range, both, minus, normal
 from diloco.elastic.protocol.record import EMPTY, Ballot
+from diloco.simulate.virtual.check import Violation
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import Pair, World
+
+
+PAGES = 840  # of every vector: so many can be divided among two to eight members
+PARTS = 2  # of an exchange: first contributions travel, then means
 
 
 @dataclass
@@ -25,6 +31,8 @@ class Reduction:
     began: float = inf  # when all had joined
     ended: float = inf
     failed: bool = False
+    length_s: float = inf  # what it takes, if nothing happens
+    kept: dict[str, tuple[Received, ...]] = field(default_factory=dict)  # by those who have heard that it failed
 
     @property
     def over(self) -> bool:
@@ -54,6 +62,7 @@ class Reductions:
             reduction = self.all[begin.ballot] = Reduction(begin)
             self._open.append(reduction)
             self._timeline.after(self._costs.connect_s(begin), partial(self._give_up, reduction))
+        self._check_salvage(name, begin)
         reduction.joined.add(name)
         reduction.waiting.add(name)
         if reduction.failed:
@@ -83,7 +92,9 @@ class Reductions:
             failing = partial(self._fail, reduction, other, "cannot be reached", one)
             self._timeline.after(self._costs.unreachable_s, failing)
             return
-        for member, seconds in zip(begin.members, self._costs.reduce_s(begin), strict=True):
+        durations = self._costs.reduce_s(begin)
+        reduction.length_s = max(durations)
+        for member, seconds in zip(begin.members, durations, strict=True):
             finish = partial(self._world.when_running, member, partial(self._finish, reduction, member))
             self._timeline.after(seconds + self.late.get(member, 0.0), finish)
 
@@ -105,6 +116,7 @@ class Reductions:
         reduction = self.all.get(ballot)
         if reduction is not None and name in reduction.waiting:
             self._fail(reduction, name, "hung up")
+            self._report(name, reduction, "", "halted", first=True)  # heeded only by one that was told to
 
     def lost(self, name: str, *, silent: bool) -> bool:
         """Fail the attempts that wait for a dead member; return whether one that is not over had it as a member."""
@@ -145,8 +157,53 @@ class Reductions:
     ) -> None:
         """Let a member know of the failure when its message has arrived."""
         ballot = reduction.begin.ballot
+        if member not in reduction.kept:
+            reduction.kept[member] = self._kept(reduction, member)
         failed = partial(
             self._world.enter, member,
-            lambda node, now: node.reduce_failed(ballot, blamed, reason, now, local=local),
+            lambda node, now: node.reduce_failed(ballot, blamed, reason, now, local=local, kept=reduction.kept[member]),
         )  # fmt: skip
         self._timeline.after(self._costs.failure_s(first=first), failed)
+
+    # what a failed attempt leaves
+
+    def _kept(self, reduction: Reduction, member: str) -> tuple[Received, ...]:
+        """Draw what has come to a member of a failed attempt: first contributions, then means, a page at a time."""
+        begin = reduction.begin
+        if begin.first or reduction.began == inf:
+            return ()
+        part = PARTS * (reduction.ended - reduction.began) / reduction.length_s
+        kept = []
+        for peer in begin.members:
+            lo, hi = _span(begin, peer)
+            come = PARTS if peer == member else part * self._costs.spread(f"pages {member} of {peer}")
+            made = round((hi - lo) * min(1.0, max(0.0, come - 1)))
+            kept.append(Received(peer, ((lo, hi),), normal([(lo, lo + made)]), whole=come >= 1))
+        return tuple(kept)
+
+    def _check_salvage(self, name: str, begin: Begin) -> None:
+        """Check I3: of a contribution that counts without its island, every page outside of the hole is there."""
+        if (hole := begin.proposal.hole) is None:
+            return
+        last = self.all[begin.ballot._replace(attempt=begin.ballot.attempt - 1)]
+        here = next(kept for kept in self._kept_by(last, name) if kept.peer == hole.island)
+        own = normal((lo, hi) for lo, hi, place in begin.owners if begin.members[place] == name)
+        if not here.whole or minus(minus(own, hole.pages), here.means):
+            raise Violation(f"I3: {name} does not have all pages of {hole.island} that it is to reduce")
+        if both(here.means, hole.pages):
+            raise Violation(f"I2: {name} has means of {hole.island} that are to be made anew without it")
+        if normal((lo, hi) for lo, hi, _ in begin.owners) != here.pages:
+            raise Violation(f"I3: nobody reduces some pages of {hole.island}")
+
+    def _kept_by(self, reduction: Reduction, name: str) -> tuple[Received, ...]:
+        """Return what a member of a failed attempt has; one that finished it has everything."""
+        if name in reduction.kept:
+            return reduction.kept[name]
+        spans = {peer: (_span(reduction.begin, peer),) for peer in reduction.begin.members}
+        return tuple(Received(peer, span, span, whole=True) for peer, span in spans.items())
+
+
+def _span(begin: Begin, peer: str) -> Range:
+    """Return the pages that a member is to reduce: they are divided equally."""
+    place, count = begin.members.index(peer), len(begin.members)
+    return place * PAGES // count, (place + 1) * PAGES // count

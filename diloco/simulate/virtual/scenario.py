@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diloco.elastic.protocol.member import MAX_MISFITS
 from diloco.elastic.protocol.messages import Begin, Collect
+from diloco.elastic.protocol.ranges import size
 from diloco.elastic.protocol.record import EVICT, FORCE, Ballot, Head
 from diloco.elastic.protocol.rules import ALL
 from diloco.elastic.protocol.state import RunState
@@ -264,6 +265,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
         case ["progress", number, "of", who, *fragment, "contained"]:  # … in fragment 2 contained
             marks = [mark for (island, _, f), mark in best.marks if island == who and fragment[2:] in ([], [str(f)])]
             found = who if sum(marks) >= int(number) else f"only {sum(marks)}"
+        case ["hole", "of", who]:
+            found = ",".join(f"{mark[0]} {size(pages)}" for mark, _, pages in best.holes) or "nobody"
         case ["late", "progress", "of", who, "contained"]:
             parts = [part for record in log for part in record.proposal.contributions if part.island == who]
             found = who if any(part.offer.late for part in parts) else "none"
@@ -296,6 +299,7 @@ def _worth_reading(world: World) -> Iterator[tuple[float, str]]:
         elif isinstance(begin := entry[3], Begin) and begin.ballot not in begun:
             begun.add(begin.ballot)
             fresh = f"of {','.join(begin.proposal.islands) or 'nobody'}"
+            fresh += f", though {begin.proposal.hole.island} is lost" if begin.proposal.hole is not None else ""
             value = f"what {begin.holder} holds" if begin.adopted else fresh
             yield entry[0], f"{entry[1]} begins {begin.ballot.term}.{begin.ballot.attempt} {value}"
 

@@ -77,6 +77,7 @@ class SimulatedCut(NamedTuple):
     tokens: int
     samples: Ranges
     steps: int
+    carried: Ranges = ()  # pages on which an earlier piece did not count
 
 
 @dataclass
@@ -90,6 +91,7 @@ class SimulatedProgress:
     hi: int = 0  # the last cut
     mark: int = 0  # of the state that was last taken
     norm: float = 0.0
+    carried: Ranges = ()  # pages on which what was contained last did not count, until the next cut
 
     def cut(self, tokens: int, samples: Ranges, steps: int) -> Offer:
         """Cut after so much progress, and return an offer of the oldest pieces that are owed.
@@ -98,7 +100,8 @@ class SimulatedProgress:
         """
         if tokens:
             self.hi += 1
-            self.pieces.append(SimulatedCut(self.hi - 1, self.hi, tokens, samples, steps))
+            self.pieces.append(SimulatedCut(self.hi - 1, self.hi, tokens, samples, steps, self.carried))
+            self.carried = ()
         owed = self.owed(self.mark)
         oldest, late = owed[:MAX_PHASES], len(owed) > 1
         lo, hi = oldest[0].lo, oldest[-1].hi
@@ -110,8 +113,14 @@ class SimulatedProgress:
         """List the pieces that a state with this mark does not contain."""
         return [piece for piece in self.pieces if piece.lo >= mark]
 
-    def rebase(self, mark: int) -> None:
-        """Move to a state with this mark; offers from before it are forgotten."""
+    def carries(self, offer: Offer) -> Ranges:
+        """Return the pages of earlier progress that an offer brings."""
+        return normal(part for piece in self.pieces if offer.lo <= piece.lo < offer.hi for part in piece.carried)
+
+    def rebase(self, mark: int, hole: Ranges) -> None:
+        """Move to a state with this mark; offers from before it are forgotten, and the hole is to be covered."""
+        if mark > self.mark and self.hi >= mark:
+            self.carried = hole
         self.mark = mark
         self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
 
@@ -237,6 +246,7 @@ class Trainer:
         """Cut a fragment, and offer it once it is encoded; encodings follow each other."""
         work = self.works[fragment]
         offer = work.cut(tokens, samples, steps)
+        self.world.checker.carried[self.node.me, offer] = work.carries(offer)
         self._offered_at[fragment] = self.versions[fragment].digest, work.mark
         self._encoded_at = max(self._encoded_at, self.world.now + self.world.costs.encode_s(self.node.me))
 
@@ -248,7 +258,7 @@ class Trainer:
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         """Move to the fragment's outer parameters, and withdraw what is left of its offer."""
         self.state, version, work = self.node.state, self.versions[fragment], self.works[fragment]
-        work.rebase(self._mark(fragment))
+        work.rebase(self._mark(fragment), self.state.hole(self.node.me, self.node.incarnation, fragment)[1])
         self._taken[fragment] = version.digest
         self.node.withdraw(fragment)
         return AppliedResult(version.step * self.pace.stretches, sum(piece.steps for piece in work.owed(work.mark)))
