@@ -44,6 +44,11 @@ HARSH_ONCE_WRONG = [
     ("auto", 786),  # of several that were late, rounds waited for one at a time, and one was late for ever
     ("quorum", 2773),  # what records without work took was counted as waiting, and nobody was waited for again
     ("quorum", 2991),  # a member whose last bytes came a second later was left out, and late from then on
+    ("quorum", 8474),  # a coordinator told itself *done*, on *halt*, before its disk had the result
+    ("quorum", 8666),  # who was to store a result could not reach the one that had made it
+    ("quorum", 1325),  # the only one that trained was never ready, and late progress waited for it
+    ("auto", 1183),  # a coordinator fetched the result and hung up, and others had not its bytes yet
+    ("auto", 40037),  # a change of settings that an island had which was always a round behind
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 

@@ -455,17 +455,25 @@ class Coordinator:
             return False
         if term.enough_at is None:
             term.enough_at = now
-        return not missing - self._gone(begin, now) or now - term.enough_at > self.own.options.silence_s
+        current, patience_s = self.own.current, self.own.options.silence_s
+        if current is not None and current.reducing and current.begin.ballot == begin.ballot:
+            patience_s = max(patience_s, self.own.exchange_s / 2)  # others still need its bytes
+        return not missing - self._gone(begin, now) or now - term.enough_at > patience_s
 
     def _gone(self, begin: msg.Begin, now: float) -> set[str]:
         return set(begin.members) - self.liveness.alive(now) - {self.own.me}
 
     def _have_it_stored(self, term: Term, begin: msg.Begin, payload: str) -> None:
-        """Ask those who have promised and do not contribute to store the result: it needs a quorum."""
-        holder = self.own.me if self.own.me in term.done else min(term.done)
+        """Ask those who have promised and do not contribute to store the result: it needs a quorum.
+
+        They get it from this island, which reaches all of them, once it has it itself.
+        """
         others = tuple(sorted(term.promised().keys() - set(begin.members) - {self.own.me}))
-        if term.store is None and others:
-            term.store = replace(begin, members=others, bytes_per_s=(), adopted=payload, holder=holder)
+        if self.own.me not in term.done:
+            if not self.own.holds(Record(begin.proposal, payload).digest):
+                self._fetch_to_commit(term, Record(begin.proposal, payload))
+        elif term.store is None and others:
+            term.store = replace(begin, members=others, bytes_per_s=(), adopted=payload, holder=self.own.me)
             for peer in others:
                 self.own.send(peer, term.store)
 
@@ -479,7 +487,12 @@ class Coordinator:
             if self.own.needs_quorum and self.own.me not in term.done:
                 return  # its own *done* is on its way to the disk
             self._finish(record, tuple(sorted(term.done.keys() | {self.own.me})), now)
-        elif term.fetching is None:
+        else:
+            self._fetch_to_commit(term, record)
+
+    def _fetch_to_commit(self, term: Term, record: Record) -> None:
+        """Fetch a result that this island has not helped to make, from one that holds it."""
+        if term.fetching is None:
             holders = sorted(term.done.keys() - {self.own.me})
             holder = holders[term.fetches % len(holders)]
             term.fetches += 1

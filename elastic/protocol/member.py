@@ -292,8 +292,10 @@ class Member:
             return
         if current.reducing:
             self.own.effects.append(msg.Cancel(halt.ballot))
-        elif answer := current.done or current.failed:
-            self.own.send(sender, answer)
+        elif current.done is not None:
+            self.say_done(sender, current.done)  # not before it is durable
+        elif current.failed is not None:
+            self.own.send(sender, current.failed)
 
     def on_commit(self, sender: str, commit: msg.Commit, now: float) -> None:
         """Append a committed record if its result is held here; otherwise catch up with its sender."""

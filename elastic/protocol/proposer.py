@@ -24,6 +24,7 @@ WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
 MANY_LACK_SAMPLES = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
+LONG_WAIT = 2  # times the usual deadline, where nobody who trains is ready: late progress goes on without
 STRAGGLER_EXCHANGES = 0.1  # of one, that stragglers get besides: who misses it must fetch what it gives
 
 
@@ -170,12 +171,14 @@ class Proposer:
             del offers[peer]
         if (amendment := self._amendment(promised)) is not None:
             offers = {}  # whoever has promised says whether it can follow, not only who contributes
-        elif not self._is_time(term, offers, ready, now) or self.holding.holds(
-            ready.keys() | self.pacing.out_of_turn(), now
-        ):
-            if not self._does_anybody_lack_samples(promised, now):
+        else:
+            waits = not self._is_time(term, offers, ready, now) or self.holding.holds(
+                ready.keys() | self.pacing.out_of_turn(), now
+            )
+            if (waits or self._separated(offers)) and self._does_anybody_lack_samples(promised, now):
+                offers = {}  # there are more to choose from when these have trained
+            elif waits:
                 return None
-            offers = {}
         views = own.peers.views.items()
         alive = {peer: view.incarnation for peer, view in views if self.liveness.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
@@ -245,6 +248,8 @@ class Proposer:
         training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
         due = deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
+        if due is None and (usual_s := self.holding.usual_s) is not None:  # who trains may never be ready
+            due = max(own.commit_at) + LONG_WAIT * own.options.straggler * usual_s
         return due is not None and now >= due + STRAGGLER_EXCHANGES * own.exchange_s
 
     def _lacks_samples(self, peer: str, promise: Promise) -> bool:
@@ -306,14 +311,18 @@ class Proposer:
 
         If there are none, the separations that are oldest are forgotten: those pairs may be well by now.
         """
-        turn = self.own.state.head.round
-        pairs = [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
+        turn, pairs = self.own.state.head.round, self._separated(offers)
         if not self.own.rules.leave_out_stuck_pairs:
             return offers
         recent = (pairs[forgotten:] for forgotten in range(len(pairs)))
         choices = (together(apart, offers, turn + shift) for apart in recent for shift in range(len(offers)))
         chosen = next((choice for choice in choices if self._are_enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
+
+    def _separated(self, offers: dict[str, Offer]) -> list[frozenset[str]]:
+        """Return the pairs of these members that could not reach each other, oldest first."""
+        turn = self.own.state.head.round
+        return [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
 
     def separate(self, one: str, other: str) -> None:
         """Keep two islands that cannot reach each other apart for 2 rounds, the next time for 4, then for 8."""

@@ -132,11 +132,13 @@ class World:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start an island from its disk.
+        """Start an island from its disk, unless it lives.
 
         One that has never been there copies the log of a reachable island that lives; while there is none, it tries
         again every second.
         """
+        if name in self.lives:
+            return
         disk = self.disks.setdefault(name, Disk())
         if not disk.states:
             donors = [other for other in self.lives if (other, name) not in self.cut and other not in self.stopped]
