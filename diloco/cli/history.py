@@ -67,7 +67,8 @@ def log(
 def describe(log: str, found: "Findings") -> str:
     """Format what --verify found in a log: what was counted, and a line for each problem."""
     counted = (
-        f"{found.snapshots} snapshots, rounds {found.first} to {found.last} replayed, {found.digests} digests equal"
+        f"{found.snapshots} snapshot{'s' * (found.snapshots != 1)}, "
+        f"rounds {found.first} to {found.last} replayed, {found.digests} digests equal"
     )
     if not found.problems:
         return f"{log}: whole: {counted}"

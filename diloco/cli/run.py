@@ -196,13 +196,13 @@ def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
         commands[_command(plan.path, plan.overrides, *options, "--resume")] = f"continues from {where}"
     elif not plan.islands:
         commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
-        commands[shlex.join([*_launcher(), "config"])] = "explains every key"
+        commands[f"{_program()} config"] = "explains every key"
     else:
-        commands[f"diloco rewind {plan.folder} ROUND --set {twice}"] = (
+        commands[f"{_program()} rewind {plan.folder} ROUND --set {twice}"] = (
             "trains on from that round (the last one, say), as a run of its own"
         )
         commands[_command(plan.path, longer, *options, "--fresh")] = "trains again, twice as long"
-    commands[f"diloco log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
+    commands[f"{_program()} log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
     if plan.islands > 1:
         commands[f"{plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log"] = (
             "what happened, one JSON object a line, and what the island printed; each island has both"
@@ -221,5 +221,10 @@ def _launcher() -> list[str]:
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if processes is not None and "DILOCO_MEETING" not in os.environ:
         return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]
+    return shlex.split(_program())
+
+
+def _program() -> str:
+    """Return how this program is called from a shell, as it was just now."""
     program = Path(sys.argv[0])
-    return [sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)]
+    return shlex.join([sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)])
