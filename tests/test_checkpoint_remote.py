@@ -305,7 +305,7 @@ def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_p
     (head, *_) = sorted((point.end.head for point in points_of(own / OUTER, Journal.read(own / OUTER))), reverse=True)
     assert [name for name in Remote(far).sizes() if name.endswith(".key")] == []
     said = command("restore", far, back)
-    assert said.code == 0 and "whole: 1 snapshots" in said.out and f"diloco rewind {back} {head.round}" in said.out
+    assert said.code == 0 and "whole: 1 snapshot," in said.out and f"diloco rewind {back} {head.round}" in said.out
     assert sorted(path.name for path in back.iterdir()) == ["config.yaml", OUTER]
     assert (back / OUTER / "genesis.json").read_bytes() == (own / OUTER / "genesis.json").read_bytes()
     assert max(point.end.head for point in points_of(back / OUTER, Journal.read(back / OUTER))) == head

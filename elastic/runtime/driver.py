@@ -34,6 +34,7 @@ from diloco.elastic.runtime.restoring import Origin
 __all__ = ["Driver", "Network", "RunContext", "among_friends", "check", "open_island"]
 
 TICK_S = 0.05
+MEND_AFTER_S = (0.0, 1.0, 5.0)  # peers that have just started as well may give nothing at first
 EVICTED = "the run's owner has taken this island out (diloco evict): with another folder (--dir) it can join anew"
 
 log = logging.getLogger(__name__)
@@ -332,20 +333,29 @@ class Driver:
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
-        """Fetch records of long ago that are damaged here: other islands may have them."""
-        asked = ""
-        while (since := self.store.broken_after()) not in (None, asked):
-            asked = since or ""
-            for peer in (donors := self._donors("")):
-                try:
-                    for logged, result in self._missed(peer, donors, asked, known=self.store.knows):
-                        self.applier.mend(logged, result)
-                except FETCH_ERRORS as error:
-                    log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
-                if self.store.broken_after() != asked:
-                    break
-        if asked:
-            self.report(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+        """Fetch records of long ago that are damaged here: other islands may have them, if not all at once."""
+        if self.store.broken_after() is None:
+            return
+        for pause_s in MEND_AFTER_S:
+            time.sleep(pause_s)
+            asked = ""
+            while (since := self.store.broken_after()) not in (None, asked) and not self._ended:
+                asked = since or ""
+                self._mend_after(asked)
+            if since is None or self._ended:
+                break
+        self.report(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+
+    def _mend_after(self, since: str) -> None:
+        """Fetch the records after a damaged one from the first peer that has them."""
+        for peer in (donors := self._donors("")):
+            try:
+                for logged, result in self._missed(peer, donors, since, known=self.store.knows):
+                    self.applier.mend(logged, result)
+            except FETCH_ERRORS as error:
+                log.warning("%s could not mend its log from %s: %s", self.node.me, peer, error)
+            if self.store.broken_after() != since:
+                break
 
     # the end
 
