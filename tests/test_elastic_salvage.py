@@ -18,7 +18,7 @@ from diloco.comm.transport.shaped import ShapedTransport
 from diloco.elastic.protocol.messages import Begin, Received
 from diloco.elastic.protocol.ranges import minus, normal, size
 from diloco.elastic.protocol.record import Ballot, Contribution, Hole, Key, Offer, Proposal, Settings
-from diloco.elastic.protocol.salvage import rest_of
+from diloco.elastic.protocol.salvage import attempt_with
 from diloco.elastic.runtime.reducing import Attempt, Outcome, plan_of, reduction_of
 from diloco.elastic.runtime.work import PendingProgress, StepsDone
 from diloco.errors import PlanRefused, RecordInvalid
@@ -97,14 +97,10 @@ def anew(members: tuple[str, ...]) -> Tensor:
         return next(iter(pool.map(take_part, members)))
 
 
-def test_the_next_attempt_counts_the_lost_member_and_sends_little():
-    exchange = Exchange()
-    chunks = plan_of(begin(), COUNT).chunks(2)
-    kept = exchange.lose(begin(), 3 * len(chunks) + 4)  # all contributions, and some means
-    rest = rest_of(begin(), LOST, kept, ())
-    assert rest is not None and rest.members == ("a", "b", "d") and rest.proposal.islands == MEMBERS
+def result_of(rest: Begin, exchange: Exchange) -> dict[str, Outcome]:
+    """Run the next attempt; what it gives counts the lost member everywhere but in the hole."""
     hole = rest.proposal.hole
-    assert hole is not None and hole.island == LOST and 0 < size(hole.pages) <= 21
+    assert hole is not None and rest.members == ("a", "b", "d") and rest.proposal.islands == MEMBERS
     outcomes = exchange.ends(exchange.start(replace(rest, ballot=Ballot(1, "a", 1))))
     assert len({outcome.payload for outcome in outcomes.values()} - {""}) == 1, outcomes
     found, whole, others = outcomes["a"].result, anew(MEMBERS), anew(rest.members)
@@ -114,18 +110,42 @@ def test_the_next_attempt_counts_the_lost_member_and_sends_little():
         expected = whole if minus(((number, number + 1),), hole.pages) else others
         part = slice(number * page, (number + 1) * page)
         assert torch.equal(found[part], expected[part]), number
-    assert sum(outcome.bytes_sent for outcome in outcomes.values()) < 0.6 * 6 * len(encoded("a"))
+    return outcomes
 
 
-def test_a_member_that_has_no_page_of_the_lost_one_ends_the_attempt():
+LATE = 3 * len(plan_of(begin(), COUNT).chunks(2)) + 4  # chunks: all contributions, and some means
+
+
+def test_the_next_attempt_counts_the_lost_member_and_sends_little():
     exchange = Exchange()
-    chunks = plan_of(begin(), COUNT).chunks(2)
-    rest = rest_of(begin(), LOST, exchange.lose(begin(), 3 * len(chunks) + 4), ())
+    rest = attempt_with(begin(), LOST, exchange.lose(begin(), LATE), ())
+    assert rest is not None and rest.proposal.hole is not None and 0 < size(rest.proposal.hole.pages) <= 21
+    sent = sum(outcome.bytes_sent for outcome in result_of(rest, exchange).values())
+    assert sent < 0.6 * 6 * len(encoded("a"))
+
+
+def test_means_that_an_earlier_attempt_has_left_in_the_hole_are_not_used():
+    exchange = Exchange()
+    reported = exchange.lose(begin(), LATE)
+    assert any(report.means for each in reported.values() for report in each if report.peer == LOST)
+    forgotten = {
+        name: tuple(replace(report, means=()) if report.peer == LOST else report for report in each)
+        for name, each in reported.items()
+    }
+    rest = attempt_with(begin(), LOST, forgotten, ())
+    assert rest is not None and rest.proposal.hole is not None and size(rest.proposal.hole.pages) >= 20
+    result_of(rest, exchange)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "d"])
+def test_a_member_that_has_no_page_of_the_lost_one_ends_the_attempt(name):
+    exchange = Exchange()
+    rest = attempt_with(begin(), LOST, exchange.lose(begin(), LATE), ())
     assert rest is not None
-    exchange.pages["b"] = PageStore()
+    exchange.pages[name] = PageStore()
     outcomes = exchange.ends(exchange.start(replace(rest, ballot=Ballot(1, "a", 1))))
     assert not any(outcome.payload for outcome in outcomes.values())
-    assert "pages of c are not here any more" in outcomes["b"].reason
+    assert "pages of c are not here any more" in outcomes[name].reason
 
 
 def reports(*means: tuple[int, int], whole: bool = True) -> dict[str, tuple[Received, ...]]:
@@ -141,7 +161,7 @@ def reports(*means: tuple[int, int], whole: bool = True) -> dict[str, tuple[Rece
 
 
 def test_pages_go_to_those_who_have_their_mean_and_the_hole_to_all():
-    rest = rest_of(begin(), LOST, reports((40, 50), (40, 48), (40, 40)), ())
+    rest = attempt_with(begin(), LOST, reports((40, 50), (40, 48), (40, 40)), ())
     assert rest is not None and rest.proposal.hole == Hole(LOST, ((50, 60),))
     assert normal((lo, hi) for lo, hi, _ in rest.owners) == ((40, 60),)
     owners = {page: place for lo, hi, place in rest.owners for page in range(lo, hi)}
@@ -152,7 +172,7 @@ def test_pages_go_to_those_who_have_their_mean_and_the_hole_to_all():
 
 def test_one_that_has_the_whole_result_has_every_page():
     kept = reports((40, 50), (40, 48), (40, 40))
-    rest = rest_of(begin(), LOST, {name: kept[name] for name in ("a", "b")}, {"d"})
+    rest = attempt_with(begin(), LOST, {name: kept[name] for name in ("a", "b")}, {"d"})
     assert rest is not None and rest.proposal.hole == Hole(LOST, ())
     assert {place for lo, hi, place in rest.owners if lo >= 50} == {2}
 
@@ -169,7 +189,7 @@ def test_one_that_has_the_whole_result_has_every_page():
     ],
 )
 def test_without_all_reports_or_with_wrong_ones_the_contribution_is_dropped(kept: dict[str, tuple[Received, ...]]):
-    assert rest_of(begin(), LOST, kept, ()) is None
+    assert attempt_with(begin(), LOST, kept, ()) is None
 
 
 def test_a_hole_of_more_than_two_nths_is_not_worth_it():
@@ -177,11 +197,11 @@ def test_a_hole_of_more_than_two_nths_is_not_worth_it():
         name: (Received(name, ((0, 10),), (), whole=True), Received(LOST, ((40, 90),), (), whole=True))
         for name in "abd"
     }
-    assert rest_of(begin(), LOST, large, ()) is None
+    assert attempt_with(begin(), LOST, large, ()) is None
 
 
 def test_a_plan_whose_hole_cannot_be_right_is_refused():
-    rest = rest_of(begin(), LOST, reports((40, 50), (40, 48), (40, 40)), ())
+    rest = attempt_with(begin(), LOST, reports((40, 50), (40, 48), (40, 40)), ())
     assert rest is not None
     for wrong in (
         replace(rest, owners=rest.owners[:-1]),
@@ -189,6 +209,7 @@ def test_a_plan_whose_hole_cannot_be_right_is_refused():
         replace(rest, first=rest.first[:-1]),
         replace(rest, proposal=replace(rest.proposal, hole=Hole(LOST, ((0, 80),)))),
         replace(rest, proposal=replace(rest.proposal, hole=Hole("e", ((50, 60),)))),
+        replace(rest, proposal=replace(rest.proposal, hole=Hole(LOST, ((0, 10),)))),
     ):
         with pytest.raises(PlanRefused):
             plan_of(wrong, COUNT)
@@ -227,6 +248,17 @@ def test_what_did_not_count_comes_with_the_next_piece():
     offer = work.cut(ones, StepsDone(5, ((4, 8),)))()
     assert torch.equal(work.payload(offer).view(torch.float32), ones + in_hole)
     assert work.rebase(2, settled=True) is None, "and now it is contained"
+
+
+def test_of_joined_pieces_what_was_offered_is_carried():
+    work, ones = progress(), torch.ones(3 * PAGE)
+    work.cut(ones, StepsDone(5, ((0, 4),)))()
+    work.cut(ones, StepsDone(5, ((4, 8),)), usual_norm=0.1)()  # 0..2, scaled to a norm of 0.2
+    again = progress()
+    again.restore(work.facts(), work.payloads())
+    for each in (work, again):
+        owed = each.rebase(2, hole=(0, ((1, 2),)))
+        assert owed is not None and float(torch.linalg.vector_norm(owed)) == pytest.approx(0.2 / 3**0.5, rel=1e-3)
 
 
 def test_what_did_not_count_survives_a_save():

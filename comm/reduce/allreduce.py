@@ -274,7 +274,10 @@ class Reduction:
         lacking = list[Span]()
         for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
             room = self.result[plan.result_bytes_of(chunk)]
-            copied = [part for part in copy_parts(kept, chunk, plan.result_codec, room) if self._is_good(part)]
+            there = (
+                [] if plan.is_in_hole(chunk) else kept
+            )  # an earlier attempt may have left means with the lost member
+            copied = [part for part in copy_parts(there, chunk, plan.result_codec, room) if self._is_good(part)]
             self._got[self.me] += copied
             lacking += without(chunk, copied)
         self._lacks[self.me] = joined(lacking)
@@ -286,9 +289,10 @@ class Reduction:
                     copied = copy_parts(kept, chunk, plan.codec, self._slots[number % len(self._slots), place])
                     self._got[peer] += copied
                     lacking += without(chunk, copied)
+                    if lacking and peer == plan.lost and not plan.is_in_hole(chunk):
+                        raise errors.ReduceFailed(f"{plan.channel}: pages of {peer} are not here any more")
+                    lacking = [] if peer == plan.lost else lacking
             self._lacks[peer] = joined(lacking)
-        if any(not plan.is_in_hole(part) for part in self._lacks.pop(plan.lost, ())):
-            raise errors.ReduceFailed(f"{plan.channel}: pages of {plan.lost} are not here any more")
 
     def _is_good(self, part: Span) -> bool:
         """Return whether a part of the mean that was kept is finite: the end of one that broke off was not checked."""

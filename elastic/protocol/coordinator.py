@@ -180,7 +180,8 @@ class Coordinator:
             return
         if failed.kept:
             term.kept[sender] = failed.kept
-        if begin.bytes_per_s and failed.blamed and failed.blamed not in begin.members:
+        takes_part = {*begin.members, *begin.proposal.islands}
+        if begin.bytes_per_s and failed.blamed and failed.blamed not in takes_part:
             self.own.ban(sender, f"blames {failed.blamed}, which takes no part", now)
             return
         amendment = begin.proposal.amendment
@@ -352,7 +353,7 @@ class Coordinator:
         term.failures.clear()
         term.excused.clear()
         term.kept.clear()
-        term.halted_at = term.rest = None
+        term.halted_at = term.prepared = None
         term.resend_at = now + self.own.options.silence_s / RESEND
         for member in begin.members:
             self.own.send(member, begin)
@@ -384,7 +385,8 @@ class Coordinator:
         refused = [(blamed, reason) for blamed, reason in accused if blamed != self.own.me]
         for blamed, reason in refused:
             self.own.ban(blamed, f"its contribution was refused: {reason}", now)
-        if not lost and not refused and (pair := culprits(term.failures)) is not None:
+        halted = term.halted_at is not None  # who has given up has hung up on others
+        if not lost and not refused and not halted and (pair := culprits(term.failures)) is not None:
             self.proposer.separate(*pair)
         self.proposer.note_lost(lost)
         if not refused:
@@ -500,7 +502,7 @@ class Coordinator:
 
     def _finish(self, record: Record, stored_by: tuple[str, ...], now: float) -> None:
         """Append a record, and announce it to all."""
-        self.proposer.reunite(set(record.proposal.islands))
+        self.proposer.reunite(set(record.proposal.present))
         if (islands := record.proposal.islands) and (term := self.own.term) is not None and term.begin is not None:
             self.proposer.holding.committed(islands, now)
             rates = dict(zip(term.begin.members, term.begin.bytes_per_s, strict=False))

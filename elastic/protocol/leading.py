@@ -115,7 +115,8 @@ class Leading:
             return False
         view = own.peers.views[peer]
         recent = now - view.heard_since <= own.options.silence_s
-        if view.head == own.state.head and view.linked_at != own.state.head.digest:
+        moved_lately = now - max(own.commit_at) <= own.options.silence_s
+        if moved_lately and view.head == own.state.head and view.linked_at != own.state.head.digest:
             return True  # whom it hears it has said only while this island was elsewhere
         return not view.heard or (recent and not self.is_linked(peer, now))
 

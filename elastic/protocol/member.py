@@ -8,6 +8,7 @@ from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
 from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.salvage import MAX_PIECES
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import RecordInvalid
 
@@ -236,6 +237,8 @@ class Member:
             return "it began a ballot whose members are not its contributors"
         if proposal.hole is not None and not self.own.needs_quorum:
             return "it began a ballot with a hole, where no quorum decides"
+        if max(len(begin.owners), len(proposal.hole.pages) if proposal.hole is not None else 0) > MAX_PIECES:
+            return "it began a ballot with a hole of too many pieces"
         if len(begin.first) > MAX_FIRST or min((*begin.bytes_per_s, *(rate for _, rate in begin.first)), default=0) < 0:
             return "it began a ballot with spans that cannot be right"
         try:
@@ -342,7 +345,7 @@ class Member:
             head, proposal = self.own.state.head_after(record), record.proposal
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
         if record.proposal.contributions:
-            self.own.last_contributors = frozenset(record.proposal.islands)
+            self.own.last_contributors = frozenset(record.proposal.present)
         self.own.effects.append(msg.Append(record, stored_by))
         self._move(state, now, switched=False, stored_by=stored_by)
 

@@ -44,7 +44,7 @@ class Term:
     settle_at: float = 0.0
     halted_at: float | None = None  # when members were asked what they have received
     kept: dict[str, tuple[msg.Received, ...]] = field(default_factory=dict)  # what they have said
-    rest: msg.Begin | None = None  # the next attempt, with a lost member's contribution
+    prepared: msg.Begin | None = None  # the next attempt, with a lost member's contribution
     salvaged: bool = False  # that was tried: once in a term
     resend_at: float = 0.0
     resends: int = 0

@@ -51,20 +51,22 @@ class Salvage:
         """Work out the next attempt from the members' reports, if it can keep the lost one's contribution."""
         if self._is_possible(term, begin, lost, now):
             term.salvaged = True
-            term.rest = rest_of(begin, next(iter(lost)), term.kept, term.done)
+            term.prepared = attempt_with(begin, next(iter(lost)), term.kept, term.done)
 
     def next_attempt(self, term: Term, now: float) -> Begin | None:
         """Return the attempt that keeps a lost member's contribution; None if there is none, or that one is back."""
-        rest, term.rest = term.rest, None
-        if rest is None or rest.proposal.hole is None:
+        prepared, term.prepared = term.prepared, None
+        if prepared is None or prepared.proposal.hole is None:
             return None
-        lost, promised = rest.proposal.hole.island, term.promised()
+        lost, promised = prepared.proposal.hole.island, term.promised()
         if lost in term.answers or lost in term.elsewhere or lost in self.liveness.alive(now):
             return None
-        return replace(rest, ballot=term.ballot) if set(rest.members) <= promised.keys() else None
+        return replace(prepared, ballot=term.ballot) if set(prepared.members) <= promised.keys() else None
 
 
-def rest_of(begin: Begin, lost: str, kept: Mapping[str, tuple[Received, ...]], done: Collection[str]) -> Begin | None:
+def attempt_with(
+    begin: Begin, lost: str, kept: Mapping[str, tuple[Received, ...]], done: Collection[str]
+) -> Begin | None:
     """Return the attempt that follows `begin` without its lost member but with its contribution; None if none can.
 
     `kept` is what members have received, `done` are those that have the whole result.
@@ -85,7 +87,7 @@ def rest_of(begin: Begin, lost: str, kept: Mapping[str, tuple[Received, ...]], d
             hole.append(piece)
         places = [survivors.index(member) for member in holders or survivors]
         owners += [(lo, hi, place) for place, (lo, hi) in zip(places, _divided(piece, len(places)), strict=True)]
-    total = sum(size(report.pages) for report in next(report for report in kept.values() if report))
+    total = min(sum(size(report.pages) for report in kept[member]) for member in reports)
     if size(tuple(hole)) * len(begin.members) > LARGEST_HOLE * total or len(owners) > MAX_PIECES:
         return None
     rates = dict(zip(begin.members, begin.bytes_per_s, strict=True))

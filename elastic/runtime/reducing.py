@@ -4,7 +4,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from diloco.comm.reduce.spans import (
 from diloco.comm.reduce.two_level import TwoLevelReduction
 from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.messages import Begin, Received
-from diloco.elastic.protocol.ranges import Ranges, size
+from diloco.elastic.protocol.ranges import Ranges, normal, size
 from diloco.elastic.protocol.record import Hole, canonical
 from diloco.elastic.protocol.salvage import LARGEST_HOLE
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
@@ -97,8 +97,8 @@ class Attempt:
         return sum(progress.received_chunks for progress in self.reduction.level.progress.values())
 
     def cancel(self) -> None:
-        """Give up the all-reduce, because another ballot takes its place."""
-        self.reduction.cancel("another ballot")
+        """Give up the all-reduce: another ballot takes its place, or the coordinator asks for that."""
+        self.reduction.cancel("given up")
 
     def watch(self, stall_s: float) -> None:
         """Cancel the all-reduce if a member's chunks do not come for `stall_s`; blame the one longest behind."""
@@ -168,6 +168,8 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
         if tuple(name for name, _ in first) != proposal.islands or LARGEST_HOLE * count < len(first) * _values(hole):
             raise PlanRefused(f"{channel}: its hole cannot be right")
         spans, owners, in_hole = spans_after_salvage(count, first, hole.island, begin.owners, hole.pages)
+        if normal(_pages(in_hole)) != hole.pages:
+            raise PlanRefused(f"{channel}: its hole is not where the lost member's pages are")
     elif begin.first:
         spans, owners = spans_after_losses(count, first, begin.members, rates)
     names, result_name = _names(begin)
@@ -178,7 +180,7 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     )  # fmt: skip
 
 
-def _pages(spans: list[Span]) -> Ranges:
+def _pages(spans: Iterable[Span]) -> Ranges:
     return tuple((span.lo // PAGE, -(-span.hi // PAGE)) for span in spans)
 
 

@@ -178,7 +178,9 @@ class PendingProgress:
         if mark < self.mark:  # what would be carried is owed again
             self.carried = None
         elif pages and mark > self.mark and (missed := [piece for piece in self.pieces if lo <= piece.lo < mark]):
-            self.carried = _on_pages(self._sum(missed) * self._scales.get((lo, mark), 1.0), pages)
+            offered = self._offered.get((lo, mark))
+            carried = _on_pages(self._decode(offered) if offered is not None else self._sum(missed), pages)
+            self.carried = carried if self.carried is None else self.carried + carried
         if self._on_loss is not None and (scale := self._scales.get((self.mark, mark))):
             joined = [piece for piece in self.pieces if self.mark <= piece.lo < mark]
             self._on_loss(self._sum(joined) * scale - self._decode(self._offered[self.mark, mark]))

@@ -120,7 +120,7 @@ class SimulatedProgress:
     def rebase(self, mark: int, hole: Ranges) -> None:
         """Move to a state with this mark; offers from before it are forgotten, and the hole is to be covered."""
         if mark > self.mark and self.hi >= mark:
-            self.carried = hole
+            self.carried = normal(self.carried + hole)
         self.mark = mark
         self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
 
