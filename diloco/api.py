@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diloco.checkpoint.save import saves
-from diloco.comm.peers.ticket import Ticket
+from diloco.comm.peers.ticket import PREFIX, Ticket
 from diloco.config.file import load_tree, parse_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DeviceError, SaveError
@@ -21,12 +21,11 @@ from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel
 from diloco.report.events import Events
 from diloco.run.folder import OWNER_KEY, has_log, release
+from diloco.run.invites import TICKET
 from diloco.run.peer import Connection, host_towards, own_name
 from diloco.run.start import RunEntry
 from diloco.train.user_loop import Run
 from diloco.units import parse_link, parse_rate
-
-TICKET = "diloco1-"  # what tickets begin with
 
 
 @contextmanager
@@ -106,7 +105,7 @@ def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnM
         run = cast(Run, entrance.found(config, fresh=fresh))
     if entrance.ticket is not None:
         run.ticket = entrance.ticket.render()
-        print(f"{config.run}: others join with the same program and this ticket:\n{run.ticket}", flush=True)
+        print(f"{config.run}: others join with the same program and the ticket in {folder / TICKET}", flush=True)
     return run
 
 
@@ -127,10 +126,10 @@ def _read(where: str | Path | Mapping[str, Any] | Config) -> str | Config:
         return where
     if isinstance(where, Mapping):
         return _parse(where)
-    if str(where).startswith(TICKET):
+    if str(where).startswith(PREFIX):
         return str(where)
     path = Path(where).expanduser()
-    if path.is_file() and path.read_bytes()[: len(TICKET)] == TICKET.encode():
+    if path.is_file() and path.read_bytes()[: len(PREFIX)] == PREFIX.encode():
         return path.read_text().strip()
     return _parse(load_tree(path))
 

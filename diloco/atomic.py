@@ -14,9 +14,12 @@ from secrets import token_hex
 PART, ASIDE = ".part", ".aside"
 
 
-def write_file(path: Path, data: bytes | str, *, durable: bool = False) -> None:
-    """Replace the file, or make it: at no time has it half of the content."""
+def write_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
+    """Replace the file, or make it: at no time has it half of the content, or another mode than this."""
     with appearing(path, durable=durable) as draft:
+        if mode is not None:
+            draft.touch(mode)
+            draft.chmod(mode)  # whatever the umask takes away
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import yaml
 from conftest import SMALL, read_events
 
+from diloco.comm.peers.identity import Identity
 from diloco.launch.fleet import Plan, open_run
 from diloco.report.events import Event
 from diloco.report.watching import IslandsView
+from diloco.run.folder import OWNER_KEY
+from diloco.run.invites import keep_ticket, open_ticket
 
 ONE, TWO = "island-1", "island-2"
 TOGETHER = {  # rounds need two islands, so that none of them trains ahead while others start
@@ -59,7 +62,8 @@ def founded(plan: Plan, view: IslandsView) -> Path:
     """The folder of an island that has founded the run."""
     open_run(plan, view, fresh=False)
     founder = plan.folder / ONE
-    (founder / "ticket").touch()
+    owner = Identity.load(founder / OWNER_KEY)
+    keep_ticket(founder, open_ticket(founder, owner, []))
     (founder / "addresses").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{'1' * 52}\n")
     return founder
 

@@ -12,7 +12,7 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import SnapshotContents
-from diloco.comm.peers.ticket import run_id_of
+from diloco.comm.peers.identity import run_id_of
 from diloco.config.schema import Config
 from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.applier import Applier, RunContext

@@ -167,7 +167,7 @@ def test_an_island_that_starts_again_has_nothing_to_show_from_its_last_life(boar
 
 
 def test_an_island_by_itself_tells_of_the_others_too():
-    assert sentence(told("ticket", ticket="diloco1-abc")) == "others join with: diloco join diloco1-abc"
+    assert sentence(told("ticket", file="runs/a/ticket")) == "others join with: diloco join runs/a/ticket"
     lost = told("elastic", what="lost", island=TWO, text="round 7 goes on without it")
     assert sentence(lost) == "island-2 lost: round 7 goes on without it"
     assert sentence(a_round(3, ONE, at=1, step=20)) is None

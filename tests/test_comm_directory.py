@@ -7,24 +7,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hivemind.dht.node import DHTNode
+from hivemind.dht.storage import DHTLocalStorage
+from invited import admitted, owner_in, ticket_in
 from streams import child_of, end_loop, guard_of, kill_daemon, until
 
+from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
 from diloco.comm.peers.directory import Directory, LoopThread
-from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.record import CONTEXT, PeerRecord, encode
 from diloco.errors import DirectoryError
 
-RUN = b"r" * 32
 RECORD = PeerRecord(
-    RUN, bytes(32), control=(), bulk=(("127.0.0.1", 31338),), certificate=b"certificate", name="island", devices="cpu",
-    mesh="1", up_bits_per_s=10**9, down_bits_per_s=10**9, round=1, chain_digest=bytes(32),
+    bytes(32), bytes(32), control=(), bulk=(("127.0.0.1", 31338),), certificate=b"certificate", name="island",
+    devices="cpu", mesh="1", up_bits_per_s=10**9, down_bits_per_s=10**9, round=1, chain_digest=bytes(32),
 )  # fmt: skip
 
 
@@ -32,8 +35,9 @@ RECORD = PeerRecord(
 def start(tmp_path: Path) -> Iterator[Callable[..., Directory]]:
     started: list[Directory] = []
 
-    def make(name: str, **options: Any) -> Directory:
-        started.append(Directory.start(Identity.load(tmp_path / name), RUN, **options))
+    def make(name: str, admission: Admission | None = None, **options: Any) -> Directory:
+        identity = Identity.load(tmp_path / name)
+        started.append(Directory.start(identity, admission or admitted(identity), **options))
         return started[-1]
 
     yield make
@@ -84,10 +88,14 @@ class Forger:
         self.thread = LoopThread("forger")
         options = {"initial_peers": list(bootstrap), "identity_path": str(path), "check_if_identity_free": False}
         p2p = self.thread.call(GuardedP2P.create(**options), 30)
+        self.admission = p2p.admission = admitted(self.identity).pack()  # else nobody would answer
+        self._run_id = run_id_of(owner_in(path.parent).public_key)
         self.node = self.thread.call(DHTNode.create(p2p=p2p, initial_peers=list(bootstrap)), 30)
+        self.node.protocol.storage = DHTLocalStorage()  # it keeps whatever it says, and tells it to others
         self.thread.at_end = lambda: close_node(self.node)
 
-    def store(self, value: object, expires_at: float, subkey: object, run_id: bytes = RUN) -> None:
+    def store(self, value: object, expires_at: float, subkey: object, run_id: bytes | None = None) -> None:
+        run_id = run_id or self._run_id
         self.thread.call(self.node.store(dht_key(run_id), value, expires_at, subkey=subkey), 30)
 
 
@@ -105,11 +113,12 @@ def test_forgeries_are_refused_by_reason_and_the_truth_remains(three: list[Direc
     later = replace(mine, expires_ms=mine.expires_ms + 9000)
     unsigned = encode(later, victim)[:-64]
     me = forger.identity.public_key
-    own = replace(later, public_key=me)
+    own = replace(later, public_key=me, admission=forger.admission)
     elsewhere, too_far = replace(own, run_id=b"x" * 32), replace(own, expires_ms=own.expires_ms * 2)
     lies: dict[str, tuple[object, float, object]] = {
         "bad signature": (unsigned + forger.identity.sign(CONTEXT + unsigned), later.expires_at, victim.public_key),
         "foreign key": (encode(own, forger.identity), own.expires_at, victim.public_key),
+        "not admitted": (encode(replace(own, admission=mine.admission), forger.identity), own.expires_at, me),
         "foreign run": (encode(elsewhere, forger.identity), own.expires_at, me),
         "expiry changed": (encode(mine, victim), later.expires_at, victim.public_key),
         "malformed": ("no record", later.expires_at, None),
@@ -119,6 +128,44 @@ def test_forgeries_are_refused_by_reason_and_the_truth_remains(three: list[Direc
         forger.store(value, expires_at, subkey)
         assert [peer.peers() for peer in three] == [truth] * 3, reason
         assert all(peer.refusals[reason] for peer in three), (reason, [peer.refusals for peer in three])
+
+
+def test_a_stranger_gets_no_answer_and_enters_no_table(three: list[Directory], tmp_path: Path) -> None:
+    for peer in three:
+        peer.publish(RECORD, expires_s=60)
+    elsewhere = tmp_path / "elsewhere"
+    stranger = Identity.load(elsewhere / "key")
+    with pytest.raises(DirectoryError, match="nobody lets this peer in"):
+        Directory.start(stranger, admitted(stranger), bootstrap=three[0].addresses)
+    copied = replace(admitted(three[1].identity))  # another's admission: only its own key can use it
+    with pytest.raises(DirectoryError, match="nobody lets this peer in"):
+        Directory.start(stranger, copied, bootstrap=three[0].addresses)
+    for peer in three:
+        ids = {str(known) for known in peer._node.protocol.routing_table.peer_id_to_uid}
+        assert stranger.peer_id not in ids and len(peer.peers()) == 3
+
+
+def test_an_objection_keeps_a_peer_out(start: Callable[..., Directory]) -> None:
+    banned: set[str] = set()
+    one = start("a", objection=lambda peer, admission: "revoked" if peer in banned else "")
+    two = start("b", bootstrap=one.addresses)
+    two.publish(RECORD, expires_s=60)
+    until(lambda: two.identity.public_key in one.peers())
+    banned.add(two.identity.peer_id)
+    assert not two.reach({one.identity.peer_id: one.addresses})
+
+
+def test_an_invite_fills_no_more_places_than_it_has(start: Callable[..., Directory], tmp_path: Path) -> None:
+    first, ticket = start("a"), ticket_in(tmp_path, islands=2)
+    crowd = [Identity.load(tmp_path / f"crowd{number}") for number in range(4)]
+    records = []
+    for identity in crowd:
+        admission = ticket.admission(identity.public_key)
+        peer = start(identity.path.name, admission=admission, bootstrap=first.addresses)
+        with suppress(DirectoryError):
+            records.append(peer.publish(RECORD, expires_s=60))
+    first.publish(RECORD, expires_s=60)
+    assert len(first.peers()) == 3
 
 
 def test_odd_keys_are_refused(three: list[Directory], forger: Forger) -> None:
@@ -223,10 +270,12 @@ def test_impossible_expiries_are_refused(start: Callable[..., Directory], expire
 
 PROCESS = """
 import os, sys, time
+from diloco.comm.peers.ticket import Ticket
 from diloco.comm.peers.directory import Directory
-from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.identity import Identity, run_id_of
 
-directory = Directory.start(Identity.load(sys.argv[1]), b"r" * 32)
+identity = Identity.load(sys.argv[1])
+directory = Directory.start(identity, Ticket.issue(identity, [], now=0, lifetime_s=1).admission(identity.public_key))
 worker = os.fork()  # holds on to the daemon's sockets and pipes, as a data loader's workers do
 if not worker:
     time.sleep(60)

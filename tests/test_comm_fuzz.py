@@ -120,7 +120,7 @@ def test_records(tmp_path) -> None:
         run_id=b"r" * 32, public_key=peer.public_key, control=("/ip4/10.0.0.7/tcp/31337",), bulk=(("10.0.0.7", 31338),),
         certificate=bytes(256), name="α", devices="8 x H200", mesh="fsdp 8", up_bits_per_s=1, down_bits_per_s=2,
         round=3,
-        chain_digest=b"c" * 32, sequence=4, expires_ms=int(NOW * 1000) + 30_500,
+        chain_digest=b"c" * 32, admission=b"a" * 206, sequence=4, expires_ms=int(NOW * 1000) + 30_500,
     )  # fmt: skip
     fuzz([encode(record, peer)], lambda raw: decode(raw, NOW), RecordRefused, memory=256 * 1024)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from invited import admitted
 from streams import SOON, Background, end_loop, kill_daemon, until, until_stuck
 from transports import libp2p_pair
 
@@ -32,7 +33,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[tuple[Directory, Libp2pTransport]] = []
 
     def make(name: str, **options: Any) -> Libp2pTransport:
-        directory = Directory.start(Identity.load(tmp_path / name), b"r" * 32, **options)
+        identity = Identity.load(tmp_path / name)
+        directory = Directory.start(identity, admitted(identity), **options)
         started.append((directory, Libp2pTransport(directory)))
         return started[-1][1]
 

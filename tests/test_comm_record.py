@@ -27,7 +27,7 @@ def record(peer: Identity) -> PeerRecord:
         run_id=b"r" * 32, public_key=peer.public_key, control=("/ip4/10.0.0.7/tcp/31337",),
         bulk=(("10.0.0.7", 31338), ("peer.example.org", 443)), certificate=bytes(range(256)), name="island-α",
         devices="8 x H200", mesh="fsdp 8", up_bits_per_s=10**9, down_bits_per_s=2 * 10**9, round=17,
-        chain_digest=b"c" * 32, sequence=3, expires_ms=int(NOW * 1000) + 30_500,
+        chain_digest=b"c" * 32, admission=b"a" * 206, sequence=3, expires_ms=int(NOW * 1000) + 30_500,
     )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ RECORDS = st.builds(
     **dict.fromkeys(("name", "devices", "mesh"), WORDS),
     **dict.fromkeys(("up_bits_per_s", "down_bits_per_s", "round", "sequence"), NUMBERS),
     chain_digest=DIGESTS,
+    admission=st.binary(max_size=256),
     expires_ms=st.integers(int(NOW * 1000) + 1, int((NOW + LIFETIME_LIMIT_S) * 1000)),
 )
 
@@ -53,7 +54,13 @@ def test_what_is_encoded_is_decoded(peer: Identity, drawn: PeerRecord) -> None:
 
 def test_the_largest_record_fits(peer: Identity, record: PeerRecord) -> None:
     text = "x" * 128
-    largest = replace(record, control=("/" + "a" * 254,) * 8, bulk=(("h" * 255, 65535),) * 8, certificate=bytes(2048))
+    largest = replace(
+        record,
+        control=("/" + "a" * 254,) * 8,
+        bulk=(("h" * 255, 65535),) * 8,
+        certificate=bytes(2048),
+        admission=bytes(256),
+    )
     largest = replace(largest, name=text, devices=text, mesh=text)
     assert len(encode(largest, peer)) <= RECORD_LIMIT
     assert decode(encode(largest, peer), NOW) == largest

@@ -19,7 +19,7 @@ from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Head, Key, Offer, 
 from diloco.elastic.protocol.wire import encode_message
 from diloco.elastic.runtime import driver, reducing
 from diloco.elastic.runtime.fetching import fetch_state
-from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
+from diloco.elastic.runtime.mailbox import CHANNEL, MESSAGE
 from diloco.elastic.runtime.reducing import Outcome, stall_after
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.work import PendingProgress, StepsDone
@@ -124,8 +124,6 @@ def test_a_newcomer_fetches_from_several_and_contributes():
         at_round(islands, 3)
         transport = network.transport("E")
         addresses = {name: PeerAddress(name) for name in NAMES}
-        for address in addresses.values():
-            greet(transport, address, b"")
         snapshot = fetch_state(transport, "B", addresses, DIGEST, dict.fromkeys(VECTORS, SMALL.count))
         newcomer = TestIsland(transport, Origin(snapshot.state, snapshot.vectors))
         islands.append(newcomer)
@@ -205,7 +203,6 @@ class Liar:
         for island in islands:
             island.driver.know({"Z": PeerAddress("Z")})
             stream = self.transport.connect(PeerAddress(island.name), CHANNEL, timeout_s=5)
-            stream.send(GREETING, b"", b"")
             self.streams.append(stream)
 
     def say(self, raw: bytes) -> None:

@@ -25,9 +25,11 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import scan
 from diloco.checkpoint.log.snapshot import SnapshotContents, read_manifest, read_vectors, write_snapshot
 from diloco.comm.peers import record as peer_record
-from diloco.comm.peers.ticket import Ticket, check_greeting, run_id_of
+from diloco.comm.peers.admission import Invite, Right, check_admission
+from diloco.comm.peers.identity import public_key_of, run_id_of
+from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport.frame import HELLO
-from diloco.comm.transport.transport import Frame, PeerAddress, Stream, hear_channel, open_channel, refusal
+from diloco.comm.transport.transport import Frame, Stream, hear_channel, open_channel, refusal
 from diloco.comm.transport.wire import Piece, WireCarrier
 from diloco.config.file import parse_config
 from diloco.elastic.protocol import messages
@@ -51,7 +53,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, decode_message, encode, encode_message, from_plain, to_plain
 from diloco.elastic.runtime.applier import SnapshotMeta
 from diloco.elastic.runtime.fetching import StateManifest as StateManifest
-from diloco.elastic.runtime.mailbox import CHANNEL, GREETING, MESSAGE, greet
+from diloco.elastic.runtime.mailbox import CHANNEL, MESSAGE
 from diloco.errors import StreamEnded
 from diloco.island.layout import Layout
 from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
@@ -83,7 +85,9 @@ def golden_bytes(told: dict[str, str]) -> bytes:
 
 
 OWNER = load_key(key_file(1))
-A, B = ISLAND.peer_id, load_key(key_file(3)).peer_id
+SECOND, THIRD = load_key(key_file(3)), load_key(key_file(4))
+A, B, C = ISLAND.peer_id, SECOND.peer_id, THIRD.peer_id
+SECRET = hashlib.sha256(b"an invite").digest()
 OWNER_RUN = run_id_of(OWNER.public_key)
 AMENDMENT = Amendment.sign(OWNER, 1, '{"inner.lr":0.0001}')
 
@@ -128,7 +132,7 @@ def record() -> Record:
             Contribution(island=A, offer=first, weight=1024),
             Contribution(island=B, offer=late, weight=512),
         ),
-        roster=(A, B, "C"),
+        roster=(A, B, C),
         releases=(f"{B}#0",),
         grants=(
             Grant(holder=f"{A}#1", samples=((24, 56),)),
@@ -138,9 +142,10 @@ def record() -> Record:
         step=10,
         amendment=AMENDMENT,
         answered=(A,),
-        witnesses=("C",),
+        witnesses=(C,),
         latch=latch(),
         hole=Hole(island=B, pages=((2, 3),)),
+        admissions=tuple((each.peer_id, invited().admission(each.public_key).pack().hex()) for each in (SECOND, THIRD)),
     )
     return Record(proposal=proposal, payload=hashlib.sha256(RESULT).hexdigest())
 
@@ -160,7 +165,9 @@ def all_messages() -> list[messages.Message]:
             latch=latch(), amendment=AMENDMENT, state_digest="c" * 64, missed=(1, 5),
         ),
         messages.Collect(head=head, term=3),
-        messages.Promise(key=key, term=3, incarnation=4, want=32, held=held, amendment=AMENDMENT, witness=True),
+        messages.Promise(
+            key=key, term=3, incarnation=4, want=32, held=held, amendment=AMENDMENT, witness=True, admission="ad0f"
+        ),
         messages.Nack(key=key, promise=ballot),
         messages.Follows(key=key, term=3, leader=B),
         messages.Ready(key=key, term=3, offers=offers, bytes_per_s=1_250_000),
@@ -178,6 +185,13 @@ def all_messages() -> list[messages.Message]:
         messages.Commit(key=genesis().state().key, head=head, stored_by=(A, B)),
         messages.Goodbye(reason="its owner asked it to leave"),
     ]  # fmt: skip
+
+
+def invited() -> Ticket:
+    """A ticket for two islands, whoever has it."""
+    key = public_key_of(SECRET)
+    invite = Invite(OWNER.public_key, key, bound=False, right=Right.CONTRIBUTE, islands=2, expires_at=int(NOW) + 3600)
+    return Ticket(invite.signed(OWNER), ticket().addresses, SECRET, (7, bytes(range(32))))
 
 
 def ticket() -> Ticket:
@@ -199,21 +213,10 @@ def peer() -> peer_record.PeerRecord:
         down_bits_per_s=50_000_000,
         round=1,
         chain_digest=bytes.fromhex(record().digest),
+        admission=ticket().admission(ISLAND.public_key).pack(),
         sequence=5,
         expires_ms=int(NOW * 1000) + 60_000,
     )
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """As much of a transport as `greet` needs."""
-
-    tape: Tape
-    identity: str = B
-
-    def connect(self, address: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
-        assert channel == CHANNEL
-        return Stream(WireCarrier(self.tape))
 
 
 def recorded(send: Callable[[WireCarrier], object], tape: Tape) -> bytes:
@@ -238,19 +241,10 @@ def frames() -> dict[str, Golden]:
         carrier.send(Piece(7, b"head", payload[:9], rest=14, stamp_ns=123_456_789), None)
         carrier.send(Piece(7, b"", payload[9:], continues=True), None)
 
-    def send_greeting(carrier: WireCarrier) -> None:
-        greet(Recorder(carrier.wire), PeerAddress(A), ticket().render().encode())
-
     def send_message(carrier: WireCarrier) -> None:
         Stream(carrier).send(MESSAGE, b"", encode_message(all_messages()[-1]))
 
-    def read_greeting(raw: bytes) -> list[Frame | str]:
-        greeting, *rest = frames_of(raw)
-        check_greeting(bytes(greeting.payload), OWNER_RUN, ISLAND.public_key, NOW, known=False)
-        return [greeting, *rest]
-
     whole, said = Frame(7, b"head", payload), memoryview(encode_message(all_messages()[-1]))
-    greeting = [Frame(GREETING, b"", memoryview(ticket().render().encode())), "end"]
     accepted = recorded(lambda carrier: Stream(carrier).send_reserved(HELLO), Tape())
     return {
         "frame in two pieces": Golden(recorded(send_two, Tape()), [whole], frames_of),
@@ -259,7 +253,6 @@ def frames() -> dict[str, Golden]:
             [Frame(MESSAGE, b"", said)],
             lambda raw: frames_of(raw, secure=True),
         ),
-        "greeting": Golden(recorded(send_greeting, Tape()), greeting, read_greeting),
         "opening": Golden(
             recorded(lambda carrier: open_channel(Stream(carrier), CHANNEL, 1.0), Tape(accepted)),
             CHANNEL,
@@ -374,6 +367,14 @@ def everything() -> dict[str, Golden]:
         "state's manifest": Golden(encode(manifest), manifest, lambda raw: decode(StateManifest, raw)),
         **{f"message {name}": Golden(encode_message(told), told, decode_message) for name, told in said.items()},
         "ticket": Golden(ticket().render().encode(), ticket(), lambda raw: Ticket.parse(raw.decode(), NOW)),
+        "ticket for anybody": Golden(
+            invited().render().encode(), invited(), lambda raw: Ticket.parse(raw.decode(), NOW)
+        ),
+        "admission": Golden(
+            invited().admission(SECOND.public_key).pack(),
+            invited().admission(SECOND.public_key),
+            lambda raw: check_admission(raw, OWNER_RUN, SECOND.public_key),
+        ),
         "peer record": Golden(
             peer_record.encode(peer(), ISLAND), peer(), lambda raw: peer_record.decode(raw, NOW)
         ),

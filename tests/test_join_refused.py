@@ -13,10 +13,10 @@ from diloco.run.genesis import Genesis
 FOUR = Path(__file__).parent / "data" / "0.1.0" / "pair" / "island-1" / "outer" / "genesis.json"
 
 
-@pytest.mark.parametrize("given", ["runs/islands/tickt", "diloco2-" + "x" * 300])
+@pytest.mark.parametrize("given", ["runs/islands/tickt", "diloco3-" + "x" * 300])
 def test_what_is_no_ticket(command, given):
     told = command.refused("join", given)
-    assert "a ticket begins with diloco1-" in told and len(told) < 250
+    assert "a ticket begins with diloco2-" in told and len(told) < 250
 
 
 def test_a_folder_that_cannot_be_made(command, tmp_path: Path):
@@ -31,5 +31,5 @@ def test_a_run_that_speaks_another_protocol():
     """As a member of a run of 0.1.0 gives it to whoever joins."""
     raw, run, *_ = FOUR.read_bytes().split(b"\n")
     genesis = Genesis.given(raw, bytes.fromhex(run.decode()))
-    with pytest.raises(JoinRefused, match=r"^the run speaks protocol 4, this diloco 6: diloco 0\.1\.0 reads it$"):
+    with pytest.raises(JoinRefused, match=r"^the run speaks protocol 4, this diloco 7: diloco 0\.1\.0 reads it$"):
         genesis.configure({})

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from invited import ticket_in
 
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
@@ -38,8 +39,7 @@ def peer_of(tmp_path: Path) -> Callable[..., Peer]:
 
         def make(name: str, host: str, ticket: Ticket | None = None) -> Peer:
             (tmp_path / name).mkdir()
-            run_id = ticket.run_id if ticket is not None else bytes(32)
-            peer = Peer(tmp_path / name, run_id, ticket, Connection(host, name=name))
+            peer = Peer(tmp_path / name, ticket or ticket_in(tmp_path), Connection(host, name=name))
             stack.callback(peer.close)
             return peer
 

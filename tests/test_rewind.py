@@ -16,8 +16,7 @@ from logs import ROUNDS
 
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.ticket import run_id_of
+from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from invited import admitted
 from streams import HERE, SOON, auto_on
 
 from diloco.comm.peers.directory import Directory
@@ -28,7 +29,8 @@ Directories = Callable[[], Sequence[Directory]]  # called by those that need dae
 def started_directories(folder: Path) -> Iterator[list[Directory]]:
     """Two that do not know each other: addresses must be enough."""
     with ExitStack() as stack:
-        started = [Directory.start(Identity.load(folder / name), b"r" * 32) for name in "ab"]
+        identities = [Identity.load(folder / name) for name in "ab"]
+        started = [Directory.start(identity, admitted(identity)) for identity in identities]
         for directory in started:
             stack.callback(directory.close)
         yield started

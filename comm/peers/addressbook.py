@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,6 +70,22 @@ def by_peer(addresses: Iterable[str]) -> dict[str, tuple[str, ...]]:
         if separator and "/" not in peer:
             found[peer] = (*found.get(peer, ()), address)
     return found
+
+
+def answering(places: Sequence[Sequence[str]], within_s: float = 1.5) -> list[list[str]]:
+    """Return of each peer's multiaddrs those at which a connection is accepted now, all tried at once."""
+    with ThreadPoolExecutor(max(1, sum(map(len, places)))) as pool:
+        tries = [[(address, pool.submit(_accepts, address, within_s)) for address in known] for known in places]
+        return [[address for address, answer in known if answer.result()] for known in tries]
+
+
+def _accepts(address: str, within_s: float) -> bool:
+    match address.split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *_]:
+            with suppress(OSError, ValueError):  # ValueError: a host that is no name
+                socket.create_connection((host, int(port)), within_s).close()
+                return True
+    return False
 
 
 def free_port(host: str, port: int = 0) -> int:

@@ -3,6 +3,9 @@
 hivemind refuses a whole reply for one record that its validator refuses, so the validator may only refuse what no
 honest peer would ever have stored: it does not look at whether a record has expired.
 
+Whoever asks a node for anything shows its admission with the request, in the field that hivemind has for such things;
+libp2p has proven whose key the asker holds. Strangers get no answer, and enter no routing table.
+
 p2pd waits ever longer between dials of one address that fail, up to minutes. So it is asked to dial only where somebody
 accepts connections: after a long cut, peers are found as soon as it heals.
 """
@@ -23,20 +26,23 @@ from hivemind.dht import routing as dht_routing
 from hivemind.dht.node import DHTID, DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.schema import SchemaValidator, conbytes
+from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure, P2PHandlerError
 from hivemind.proto.dht_pb2 import PingRequest, PingResponse
 from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.comm.peers import guard
+from diloco.comm.peers.admission import Admission, Invite, check_admission
 from diloco.comm.peers.clock import RUN_CLOCK
-from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity
-from diloco.comm.peers.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long
-from diloco.errors import RecordRefused
+from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity, public_key_in
+from diloco.comm.peers.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long, unverified
+from diloco.errors import RecordRefused, TicketError
 
 FIELD = "peers"
+MAX_RECORDS = 1000  # of all peers together
 PING = "DHTProtocol.rpc_ping"
 PROBE_S = 2.5  # for a connection to be accepted: round trips of a second, and a lost packet
 ANSWER_S = 3.0
@@ -45,6 +51,9 @@ FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, Ru
 
 for module in (dht_node, dht_protocol, dht_routing, timed_storage):  # each has a name of its own for the function
     module.get_dht_time = RUN_CLOCK.now
+
+
+Objection = Callable[[str, Admission], str]  # why a peer is not let in, though its admission is good; "": it is
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,16 @@ class NodeOptions:
     # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes
     reachability: str | None = None
     is_cut: Callable[[str], bool] = lambda peer: False  # from which peers a simulation cuts this one off, by their ids
+    objection: Objection = lambda peer, admission: ""
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
     """Run p2pd under the guard, so that it ends with its parent: hivemind leaves it behind when that is killed."""
 
     is_cut: Callable[[str], bool] = staticmethod(lambda peer: False)
+    check: Callable[[str, bytes], object] = staticmethod(lambda peer, admission: None)  # raises TicketError
+    admission: bytes = b""  # this peer's own
+    refusal: str = ""  # why another one did not let this one in, as it says itself
 
     @staticmethod
     def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
@@ -116,10 +129,19 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         if self.is_cut(str(peer_id)):
             raise P2PDaemonError(f"{peer_id}: the link is cut")
 
-    async def _call_unary_protobuf_handler(self, peer_id: PeerID, *arguments: Any) -> Any:
-        """Call a peer. A ping's answer carries its time: the run's clock takes it in, and hivemind sees no other."""
+    async def _call_unary_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, *arguments: Any) -> Any:
+        """Call a peer, with this one's admission.
+
+        A ping's answer carries its time: the run's clock takes it in, and hivemind sees no other.
+        """
         self._check_link(peer_id)
-        response = await super()._call_unary_protobuf_handler(peer_id, *arguments)
+        request.auth.signature = self.admission
+        try:
+            response = await super()._call_unary_protobuf_handler(peer_id, name, request, *arguments)
+        except P2PHandlerError as error:  # its text is the other's: a class and what it says
+            kind, _, said = str(error).partition("(")
+            self.refusal = said.strip("'\")") if kind == TicketError.__name__ else ""
+            raise P2PDaemonError(f"{peer_id} refuses: {said[:200]!r}") from None
         if isinstance(response, PingResponse) and RUN_CLOCK.hear(response.dht_time):
             response.dht_time = RUN_CLOCK.now()
         return response
@@ -129,6 +151,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     ) -> None:
         async def answer(request: Any, context: Any) -> Any:
             self._check_link(context.remote_id)
+            self.check(str(context.remote_id), request.auth.signature)
             return await handler(request, context)
 
         await super()._add_protobuf_unary_handler(name, answer, *arguments, **options)
@@ -170,7 +193,41 @@ def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerReco
         raise RecordRefused("foreign key", "it was copied to another peer's place")
     if record.run_id != run_id:
         raise RecordRefused("foreign run", "it was copied from another run")
+    try:
+        check_admission(record.admission, run_id, record.public_key)
+    except TicketError as error:
+        raise RecordRefused("not admitted", str(error)) from None
     return record
+
+
+class NotLetIn(P2PDaemonError):  # type: ignore[misc]
+    """Signal that those who were asked do not admit this peer to the run."""
+
+
+class RunStorage(DHTLocalStorage):  # type: ignore[misc]
+    """Keep records of no more islands than each invite allows, and of so many in all: replies have a limit."""
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: Any, expiration_time: float) -> bool:
+        """Add a record to the run's dictionary; return False where it is older than the present one, or one too many.
+
+        The validator has accepted it before.
+        """
+        known = self.get(key)
+        if known is not None and subkey not in (others := known.value):
+            invites = Counter(_invite_in(entry.value) for _, entry in others.items())
+            invite = _invite_in(value)
+            if len(others) >= MAX_RECORDS or invites[invite] >= invite.islands:
+                return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+def _invite_in(value: bytes) -> Invite:
+    """Return the invite in a serialized record that the validator has accepted."""
+    record = unverified(DHTProtocol.serializer.loads(value))
+    return check_admission(record.admission, record.run_id, record.public_key).invite
+
+
+dht_protocol.DHTLocalStorage = RunStorage  # DHTProtocol makes its own
 
 
 def dht_key(run_id: bytes) -> str:
@@ -227,7 +284,7 @@ def _close_unused(opening: asyncio.Future[Any]) -> None:
         opening.result()[2].close()
 
 
-async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
+async def open_node(identity: Identity, admission: Admission, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
     """Start p2pd and a DHT node on it, which joins the bootstrap peers and caches no records.
 
     If it fails, p2pd is ended.
@@ -244,7 +301,14 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
         force_reachability=options.reachability,
         startup_timeout=30,
     )
-    p2p.is_cut = options.is_cut
+    run_id = admission.invite.run_id
+
+    def check(peer: str, raw: bytes) -> None:
+        objection = options.objection(peer, check_admission(raw, run_id, public_key_in(peer)))
+        if objection:
+            raise TicketError(objection)
+
+    p2p.is_cut, p2p.check, p2p.admission = options.is_cut, check, admission.pack()
     try:
         await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
         return await DHTNode.create(
@@ -257,8 +321,10 @@ async def open_node(identity: Identity, run_id: bytes, options: NodeOptions, ref
             cache_on_store=False,
             cache_refresh_before_expiry=0,
         )
-    except BaseException:
+    except BaseException as error:
         await p2p.shutdown()
+        if p2p.refusal and isinstance(error, FAILURES):
+            raise NotLetIn(p2p.refusal) from error
         raise
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar
 
 from diloco.comm.peers import dht
+from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, decode, encode
@@ -34,8 +35,8 @@ class Directory:
     Started by `Directory.start`. Safe to use from several threads.
     """
 
-    def __init__(self, identity: Identity, run_id: bytes) -> None:
-        self.identity, self.run_id = identity, run_id
+    def __init__(self, identity: Identity, admission: Admission) -> None:
+        self.identity, self.run_id, self._admission = identity, admission.invite.run_id, admission
         self.refusals: Counter[str] = Counter()  # by reason; what this node was asked to keep or was given to read
         self.addresses: tuple[str, ...] = ()
         self._sequences: dict[bytes, int] = {}
@@ -46,12 +47,12 @@ class Directory:
         self._after_reopening: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     @classmethod
-    def start(cls, identity: Identity, run_id: bytes, **options: Any) -> "Directory":
-        """Start a directory and its node.
+    def start(cls, identity: Identity, admission: Admission, **options: Any) -> "Directory":
+        """Start a directory and its node, in the run that the admission lets this identity into.
 
         `options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …
         """
-        directory = cls(identity, run_id)
+        directory = cls(identity, admission)
         try:
             directory._open(dht.NodeOptions(**options))
         except BaseException:
@@ -94,7 +95,7 @@ class Directory:
     def publish(self, record: PeerRecord, expires_s: float) -> PeerRecord:
         """Sign this peer's record and store it in the run's DHT, valid for `expires_s` seconds.
 
-        Returns the record as published, with its run, key, number and expiry.
+        Returns the record as published, with its run, key, admission, number and expiry.
         """
         if not 0 < expires_s <= LIFETIME_LIMIT_S:
             raise DirectoryError(f"a record cannot be valid for {expires_s} s: at most {LIFETIME_LIMIT_S:.0f}")
@@ -104,6 +105,7 @@ class Directory:
             record,
             run_id=self.run_id,
             public_key=self.identity.public_key,
+            admission=self._admission.pack(),
             sequence=now_ms,  # rises across restarts too
             expires_ms=now_ms + int(expires_s * 1000),
         )
@@ -162,7 +164,7 @@ class Directory:
 
     def _open(self, options: dht.NodeOptions) -> None:
         try:
-            opening = dht.open_node(self.identity, self.run_id, options, self.refusals)
+            opening = dht.open_node(self.identity, self._admission, options, self.refusals)
             self._node = self.thread.call(opening, START_TIMEOUT_S)
         except dht.FAILURES as error:
             raise DirectoryError(_why_not_open(options, error)) from error
@@ -200,6 +202,9 @@ def _port_of(addresses: Sequence[str]) -> int:
 
 
 def _why_not_open(options: dht.NodeOptions, error: BaseException) -> str:
+    if isinstance(error, dht.NotLetIn):
+        said = "".join(filter(str.isprintable, str(error)))[:200]  # by others: no control characters on a terminal
+        return f"nobody lets this peer in at {', '.join(options.bootstrap)}: {said}"
     if options.bootstrap and "failed to connect to bootstrap peers" in str(error):
         return (
             f"nobody answers at {', '.join(options.bootstrap)}: if the run has ended or moved, ask for a new ticket; "

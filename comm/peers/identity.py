@@ -4,6 +4,7 @@ The file is libp2p's own private-key message, so the same key signs tickets and 
 and a peer's libp2p id follows from its public key alone.
 """
 
+import hashlib
 import os
 import stat
 from dataclasses import dataclass, field
@@ -59,6 +60,21 @@ class Identity:
         return self._key.sign(data)
 
 
+def new_secret() -> bytes:
+    """Return a new Ed25519 private key, 32 bytes, that no file keeps."""
+    return Ed25519PrivateKey.generate().private_bytes_raw()
+
+
+def public_key_of(secret: bytes) -> bytes:
+    """Return the public key that belongs to a private one."""
+    return Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+
+
+def sign_with(secret: bytes, data: bytes) -> bytes:
+    """Return the signature of the data by a private key, 64 bytes."""
+    return Ed25519PrivateKey.from_private_bytes(secret).sign(data)
+
+
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """Tell whether the holder of this key signed the data; False for bytes that are no key, too."""
     try:
@@ -71,6 +87,22 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 def peer_id_of(public_key: bytes) -> str:
     """Return libp2p's name for the holder of this key: short keys are not hashed, only wrapped."""
     return _base58(IDENTITY_MULTIHASH + PUBLIC_HEADER + public_key)
+
+
+def public_key_in(peer: str) -> bytes:
+    """Return the public key in a peer's id; raise IdentityError if the id is not that of an Ed25519 key."""
+    number, header = 0, IDENTITY_MULTIHASH + PUBLIC_HEADER
+    for digit in peer[:64]:
+        number = number * 58 + BASE58.find(digit)
+    raw = number.to_bytes(64, "big").lstrip(b"\0").rjust(len(header) + PUBLIC_KEY_BYTES, b"\0")
+    if peer_id_of(raw[len(header) :]) != peer:
+        raise IdentityError(f"{peer} is no peer's id")
+    return raw[len(header) :]
+
+
+def run_id_of(owner: bytes) -> bytes:
+    """Return the id of the run that the holder of this public key owns: the key's SHA-256."""
+    return hashlib.sha256(owner).digest()
 
 
 def _create(path: Path) -> None:

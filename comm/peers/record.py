@@ -7,10 +7,11 @@ one kept alive by another peer, is refused.
 from dataclasses import dataclass, replace
 
 from diloco.comm.peers import packing
+from diloco.comm.peers.admission import ADMISSION_LIMIT
 from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, verify
 from diloco.errors import RecordRefused
 
-VERSION = 1
+VERSION = 2
 CONTEXT = b"diloco peer record\0"
 DIGEST_BYTES = 32
 CERTIFICATE_LIMIT = 2048
@@ -23,7 +24,7 @@ CLOCK_SKEW_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """Describe a peer to its run: addresses, certificate, machine, link rates and the round that it has reached."""
+    """Describe a peer to its run: addresses, certificate, machine, link rates, its round and what admits it."""
 
     run_id: bytes
     public_key: bytes
@@ -37,6 +38,7 @@ class PeerRecord:
     down_bits_per_s: int
     round: int
     chain_digest: bytes
+    admission: bytes = b""  # by which the run's owner lets it in, see `admission.py`
     sequence: int = 0
     expires_ms: int = 0  # since 1970
 
@@ -68,13 +70,18 @@ def authenticate(data: bytes) -> PeerRecord:
     """Return the record like `decode`, without the clock: what this accepts once, it accepts always and everywhere."""
     if len(data) > RECORD_LIMIT:
         raise RecordRefused("too long", f"{len(data)} bytes, at most {RECORD_LIMIT} are allowed")
-    try:
-        record = _parse(data[:-SIGNATURE_BYTES])
-    except packing.Malformed as error:
-        raise RecordRefused("malformed", str(error)) from None
+    record = unverified(data)
     if not verify(record.public_key, data[-SIGNATURE_BYTES:], CONTEXT + data[:-SIGNATURE_BYTES]):
         raise RecordRefused("bad signature", "it was changed, or another key signed it")
     return record
+
+
+def unverified(data: bytes) -> PeerRecord:
+    """Return the record in these bytes without a look at its signature: for what was authenticated before."""
+    try:
+        return _parse(data[:-SIGNATURE_BYTES])
+    except packing.Malformed as error:
+        raise RecordRefused("malformed", str(error)) from None
 
 
 def check_not_too_long(record: PeerRecord, now: float) -> None:
@@ -98,6 +105,7 @@ def _body(record: PeerRecord) -> bytes:
         *(packing.integer(number, 8) for number in numbers),
         *(packing.text(words, TEXT_LIMIT) for words in (record.name, record.devices, record.mesh)),
         packing.blob(record.certificate, CERTIFICATE_LIMIT),
+        packing.blob(record.admission, ADMISSION_LIMIT),
         packing.count(len(control), ADDRESSES_LIMIT),
         *control,
         packing.count(len(bulk), ADDRESSES_LIMIT),
@@ -123,6 +131,7 @@ def _parse(body: bytes) -> PeerRecord:
         devices=reader.text(TEXT_LIMIT),
         mesh=reader.text(TEXT_LIMIT),
         certificate=reader.blob(CERTIFICATE_LIMIT),
+        admission=reader.blob(ADMISSION_LIMIT),
         control=tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT))),
         bulk=tuple(
             (reader.text(packing.ADDRESS_LIMIT), reader.integer(2)) for _ in range(reader.count(ADDRESSES_LIMIT))

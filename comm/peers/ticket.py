@@ -1,6 +1,9 @@
-"""A ticket: one URL-safe string that lets a peer into a run, signed by the run's owner and checked offline.
+"""A ticket: one URL-safe string that lets islands into a run.
+
+It holds an invite signed by the run's owner, the invite's private key, addresses to join at and how far the run was.
 
 The run is its owner's public key and the run id is that key's hash, so a ticket proves by itself which run it is for.
+The private key is never sent to a peer: an island signs its own key with it, see `admission.py`.
 """
 
 import base64
@@ -10,61 +13,71 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from diloco.comm.peers import packing
+from diloco.comm.peers.admission import ISLANDS_LIMIT, LATEST, Admission, Invite, Right, read_invite
 from diloco.comm.peers.clock import MAX_OFF_S
-from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity, new_secret, public_key_of
 from diloco.errors import TicketError
 
-PREFIX = "diloco1-"
-CONTEXT = b"diloco ticket 1\0"  # what one key signs for one purpose can never pass for another
+PREFIX = "diloco2-"
+OLD_PREFIX = "diloco1-"
 ADDRESSES_LIMIT = 8
-TEXT_LIMIT = 3000  # 8 addresses of 255 bytes, keys, signature, as base64
-LATEST = 253402300799  # the year 9999, so that every expiry can be shown as a date
+TEXT_LIMIT = 3300  # 8 addresses of 255 bytes, keys, signature, as base64
+ISLANDS = 100  # that a ticket admits, unless its owner says otherwise
+DIGEST_BYTES = 32
+CHECKSUM_BYTES = 4  # against a slip in copying; nobody else could gain by a change
+NO_HEAD = 0, bytes(DIGEST_BYTES)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Let a peer into a run: name the run's owner, addresses to join at and an expiry, under the owner's signature."""
+    """Let islands into a run: an invite with its private key, addresses to join at, and how far the run was."""
 
-    owner: bytes
+    invite: Invite
     addresses: tuple[str, ...]
-    expires_at: int  # seconds since 1970
-    peer: bytes | None = None  # the one public key that it admits; None admits anybody
-    signature: bytes = b""
+    secret: bytes = field(default=b"", repr=False)  # of the invite; a bound one has none
+    head: tuple[int, bytes] = NO_HEAD  # round and digest, where the ticket was printed
 
     @classmethod
     def issue(
-        cls, owner: Identity, addresses: Sequence[str], *, now: float, lifetime_s: float, peer: bytes | None = None
-    ) -> "Ticket":
-        """Sign a ticket that is valid for `lifetime_s` seconds from now, for one peer's public key or for anybody."""
+        cls, owner: Identity, addresses: Sequence[str], *, now: float, lifetime_s: float, peer: bytes | None = None,
+        right: Right = Right.CONTRIBUTE, islands: int = ISLANDS,
+    ) -> "Ticket":  # fmt: skip
+        """Sign a ticket that is valid for `lifetime_s` seconds from now, for one peer's public key or for whoever has
+        it."""
         if not 0 < lifetime_s < LATEST - now:
             raise TicketError(f"a ticket cannot be valid for {lifetime_s} s: use a positive number of seconds")
-        draft = cls(owner.public_key, tuple(addresses), math.ceil(now + lifetime_s), peer)
+        if not 0 < islands <= ISLANDS_LIMIT:
+            raise TicketError(f"a ticket cannot be for {islands} islands: use 1 to {ISLANDS_LIMIT}")
+        secret = b"" if peer is not None else new_secret()
+        key, expires_at = peer or public_key_of(secret), math.ceil(now + lifetime_s)
+        draft = Invite(owner.public_key, key, peer is not None, right, 1 if peer else islands, expires_at)
         try:
-            return replace(draft, signature=owner.sign(CONTEXT + draft._body()))
+            ticket = cls(draft.signed(owner), tuple(addresses), secret)
+            ticket._body()
         except packing.Malformed as error:
             raise TicketError(f"no ticket can be made from this: {error}") from error
+        return ticket
 
     @classmethod
     def parse(cls, text: str, now: float) -> "Ticket":
         """Return the ticket in this text; raise TicketError unless it is whole, signed by its owner and still valid."""
         try:
-            ticket = _unpack(_decode(text.strip()))
+            ticket = _unpack(_decode("".join(text.split())))
         except packing.Malformed as error:
             raise TicketError(f"this is no whole ticket ({error}): copy all of it again") from None
-        if not verify(ticket.owner, ticket.signature, CONTEXT + ticket._body()):
+        if not ticket.invite.is_signed:
             raise TicketError(
                 "the ticket was changed or is forged (its owner's signature does not fit):"
                 " copy it again or ask the run's owner for a new one"
             )
         if now >= ticket.expires_at:
-            when = datetime.fromtimestamp(ticket.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise TicketError(f"the ticket expired at {when}: ask the run's owner for a new one")
+            raise TicketError(f"the ticket expired at {ticket.expiry}: ask the run's owner for a new one")
         return ticket
 
     @classmethod
@@ -80,53 +93,63 @@ class Ticket:
 
     @property
     def run_id(self) -> bytes:
-        """Return the id of the run that it is for, which follows from its owner's key."""
-        return run_id_of(self.owner)
+        """Return the id of the run that it is for."""
+        return self.invite.run_id
+
+    @property
+    def expires_at(self) -> int:
+        """Return when it expires, in seconds since 1970."""
+        return self.invite.expires_at
+
+    @property
+    def expiry(self) -> str:
+        """Return when it expires, in words."""
+        return datetime.fromtimestamp(self.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+    def admission(self, island: bytes) -> Admission:
+        """Return what admits the island with this public key; raise TicketError if the ticket is bound to another."""
+        return Admission.make(self.invite, self.secret, island)
+
+    def at(self, addresses: Sequence[str], head: tuple[int, bytes] | None = None) -> "Ticket":
+        """Return the same invite with other addresses, and with the run's present head where that is known."""
+        return replace(self, addresses=tuple(addresses)[:ADDRESSES_LIMIT], head=head or self.head)
 
     def render(self) -> str:
         """Return the ticket as one URL-safe string, which `parse` reads."""
-        return PREFIX + _base64(self._body() + packing.fixed(self.signature, SIGNATURE_BYTES))
+        body = self._body()
+        return PREFIX + _base64(body + _checksum(body))
 
     def _body(self) -> bytes:
-        bound = b"\0" if self.peer is None else b"\1" + packing.fixed(self.peer, PUBLIC_KEY_BYTES)
         addresses = [packing.address(address) for address in self.addresses]
-        listed = packing.count(len(addresses), ADDRESSES_LIMIT) + b"".join(addresses)
-        return packing.fixed(self.owner, PUBLIC_KEY_BYTES) + bound + packing.integer(self.expires_at, 8) + listed
-
-
-def check_greeting(greeting: bytes, run_id: bytes, peer_public_key: bytes, now: float, *, known: bool) -> None:
-    """Raise TicketError unless the holder of this key may enter this run with the ticket that it greets with.
-
-    This needs no other peer: any member can check it. A ticket has to be valid when an island joins, not whenever the
-    connection of a `known` one breaks: runs outlast tickets.
-    """
-    ticket = Ticket.parse(greeting.decode(errors="replace"), 0.0 if known else now)
-    if ticket.run_id != run_id:
-        theirs, ours = ticket.run_id.hex()[:12], run_id.hex()[:12]
-        raise TicketError(f"the ticket is for run {theirs}, not for run {ours}: use a ticket of this run")
-    if ticket.peer is not None and ticket.peer != peer_public_key:
-        raise TicketError("the ticket was issued for another peer: ask the run's owner for one for your own key")
-
-
-def run_id_of(public_key: bytes) -> bytes:
-    """Return the id of the run that the holder of this key owns: the key's SHA-256."""
-    return hashlib.sha256(public_key).digest()
+        round_number, digest = self.head
+        return b"".join((
+            self.invite.pack(),
+            packing.fixed(self.secret, 0 if self.invite.bound else PUBLIC_KEY_BYTES),
+            packing.integer(round_number, 8),
+            packing.fixed(digest, DIGEST_BYTES),
+            packing.count(len(addresses), ADDRESSES_LIMIT),
+            *addresses,
+        ))  # fmt: skip
 
 
 def _unpack(raw: bytes) -> Ticket:
-    reader = packing.Reader(raw)
-    owner = reader.take(PUBLIC_KEY_BYTES)
-    peer = reader.take(PUBLIC_KEY_BYTES) if reader.count(1) else None
-    expires_at = reader.integer(8)
-    if expires_at > LATEST:
-        raise packing.Malformed("its expiry is no date")
+    body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
+    if checksum != _checksum(body):
+        raise packing.Malformed("a character is wrong, or some are missing")
+    reader = packing.Reader(body)
+    invite = read_invite(reader)
+    secret = b"" if invite.bound else reader.take(PUBLIC_KEY_BYTES)
+    if secret and public_key_of(secret) != invite.key:
+        raise packing.Malformed("its private key is not that of its invite")
+    head = reader.integer(8), reader.take(DIGEST_BYTES)
     addresses = tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT)))
-    signature = reader.take(SIGNATURE_BYTES)
     reader.finish()
-    return Ticket(owner, addresses, expires_at, peer, signature)
+    return Ticket(invite, addresses, secret, head)
 
 
 def _decode(text: str) -> bytes:
+    if text.startswith(OLD_PREFIX):
+        raise packing.Malformed("it is of diloco 0.2 with protocol 6 or before")
     if not text.startswith(PREFIX):
         raise packing.Malformed(f"it does not start with {PREFIX}")
     if len(text) > TEXT_LIMIT:
@@ -140,6 +163,10 @@ def _decode(text: str) -> bytes:
     if _base64(raw) != payload:
         raise packing.Malformed("it has characters that do not belong")
     return raw
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:CHECKSUM_BYTES]
 
 
 def _base64(raw: bytes) -> str:

@@ -234,6 +234,13 @@ class Inbox:
             self._open.add(stream)
         return stream
 
+    def drop(self, peer: str) -> None:
+        """Close every stream from or to a peer, accepted or not."""
+        with self._changed:
+            streams = [stream for stream in self._open if stream.peer == peer]
+        for stream in streams:
+            stream.close()
+
     def take(self, channel: str, timeout_s: float | None) -> Stream:
         """Wait for a stream on this channel and remove it.
 

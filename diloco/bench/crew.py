@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -31,7 +31,6 @@ from diloco.elastic.protocol.messages import Append, Collect, Commit, Effect, Re
 from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, entry_of, fetch_state
-from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.reducing import Attempt
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.errors import TransferFailed, TransportError
@@ -262,9 +261,6 @@ class Worker:
         """Fetch the state from any peer that has it, for as long as it takes."""
         sizes = dict.fromkeys(VECTORS, self.setting.count)
         while True:
-            for address in list(self.addresses.values()):
-                with suppress(TransportError):
-                    greet(self.plain, address, b"")
             for peer in list(self.addresses):
                 started = time.monotonic()
                 try:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.atomic import write_file
 from diloco.bench.processes import WorkerFailed
 from diloco.bench.soak_checks import TOGETHER_S, Observation, Sample, SeenRecord, Told
 from diloco.bench.soak_island import SoakIsland, diloco_command
@@ -23,8 +22,9 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.elastic.runtime.restoring import logged_of
 from diloco.errors import DilocoError
-from diloco.launch.fleet import TICKET_S, spread
-from diloco.run.folder import OUTER, OWNER_KEY, has_log
+from diloco.launch.fleet import spread
+from diloco.run.folder import OUTER, has_log
+from diloco.run.invites import TICKET, keep_ticket
 from diloco.simulate.real.topology import island_name
 
 POLL_S = 0.1
@@ -224,10 +224,9 @@ class Operator:
         order = sorted(self._present, key=lambda island: not island.running)
         files = [island.folder / "addresses" for island in order]
         addresses = spread([file.read_text().split() for file in files if file.exists()])
-        owner = Identity.load(self.islands[1].folder / OWNER_KEY)
-        ticket = Ticket.issue(owner, addresses, now=time.time(), lifetime_s=TICKET_S).render()
-        write_file(self._root / "ticket", ticket + "\n")
-        return str(self._root / "ticket")
+        founded = Ticket.parse((self.islands[1].folder / TICKET).read_text(), 0.0)
+        keep_ticket(self._root, founded.at(addresses))
+        return str(self._root / TICKET)
 
     def _note_moment(self) -> None:
         able = frozenset(island.name for island in self._present if island.able)

@@ -12,6 +12,7 @@ from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
 from diloco.cli.run import join, run
 from diloco.cli.simulate import simulate
+from diloco.cli.ticket import ticket
 from diloco.version import PROTOCOL, __version__
 
 app = typer.Typer(
@@ -41,7 +42,8 @@ def diloco(
 
 
 app.command(epilog="Example: diloco run examples/quickstart.yaml --set inner.steps=500")(run)
-app.command(epilog="Example: diloco join diloco1-… --max-up 20mbit")(join)
+app.command(epilog="Example: diloco join diloco2-… --max-up 20mbit")(join)
+app.add_typer(ticket, name="ticket")
 app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")(config)
 app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")(tokenize)
 app.command(epilog="Example: diloco export quickstart exported/quickstart")(export)

@@ -105,7 +105,10 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
 
 
 def join(
-    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The run's ticket, or a file that holds it.")],
+    ticket: Annotated[
+        str,
+        typer.Argument(metavar="TICKET", help="The run's ticket, a file that holds it, or - (standard input)."),
+    ],
     set_: JoinOverrides = None,
     dir: Annotated[Path | None, typer.Option(help="This island's folder (default runs/RUN_ID-NAME).")] = None,
     name: Annotated[str | None, typer.Option(help="Name under which others see this island.")] = None,
@@ -153,15 +156,18 @@ def join(
 
 
 def read_ticket(given: str) -> str:
-    """Return the ticket's text. Tickets are long, so a file that holds one will do."""
-    if given.startswith("diloco1-"):
+    """Return the ticket's text: given as such, in a file, or on standard input (-)."""
+    from diloco.comm.peers.ticket import OLD_PREFIX, PREFIX, TEXT_LIMIT
+
+    if given.startswith((PREFIX, OLD_PREFIX)):
         return given
     try:
-        return Path(given).read_text().strip()
+        with sys.stdin if given == "-" else open(given) as file:
+            return file.read(2 * TEXT_LIMIT)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise TicketError(
-            f"{given[:60]!r}: a ticket begins with diloco1-, and no file holds one there ({why})"
+            f"{given[:60]!r}: a ticket begins with {PREFIX}, and no file holds one there ({why})"
         ) from None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from diloco.atomic import write_file
 from diloco.checkpoint.save import read_facts, saves
-from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.config.schema import Config
@@ -24,6 +23,7 @@ from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
+from diloco.run.invites import TICKET, keep_ticket
 from diloco.run.signals import PAUSE, signals
 from diloco.train.resume import among_others
 
@@ -33,7 +33,6 @@ RESTART_S = 3.0
 RESTARTS = 5  # of one island
 LEAVE_S = 40.0  # for an island to end by itself, beyond elastic.grace_s, unless it is still saving
 SAVING_S = 30.0  # since it last wrote to a file
-TICKET_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Plan:
     def joiner(self, name: str) -> list[str]:
         """Return the arguments of `diloco` that let this island join by the run's ticket."""
         where = ["--name", name, "--dir", str(self.folder / name)]
-        return ["join", str(self.folder / "ticket"), *where, *_sets(self._own()), *self.network()]
+        return ["join", str(self.folder / TICKET), *where, *_sets(self._own()), *self.network()]
 
     def _own(self) -> list[str]:
         sections = {name: getattr(self.config, name).model_dump(mode="json", exclude_unset=True) for name in OWN}
@@ -163,7 +162,7 @@ class Fleet:
         """Start the first island, which founds the run or resumes it; the others follow when its ticket is written."""
         self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
         if self.plan.resume:
-            (self.plan.folder / self.plan.names[0] / "ticket").unlink(missing_ok=True)  # others wait for the new one
+            (self.plan.folder / self.plan.names[0] / TICKET).unlink(missing_ok=True)  # others wait for the new one
             for tail in self._tails.values():
                 tail.read()  # what happened before is no news
         self._start(self.plan.names[0], self.plan.founder())
@@ -221,7 +220,7 @@ class Fleet:
     def _invite(self) -> None:
         """Write a ticket with the addresses of all islands that are running: any of them can let others in. Once there
         is one, the other islands are started."""
-        if not (self.plan.folder / self.plan.names[0] / "ticket").exists():
+        if not (self.plan.folder / self.plan.names[0] / TICKET).exists():
             return
         there = [self.children[name] for name in self.plan.names if name in self._running]
         files = [child.folder / "addresses" for child in there]
@@ -229,11 +228,10 @@ class Fleet:
         if not addresses or addresses == self._addresses:
             return
         first, self._addresses = not self._addresses, addresses
-        owner = Identity.load(self.plan.folder / self.plan.names[0] / "owner.key")
-        ticket = Ticket.issue(owner, addresses, now=time.time(), lifetime_s=TICKET_S).render()
-        write_file(self.plan.folder / "ticket", ticket + "\n")
+        founded = Ticket.parse((self.plan.folder / self.plan.names[0] / TICKET).read_text(), 0.0)
+        keep_ticket(self.plan.folder, founded.at(addresses))
         if first:
-            self._say(invitation(self.plan, ticket))
+            self._say(invitation(self.plan, founded.at(addresses).render()))
             for name in self.plan.names[1:]:
                 self._start(name, self.plan.joiner(name))
 

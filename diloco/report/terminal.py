@@ -46,7 +46,7 @@ def sentence(event: Event) -> str | None:
         case "save":
             return f"saved step {event['step']} to {event['path']}"
         case "ticket":
-            return f"others join with: diloco join {event['ticket']}"
+            return f"others join with: diloco join {event['file']}"
         case "amended":
             return f"by the run's owner: {event['text']}"
         case "elastic":

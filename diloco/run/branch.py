@@ -19,8 +19,7 @@ from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import SnapshotContents, write_snapshot
 from diloco.checkpoint.save import read_facts, read_outer, saves
-from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.ticket import run_id_of
+from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.config.file import first_difference, flat
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP

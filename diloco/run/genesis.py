@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.atomic import write_file
-from diloco.comm.peers.identity import Identity, verify
-from diloco.comm.peers.ticket import run_id_of
+from diloco.comm.peers.identity import Identity, run_id_of, verify
 from diloco.config.file import first_difference, parse_config
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
@@ -133,8 +132,9 @@ class Genesis:
         limit = None if epochs is None or self.data == OWN_LOOP else epochs * self.samples
         latch = self.digest if self.config.get("elastic", {}).get("partition") == "quorum" else ""
         empty = RunState(
-            Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner, latch=latch
-        )
+            Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner, latch=latch,
+            admitted=((self.founder, ""),),
+        )  # fmt: skip
         if (came := self.parent) is None:
             return empty
         head, ledger = Head(came.tokens, 0, self.digest), replace(came.ledger, limit=limit)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from diloco.elastic.runtime.applier import Vectors
 from diloco.elastic.runtime.driver import EVICTED, Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.fetching import FetchedState, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.mailbox import greet
 from diloco.elastic.runtime.restoring import Origin, kept_in, memory_of, restore
 from diloco.errors import Evicted, JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
 from diloco.island.layout import Layout
@@ -131,7 +130,10 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
         sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
 
         def ask_for_it(first: str, others: dict[str, PeerAddress]) -> FetchedState:
-            return fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
+            found = fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
+            if not found.state.admitted:
+                raise MessageRefused("in the state that a peer gives nobody was ever admitted")
+            return found
 
         try:
             snapshot = ask_members(peer, ask_for_it)
@@ -162,9 +164,6 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
             published = time.monotonic()
         addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
-        for member in members:  # all of them: each gives its part of a state
-            with suppress(TransportError):
-                greet(peer.plain, addresses[member], peer.network().greeting)
         for first in members:
             try:
                 return question(first, addresses)
@@ -233,6 +232,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
         hand_in(driver.amend)
 
     run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)
+    options = replace(options, admission=peer.admission.pack().hex() if isinstance(peer, Peer) else "")
     if (owner := owner_of(Path(config.dir), start.genesis)) is not None:
         options = replace(options, sign_latch=partial(Latch.sign, owner))
     incarnation = incarnation or new_incarnation(peer.id, origin.state)
@@ -244,7 +244,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     )
     driver = stack.enter_context(island)
     peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
-    peer.is_member = lambda other: other in driver.applied.roster
+    peer.state = lambda: driver.applied
     peer.publish()
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)

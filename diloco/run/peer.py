@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.admission import Admission, Right, check_admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity, peer_id_of
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.peers.redial import Redial
-from diloco.comm.peers.ticket import Ticket, check_greeting
+from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport.auto import AutoTransport
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
@@ -27,8 +28,9 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
+from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Network
-from diloco.errors import DaemonLost, DirectoryError, PeerRefused
+from diloco.errors import DaemonLost, DirectoryError
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -78,7 +80,7 @@ class LocalPeer:
         self.identity = Identity.load(folder / IDENTITY_KEY)
         self.id = self.identity.peer_id
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
-        self.is_member: Callable[[str], bool] = lambda peer: False  # by what is committed
+        self.state: Callable[[], RunState | None] = lambda: None  # what is committed, as far as it is known here
         self._names_file = folder / NAMES
         self._names = {**read_names(folder), self.id: connection.name}  # they outlive records, and this process
         self.plain: Transport = MemoryNetwork().transport(self.id)
@@ -87,11 +89,8 @@ class LocalPeer:
         self._thread: threading.Thread | None = None
 
     def network(self) -> Network:
-        """Return the transports for rounds; nobody else is admitted."""
-        return Network(self.plain, self.bulk, b"", self._admit)
-
-    def _admit(self, peer: str, greeting: bytes) -> None:
-        raise PeerRefused(f"{peer} cannot join: this run is closed")
+        """Return the transports for rounds; nobody else can reach them."""
+        return Network(self.plain, self.bulk)
 
     def publish(self) -> None:
         """Announce this peer to the others, of which there are none here."""
@@ -142,16 +141,15 @@ class LocalPeer:
 class Peer(LocalPeer):
     """Represent this machine among others: in the directory from `publish` on. `watch` reports who comes and goes."""
 
-    def __init__(
-        self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, ticket: Ticket, connection: Connection, *, lonely: bool = False) -> None:
         """`lonely`: it is fine if nobody answers; the peers it knows of are tried again and again."""
-        super().__init__(folder, run_id, connection)
+        super().__init__(folder, ticket.run_id, connection)
         self._book = AddressBook(folder)
-        self.ticket = ticket
+        self._ticket, self.admission = ticket, ticket.admission(self.identity.public_key)
         self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
         self._renewed_at: dict[str, float] = {}
-        self._admitted: set[str] = set()  # by this process
+        self._kept_out: dict[str, str] = {}  # and why: told once
+        self._let_in: set[str] = set()  # by this process, in time: what has expired since then does not matter
         self._redial = Redial()
         self._reopened_at: list[float] = []
         self.directory = self._enter(lonely=lonely)
@@ -174,17 +172,17 @@ class Peer(LocalPeer):
             where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
         if listen in (ANYWHERE, "::"):
             log.warning("%s is not an address of this machine: your router must forward every port to it", host)
-        where["is_cut"] = self.connection.is_cut
+        where |= {"is_cut": self.connection.is_cut, "objection": self._objection}
         if not lonely:
             places = [place for known in self._places().values() for place in known]
-            return Directory.start(self.identity, self.run_id, bootstrap=places, **where)
-        directory = Directory.start(self.identity, self.run_id, **where)
+            return Directory.start(self.identity, self.admission, bootstrap=places, **where)
+        directory = Directory.start(self.identity, self.admission, **where)
         directory.reach(self._places())  # at once, for the run's time; whoever does not answer is tried again
         return directory
 
     def _places(self) -> dict[str, tuple[str, ...]]:
         """Return where others may be, by their ids: as last seen, and as this peer's ticket says."""
-        places = by_peer(self.ticket.addresses if self.ticket is not None else ())
+        places = by_peer(self._ticket.addresses)
         for peer, last_seen in self._book.others.items():
             places[peer] = tuple(dict.fromkeys((*last_seen, *places.get(peer, ()))))
         places.pop(self.id, None)
@@ -196,18 +194,34 @@ class Peer(LocalPeer):
         return self.directory.addresses
 
     def network(self) -> Network:
-        """Return the transports for rounds; this peer's ticket is its greeting."""
-        assert self.ticket is not None
-        return Network(self.plain, self.bulk, self.ticket.render().encode(), self._admit)
+        """Return the transports for rounds, which admit those alone whom the run's owner has invited."""
+        return Network(self.plain, self.bulk, self._may_read)
 
-    def _admit(self, peer: str, greeting: bytes) -> None:
-        """Check another peer's greeting; any member checks any other's admission by itself."""
+    def _may_read(self, peer: str) -> bool:
         record = self.records.get(peer)
-        if record is None:
-            raise PeerRefused(f"{peer} has no record in the run's directory")
-        known = peer in self._admitted or self.is_member(peer)
-        check_greeting(greeting, self.run_id, record.public_key, RUN_CLOCK.now(), known=known)
-        self._admitted.add(peer)
+        return record is not None and self._right(record) != Right.WATCH
+
+    def _right(self, record: PeerRecord) -> Right:
+        return check_admission(record.admission, self.run_id, record.public_key).invite.right
+
+    def _objection(self, peer: str, admission: Admission) -> str:
+        """Return why a peer is kept out, though its admission is good; "" if it is let in.
+
+        A ticket has to be valid when an island joins, not whenever a connection breaks: runs outlast tickets.
+        """
+        state, invite = self.state(), admission.invite
+        if state is not None and peer in state.evicted:
+            return "the run's owner has taken it out"
+        if state is not None and peer in state.invites:
+            return ""
+        if state is not None and invite.right in (Right.CONTRIBUTE, Right.WITNESS):
+            as_witness = invite.right == Right.WITNESS
+            if reason := state.objection(peer, admission.pack().hex(), witness=as_witness):
+                return reason
+        if peer not in self._let_in and RUN_CLOCK.now() >= invite.expires_at:
+            return "its ticket has expired"
+        self._let_in.add(peer)
+        return ""
 
     def publish(self) -> None:
         """Put this peer's record into the directory, with its addresses and its present head, for EXPIRES_S seconds."""
@@ -228,16 +242,35 @@ class Peer(LocalPeer):
         """
         found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
         found.pop(self.id, None)
+        found = {peer: record for peer, record in found.items() if self._admits(peer, record)}
         for peer, record in found.items():
             if peer not in self.records or self.records[peer].sequence != record.sequence:
                 self._renewed_at[peer] = time.monotonic()
-        self.records = {peer: record for peer, record in self.records.items() if self._knows(peer)} | found
+        before = {peer: record for peer, record in self.records.items() if self._knows(peer)}
+        self.records = {peer: record for peer, record in before.items() if self._admits(peer, record)} | found
         self._keep_names({peer: record.name for peer, record in found.items()})
         self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
         return {peer: address_of(peer, record) for peer, record in found.items()}
 
+    def _admits(self, peer: str, record: PeerRecord) -> bool:
+        """Return whether a peer is let in now. If it is not any more, its streams are closed."""
+        admission = check_admission(record.admission, self.run_id, record.public_key)
+        if not (reason := self._objection(peer, admission)):
+            return True
+        if peer in self._let_in:
+            self._let_in.discard(peer)
+            self._direct.inbox.drop(peer)
+        if self._kept_out.get(peer) != reason:
+            self._kept_out[peer] = reason
+            log.warning("%s is kept out: %s", record.name, reason)
+        return False
+
     def _knows(self, peer: str) -> bool:
-        return peer in self._admitted or self.is_member(peer)
+        return peer in self._let_in or self._is_member(peer)
+
+    def _is_member(self, peer: str) -> bool:
+        state = self.state()
+        return state is not None and peer in state.roster
 
     def _watch(self, know: Know, fail: Fail) -> None:
         published, said, said_at = -PUBLISH_S, "", 0.0
@@ -253,7 +286,7 @@ class Peer(LocalPeer):
                     published = time.monotonic()
                 know(self.find_peers())
                 present = {peer: record.control for peer, record in self.records.items() if self._knows(peer)}
-                self._book.remember(present, self.is_member)
+                self._book.remember(present, self._is_member)
             except DaemonLost as lost:
                 fail(lost)
                 return

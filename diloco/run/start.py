@@ -4,7 +4,6 @@
 island alone founds a run of one that nobody else can join (no `Connection`): in all else it is a run like any other.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,20 +13,20 @@ from typing import Any
 
 import torch
 
-from diloco.atomic import write_file
 from diloco.checkpoint.save import saves
 from diloco.comm.codec.registry import warm_up
-from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.ticket import Ticket, run_id_of
+from diloco.comm.peers.identity import Identity, run_id_of
+from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
-from diloco.errors import DirectoryError, SaveError
+from diloco.errors import DirectoryError, SaveError, TicketError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder, refuse_other_protocols
 from diloco.run.genesis import Genesis, own_sections, read_genesis
+from diloco.run.invites import TICKET, keep_ticket, open_ticket, own_ticket
 from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
 from diloco.run.signals import Stop, stop_on_signal
@@ -36,8 +35,6 @@ from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
 from diloco.train.rounds import Rounds
 from diloco.train.trainer import Outcome, Trainer
-
-TICKET_S = 30 * 24 * 3600.0
 
 Build = Callable[[Config], Participant]  # refuses what cannot work, before anything on disk is touched
 
@@ -115,7 +112,7 @@ class RunEntry:
             store.begin(genesis.digest, state.head.digest, state.head.round, known=False)
             start = Start(genesis, Origin(state, vectors), store, returns=False)
             if self.ticket is not None:
-                self.events.emit("ticket", ticket=self.ticket.render())
+                self.events.emit("ticket", file=str(folder / TICKET))
         return self._take_part(part, peer, start)
 
     def resume(self, config: Config) -> Participant:
@@ -190,9 +187,10 @@ class RunEntry:
         run_id = run_id_of(owner.public_key)
         if self.connection is None:
             return self.stack.enter_context(closing(LocalPeer(folder, run_id, Connection(name=name))))
-        peer = self._open_peer(folder, run_id, None, self.connection, lonely=True)
-        self.ticket = peer.ticket = Ticket.issue(owner, peer.addresses, now=time.time(), lifetime_s=TICKET_S)
-        write_file(folder / "ticket", self.ticket.render() + "\n")
+        own = own_ticket(owner, Identity.load(folder / IDENTITY_KEY))
+        peer = self._open_peer(folder, own, self.connection, lonely=True)
+        self.ticket = open_ticket(folder, owner, peer.addresses)
+        keep_ticket(folder, self.ticket)
         return peer
 
     def _joining_peer(self, folder: Path, ticket: Ticket) -> Peer:
@@ -201,24 +199,24 @@ class RunEntry:
         self.ticket = ticket
         key, new = folder / IDENTITY_KEY, not (folder / IDENTITY_KEY).exists()
         try:
-            return self._open_peer(folder, ticket.run_id, ticket, self.connection, lonely=returns)
-        except DirectoryError:  # nothing was started, and nothing is left
+            peer = self._open_peer(folder, ticket, self.connection, lonely=returns)
+            keep_ticket(folder, ticket)
+            return peer
+        except (DirectoryError, TicketError):  # nothing was started, and nothing is left
             if new:
                 key.unlink(missing_ok=True)
                 with suppress(OSError):  # it was there before, with other things in it
                     folder.rmdir()
             raise
 
-    def _open_peer(
-        self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool
-    ) -> Peer:
+    def _open_peer(self, folder: Path, ticket: Ticket, connection: Connection, *, lonely: bool) -> Peer:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SaveError(
                 f"{folder} cannot be made: {error}; name another one with --dir or checkpoint.dir"
             ) from None
-        return self.stack.enter_context(closing(Peer(folder, run_id, ticket, connection, lonely=lonely)))
+        return self.stack.enter_context(closing(Peer(folder, ticket, connection, lonely=lonely)))
 
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None

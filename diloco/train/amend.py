@@ -13,7 +13,7 @@ from diloco.atomic import create_file
 from diloco.comm.peers.identity import Identity
 from diloco.config.file import flat, overrides_tree, parse_config
 from diloco.config.schema import Config
-from diloco.elastic.protocol.record import EVICT, FORCE, Amendment
+from diloco.elastic.protocol.record import EVICT, FORCE, REVOKE, Amendment
 from diloco.elastic.protocol.wire import MAX_TEXT, decode, encode
 from diloco.errors import ConfigError, MessageRefused, SaveError
 
@@ -71,7 +71,7 @@ def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
     changes = json.loads(amendment.changes)
     if not isinstance(changes, dict):
         raise ConfigError("it is no table of settings")
-    for key in (EVICT, FORCE):
+    for key in (EVICT, FORCE, REVOKE):
         changes.pop(key, None)  # who takes part is the protocol's business
     for key in changes:
         if reason := _reason_against(key, config, own_loop=False):
@@ -96,9 +96,11 @@ def in_words(amendment: Amendment) -> str:
     try:
         changes = json.loads(amendment.changes)
         told = [f"…{peer[-8:]} is taken out" for peer in sorted(amendment.evicts)]
+        told += [f"the ticket {invite[:8]} is revoked" for invite in sorted(amendment.revokes)]
         if FORCE in changes:
             told.append(f"only {', '.join('…' + peer[-8:] for peer in changes[FORCE]['keep'])} go on")
-        return ", ".join([*told, *(f"{key}={value}" for key, value in changes.items() if key not in (EVICT, FORCE))])
+        others = {key: value for key, value in changes.items() if key not in (EVICT, FORCE, REVOKE)}
+        return ", ".join([*told, *(f"{key}={value}" for key, value in others.items())])
     except (
         ValueError,
         AttributeError,

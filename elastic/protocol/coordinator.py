@@ -154,6 +154,9 @@ class Coordinator:
         if promise.amendment is not None and not self.own.state.accepts(promise.amendment):
             self.own.ban(sender, "brings a change of settings that is not the owner's next one", now)
             return
+        if reason := self.own.state.objection(sender, promise.admission, witness=promise.witness):
+            self.own.ban(sender, f"cannot be a member: {reason}", now)
+            return
         before = term.answers.get(sender)
         if before is not None and before.incarnation != promise.incarnation:
             term.ready.pop(sender, None)  # that life is over

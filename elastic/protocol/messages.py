@@ -57,6 +57,7 @@ class Promise:
     held: Held | None
     amendment: Amendment | None = None  # the next one, where the sender has it
     witness: bool = False
+    admission: str = ""  # in hex, of one that has not been a member before
 
 
 @dataclass(frozen=True)

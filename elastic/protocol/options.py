@@ -23,6 +23,7 @@ class Options:
     start_s: float = 0.0  # after which it begins with those who are there
     min_voters: int = 3  # below which silence alone makes the roster no smaller
     witness: bool = False  # it stores and votes, and contributes nothing
+    admission: str = ""  # by which the run's owner lets this island in, in hex
     sign_latch: Callable[[Head], Latch] | None = None  # by the owner's key, where this process has it
     rejoin_s: float = 60.0  # for which one that returns looks for its roster, under `merge`
     slowest: float = 2.0  # times a usual round: whose exchange takes longer takes part now and then only

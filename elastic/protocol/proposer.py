@@ -18,6 +18,7 @@ from diloco.elastic.protocol.protocol_state import ProtocolState, Term
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.protocol.record import Amendment, Contribution, Grant, Offer, Proposal, Record, holder_name
 from diloco.elastic.protocol.state import RunState
+from diloco.errors import RecordInvalid
 
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
@@ -160,7 +161,7 @@ class Proposer:
 
     def next_attempt(self, term: Term, now: float) -> Begin | None:
         """Return the attempt to begin now, or None if it is not time for one."""
-        own, fragment, promised = self.own, self.own.due, term.promised()
+        own, fragment, promised = self.own, self.own.due, self._welcome(term.promised())
         offered = term.offers(fragment).items()
         able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
         ready = {peer: offer for peer, offer in offered if peer in able}
@@ -194,10 +195,25 @@ class Proposer:
         )
         in_order = tuple(peer for peer in own.state.roster if peer in answered)
         latch = None if own.state.latch else own.latch
-        proposal = replace(proposal, answered=in_order, latch=latch)
+        new = [peer for peer in proposal.roster if own.state.admitted and peer not in own.state.invites]
+        admissions = tuple((peer, promised[peer].admission) for peer in new)
+        proposal = replace(proposal, answered=in_order, latch=latch, admissions=admissions)
         members = proposal.islands or tuple(sorted(promised))
         of_links = tuple(rates[peer] for peer in members) if offers else ()
         return Begin(own.state.key, term.ballot, proposal, members, of_links, first=self._first() if offers else ())
+
+    def _welcome(self, promised: dict[str, Promise]) -> dict[str, Promise]:
+        """Return the promises without those of newcomers that one invite cannot all let in."""
+        state, welcome = self.own.state, dict[str, Promise]()
+        if not state.admitted:
+            return promised
+        for peer, promise in sorted(promised.items()):
+            try:
+                state = state.with_member(peer, promise.admission, witness=promise.witness)
+            except RecordInvalid:
+                continue
+            welcome[peer] = promise
+        return welcome
 
     def _first(self) -> tuple[tuple[str, int], ...]:
         """Return who took part in the first attempt at this round: its members may have kept pages, by its spans."""

@@ -224,8 +224,9 @@ class ProtocolState:
     def promise_for(self, term: int) -> msg.Promise:
         """Return the promise for a term, with the result held and the owner's next change of settings."""
         return msg.Promise(
-            self.state.key, term, self.incarnation, self.want, self.held, self.next_amendment, self.options.witness
-        )
+            self.state.key, term, self.incarnation, self.want, self.held, self.next_amendment, self.options.witness,
+            "" if self.me in self.state.invites else self.options.admission,
+        )  # fmt: skip
 
     @property
     def next_amendment(self) -> Amendment | None:

@@ -12,7 +12,7 @@ from diloco.elastic.protocol.ranges import Ranges
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
-EVICT, FORCE = "evict", "force"  # in an amendment's changes
+EVICT, FORCE, REVOKE = "evict", "force", "revoke"  # in an amendment's changes
 LATCH_CONTEXT = b"diloco latch 1\0"
 VOTE_UP_TO = 64  # members of a roster all vote; of more, only the first do
 VOTERS = 32
@@ -89,9 +89,16 @@ class Amendment:
     @cached_property
     def evicts(self) -> frozenset[str]:
         """Return the islands that it takes out of the run for good."""
+        return self._named(EVICT)
+
+    @cached_property
+    def revokes(self) -> frozenset[str]:
+        """Return the invites, by their public keys in hex, with which nobody new comes in any more."""
+        return self._named(REVOKE)
+
+    def _named(self, what: str) -> frozenset[str]:
         try:
-            named = json.loads(self.changes)[EVICT]
-            return frozenset(peer for peer in named if isinstance(peer, str))
+            return frozenset(name for name in json.loads(self.changes)[what] if isinstance(name, str))
         except (ValueError, TypeError, LookupError, RecursionError):
             return frozenset()
 
@@ -204,6 +211,7 @@ class Proposal:
     witnesses: tuple[str, ...] = ()  # of the next roster: they store and vote, and contribute nothing
     latch: Latch | None = None  # from which on every record needs a quorum
     hole: Hole | None = None  # in the contribution of a member that was lost
+    admissions: tuple[tuple[str, str], ...] = ()  # of members that are new to the run, in hex
 
     @cached_property
     def digest(self) -> str:

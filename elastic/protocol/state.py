@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from diloco.comm.peers.admission import Right, check_admission, read_invite
+from diloco.comm.peers.identity import public_key_in, run_id_of
+from diloco.comm.peers.packing import Reader
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges, is_normal, size
 from diloco.elastic.protocol.record import (
@@ -21,7 +24,7 @@ from diloco.elastic.protocol.record import (
     holder_name,
     quorum,
 )
-from diloco.errors import RecordInvalid
+from diloco.errors import IdentityError, RecordInvalid, TicketError
 
 Mark = tuple[str, int, int]  # island, incarnation, fragment
 KeptHole = tuple[Mark, int, Ranges]  # whose contribution, where that begins, and on which pages it does not count
@@ -51,6 +54,7 @@ class RunState:
     witnesses: tuple[str, ...] = ()  # members that store and vote, and contribute nothing
     latch: str = ""  # the digest of the record from which on every record needs a quorum; "": of none
     forces: int = 0  # records that the owner's signature decided in place of a quorum
+    admitted: tuple[tuple[str, str], ...] = ()  # everybody who was ever a member, and by which invite; see `objection`
     holes: tuple[KeptHole, ...] = ()  # until the same life's next contribution, which covers it
 
     @property
@@ -89,6 +93,40 @@ class RunState:
     def evicted(self) -> frozenset[str]:
         """Return the islands that the run's owner has taken out for good."""
         return frozenset(peer for amendment in self.amendments for peer in amendment.evicts)
+
+    @cached_property
+    def revoked(self) -> frozenset[str]:
+        """Return the invites with which nobody new comes in any more, by their keys in hex."""
+        return frozenset(invite for amendment in self.amendments for invite in amendment.revokes)
+
+    @cached_property
+    def invites(self) -> dict[str, str]:
+        """Return by which invite each island came in; that of a founder, which needed none, is empty."""
+        return dict(self.admitted)
+
+    def objection(self, island: str, admission: str, *, witness: bool = False) -> str:
+        """Return why an island cannot be a member of this run by its admission, in hex; "" if it can.
+
+        Who was one once needs none. Where nobody is admitted, as in simulations, anybody may come. Whether an invite
+        has expired does not matter here: that is for those to say who let its island in.
+        """
+        if island in self.evicted:
+            return "the run's owner has taken it out"
+        if not self.admitted or island in self.invites:
+            return ""
+        try:
+            run_id = run_id_of(bytes.fromhex(self.owner))
+            invite = check_admission(bytes.fromhex(admission), run_id, public_key_in(island)).invite
+        except (TicketError, IdentityError, ValueError) as error:
+            return str(error)
+        name = invite.key.hex()
+        if name in self.revoked:
+            return "its ticket was revoked"
+        if invite.right not in (Right.CONTRIBUTE, Right.WITNESS) or (invite.right == Right.WITNESS and not witness):
+            return f"its ticket allows it to {invite.right.name.lower()} only"
+        if sum(other == name for _, other in self.admitted) >= invite.islands:
+            return f"its ticket is used up: {invite.islands} island{'s' * (invite.islands > 1)} came in by it"
+        return ""
 
     def version(self, fragment: int) -> Version:
         """Return the last update of a fragment; its digest is empty before the first."""
@@ -155,6 +193,7 @@ class RunState:
         holders = {grant.holder.rpartition("#")[0] for grant in proposal.grants}
         if not set(proposal.witnesses).isdisjoint({*proposal.islands, *holders}):
             raise RecordInvalid("a witness contributes in it, or leases samples")
+        admitted = self._admitted_after(proposal)
         marks, versions = dict(self.marks), dict(self.versions)
         lives = {part.island: part.offer.incarnation for part in proposal.contributions}
         if proposal.contributions:
@@ -186,8 +225,30 @@ class RunState:
             witnesses=proposal.witnesses,
             latch=self.latch if latch is None else latch.head.digest,
             forces=self.forces + bool(kept),
+            admitted=admitted,
             holes=self._holes_after(proposal, marks),
         )
+
+    def _admitted_after(self, proposal: Proposal) -> tuple[tuple[str, str], ...]:
+        """Return who was ever a member; raise RecordInvalid if somebody new is in the roster without an admission."""
+        if not self.admitted:
+            return ()
+        state, given = self, dict(proposal.admissions)
+        for island in proposal.roster:
+            if island not in self.invites:
+                state = state.with_member(island, given.pop(island, ""), witness=island in proposal.witnesses)
+        if given:
+            raise RecordInvalid("it admits islands that it does not make members")
+        return state.admitted
+
+    def with_member(self, island: str, admission: str, *, witness: bool) -> "RunState":
+        """Return the state in which this island has been a member; raise RecordInvalid if it may not become one."""
+        if reason := self.objection(island, admission, witness=witness):
+            raise RecordInvalid(f"{island} cannot be a member: {reason}")
+        if not self.admitted or island in self.invites:
+            return self
+        invite = read_invite(Reader(bytes.fromhex(admission))).key.hex()
+        return replace(self, admitted=tuple(sorted((*self.admitted, (island, invite)))))
 
     def _holes_after(self, proposal: Proposal, marks: dict[Mark, int]) -> tuple[KeptHole, ...]:
         """Return the holes that are left: whoever contributes again covers its own."""

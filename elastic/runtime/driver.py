@@ -74,9 +74,8 @@ class Driver:
         self.applier.still_held = self._still_held
         self.store.on_durable = self._durable
         self.mailbox = Mailbox(network, node, self.post)
-        admitted = self.mailbox.admitted
         self.donor = Donor(
-            network.plain, self.library, may_read=admitted.__contains__, in_a_hurry=lambda: bool(self._attempts)
+            network.plain, self.library, may_read=network.may_read, in_a_hurry=lambda: bool(self._attempts)
         )
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
@@ -445,4 +444,4 @@ def open_island(
 
 def among_friends(transport: Transport) -> Network:
     """Return a network whose islands let everybody in who can reach them."""
-    return Network(transport, PooledTransport(transport), b"", lambda peer, greeting: None)
+    return Network(transport, PooledTransport(transport))

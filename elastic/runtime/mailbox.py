@@ -1,6 +1,6 @@
 """Control messages between islands: one stream to each peer for sending, one from each for receiving.
 
-A stream begins with a greeting that proves admission to the run. When a stream breaks, its peer is probed at once: one
+Transports let streams of admitted peers in only. When a stream breaks, its peer is probed at once: one
 that refuses connections is gone, one that merely does not answer may be stopped or slow. A refusal by a peer that this
 process has never been connected to says nothing: its address may be of long ago. Lost peers are dialled for ever.
 """
@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -24,7 +23,7 @@ from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.errors import FrameError, MessageRefused, PeerRefused, StreamClosed, TransportError, TransportTimeout
 
 CHANNEL = "control"
-GREETING, MESSAGE = 1, 2
+MESSAGE = 2
 PROBE = b""  # instead of a message: its own stream to us broke, is it still there?
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WAITING = 1000  # messages to one peer
@@ -41,15 +40,14 @@ Input = Callable[[float], list[Effect]]  # of a node, lacking only the time
 
 @dataclass(frozen=True)
 class Network:
-    """Hold the transports of an island, and what admits it and its peers to the run.
+    """Hold the transports of an island; they admit the run's peers and nobody else.
 
     `bulk` reuses connections, for all-reduces; `plain` is for everything that goes both ways.
     """
 
     plain: Transport
     bulk: Transport
-    greeting: bytes
-    admit: Callable[[str, bytes], None]  # raises a DilocoError where a peer's greeting does not let it in
+    may_read: Callable[[str], bool] = lambda peer: True  # the run's state: who may only watch may not
 
 
 class Mailbox:
@@ -62,7 +60,6 @@ class Mailbox:
         self._lock = threading.Lock()
         self._closed = False
         self._last: tuple[Message | None, bytes] = None, b""
-        self.admitted: set[str] = set()
         self.met: set[str] = set()  # peers to or from which a stream was open in the life of this process
         self.heard_at: dict[str, float] = {}  # when a message of a peer came last
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
@@ -135,11 +132,8 @@ class Mailbox:
     def _listen(self, stream: Stream) -> None:
         heard = False
         try:
-            greeting = stream.receive(_bounded(GREETING), timeout_s=CONNECT_S)
-            self.network.admit(stream.peer, bytes(greeting.payload))
-            self.admitted.add(stream.peer)
             while True:
-                frame = stream.receive(_bounded(MESSAGE))
+                frame = stream.receive(_message)
                 heard = True  # who hangs up before that was only looking whether we live
                 self._hear(stream.peer)
                 self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))
@@ -149,8 +143,6 @@ class Mailbox:
             log.debug("%s: stream of %s is over: %s", self.node.me, stream.peer, lost)
             if heard and not self._closed and (line := self._lines.get(stream.peer)) is not None:
                 line.put(PROBE)
-        except Exception as error:  # noqa: BLE001 -- a thread's outermost frame: admission was refused
-            self.post(partial(self.node.ban, stream.peer, f"was not admitted: {error}"))
         finally:
             stream.close()
 
@@ -232,7 +224,6 @@ class PeerLine:
         started, address = time.monotonic(), self.address
         try:
             stream = self.mailbox.network.plain.connect(address, CHANNEL, timeout_s=CONNECT_S)
-            stream.send(GREETING, b"", self.mailbox.network.greeting, timeout_s=CONNECT_S)
         except TransportError as error:
             refused_us = isinstance(error, PeerRefused)  # it lives, and does not know us yet
             quick = time.monotonic() - started < QUICK_S
@@ -275,22 +266,7 @@ class PeerLine:
             self._stream = None
 
 
-def greet(transport: Transport, address: PeerAddress, greeting: bytes) -> None:
-    """Greet a peer to be admitted, without a message: a newcomer asks for the state before it has a mailbox."""
-    stream = transport.connect(address, CHANNEL, timeout_s=CONNECT_S)
-    try:
-        stream.send(GREETING, b"", greeting, timeout_s=CONNECT_S)
-        stream.end(timeout_s=CONNECT_S)
-        with suppress(TransportError):  # it hangs up when it has read that
-            stream.receive(timeout_s=CONNECT_S)
-    finally:
-        stream.close()
-
-
-def _bounded(kind: int) -> Callable[[int, bytes, int], memoryview]:
-    def place(got: int, head: bytes, length: int) -> memoryview:
-        if got not in (kind, END) or length > MAX_MESSAGE_BYTES:
-            raise FrameError(f"a frame of kind {got} with {length} bytes")
-        return memoryview(bytearray(length))
-
-    return place
+def _message(kind: int, head: bytes, length: int) -> memoryview:
+    if kind not in (MESSAGE, END) or length > MAX_MESSAGE_BYTES:
+        raise FrameError(f"a frame of kind {kind} with {length} bytes")
+    return memoryview(bytearray(length))
