@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -27,6 +28,7 @@ MESSAGE = 2
 PROBE = b""  # instead of a message: its own stream to us broke, is it still there?
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WAITING = 1000  # messages to one peer
+MAX_STREAMS_OF_ONE = 8  # from one peer: it needs one, and another to look whether we live
 CONNECT_S = 3.0
 QUICK_S = 1.0  # a connection that fails sooner was refused; later, nobody answered
 RETRY_S = 0.25
@@ -57,6 +59,7 @@ class Mailbox:
         """Begin to accept streams; `post` is called on the mailbox's threads."""
         self.network, self.node, self.post = network, node, post
         self._lines: dict[str, PeerLine] = {}
+        self._incoming: dict[str, list[Stream]] = {}  # of each peer, oldest first
         self._lock = threading.Lock()
         self._closed = False
         self._last: tuple[Message | None, bytes] = None, b""
@@ -115,7 +118,17 @@ class Mailbox:
                 continue
             except StreamClosed:
                 return
+            self._hang_up_surplus(stream)
             threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+
+    def _hang_up_surplus(self, stream: Stream) -> None:
+        """Count a stream that a peer has opened; if it has too many, end the oldest: each has a thread."""
+        with self._lock:
+            theirs = self._incoming.setdefault(stream.peer, [])
+            theirs.append(stream)
+            surplus = theirs.pop(0) if len(theirs) > MAX_STREAMS_OF_ONE else None
+        if surplus is not None:
+            surplus.close()
 
     def _hear(self, peer: str) -> None:
         """Note that a message of a peer came: if its line waits to dial again, it need not wait longer."""
@@ -145,6 +158,8 @@ class Mailbox:
                 line.put(PROBE)
         finally:
             stream.close()
+            with self._lock, suppress(ValueError):  # it had to make way
+                self._incoming[stream.peer].remove(stream)
 
 
 class PeerLine:
