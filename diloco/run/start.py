@@ -30,7 +30,7 @@ from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, o
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
-from diloco.run.signals import Stop, stop_on_signal
+from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, stop_on_signal
 from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
@@ -151,7 +151,7 @@ class RunEntry:
         peer.publish()
         part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
         start = find_start(peer, genesis, part)
-        self.stack.enter_context(stop_on_signal(self.stop, announce=True))
+        self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
         warm_up(config.sync.codec)
         part.driver = meet(self.stack, peer, start, part)
         self.stop.on_pause = part.driver.pause
@@ -223,7 +223,8 @@ class RunEntry:
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None
         if self.view:
-            self.stack.enter_context(stop_on_signal(self.stop, announce=self.place.leader, always_pause=self.closed))
+            words = TRAINER_STOPS if self.place.leader else ""
+            self.stack.enter_context(stop_on_signal(self.stop, words, always_pause=self.closed))
         if peer is not None and start is not None:
             warm_up(config.sync.codec)
             if start.returns:
