@@ -6,7 +6,7 @@ island alone founds a run of one that nobody else can join (no `Connection`): in
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,20 @@ from diloco.comm.peers.ticket import Ticket, run_id_of
 from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
-from diloco.errors import DirectoryError, SaveError
+from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
-from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder, refuse_other_protocols
+from diloco.run.folder import (
+    OUTER,
+    OWNER_KEY,
+    has_begun,
+    has_log,
+    has_state,
+    open_folder,
+    refuse_other_protocols,
+    remove_if_refused,
+)
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
@@ -199,15 +208,9 @@ class RunEntry:
         assert self.connection is not None
         returns = read_genesis(folder / OUTER, ticket.run_id) is not None
         self.ticket = ticket
-        key, new = folder / IDENTITY_KEY, not (folder / IDENTITY_KEY).exists()
-        try:
-            return self._open_peer(folder, ticket.run_id, ticket, self.connection, lonely=returns)
-        except DirectoryError:  # nothing was started, and nothing is left
-            if new:
-                key.unlink(missing_ok=True)
-                with suppress(OSError):  # it was there before, with other things in it
-                    folder.rmdir()
-            raise
+        if not (folder / IDENTITY_KEY).exists():  # else the folder is an earlier life's, or another process has it
+            self.stack.push(remove_if_refused(folder))
+        return self._open_peer(folder, ticket.run_id, ticket, self.connection, lonely=returns)
 
     def _open_peer(
         self, folder: Path, run_id: bytes, ticket: Ticket | None, connection: Connection, *, lonely: bool
