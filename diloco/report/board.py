@@ -11,7 +11,7 @@ from diloco.report.events import Event
 from diloco.report.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
-    "joined", "left", "lost", "excluded", "cut off", "diverged", "refused",
+    "joined", "left", "lost", "gone", "excluded", "cut off", "diverged", "refused",
     "waiting", "latched", "evicted", "slow",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
     "remote failing", "remote again",
@@ -74,7 +74,7 @@ class Board:
             case "validation":
                 return self._validation(event)
             case "elastic":
-                return self._elastic(event)
+                return self._elastic(name, event)
             case "amended":
                 return self._amended(event)
             case "end":
@@ -163,14 +163,16 @@ class Board:
         self._amendments, self.steps = event["number"], event["steps"]
         return [line]
 
-    def _elastic(self, event: Event) -> list[str]:
+    def _elastic(self, name: str, event: Event) -> list[str]:
         """Return a line if the event matters to people and is no echo of what another island has reported."""
         what, island = event["what"], event["island"]
+        if what in ("joined", "gone") and island in self.rows and island != name:  # it is watched here
+            return []
         echo = event["time"] - self._reported.get((what, island), -ECHO_S) < ECHO_S
         if what not in TOLD or echo or (what == "left" and self.finished):
             return []
         self._reported[what, island] = event["time"]
-        return [f"{island} {what}: {event['text']}" if event["text"] not in ("", "leaves") else f"{island} {what}"]
+        return [str(sentence(event))]
 
 
 def account(board: Board) -> list[str]:
