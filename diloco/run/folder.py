@@ -125,7 +125,7 @@ def release(folder: Path) -> None:
 
 def remove_if_refused(folder: Path) -> Callable[..., None]:
     """Return an exit callback that, after an error, removes what was made in the folder since this call, and the folder
-    if that was not there. What has been fetched of a state is kept, with all the rest: the same command continues it."""
+    if that was not there. Where a part of the state has been fetched, all is kept: the same command continues."""
     before, missing = set(folder.glob("*")), [each for each in (folder, *folder.parents) if not each.exists()]
 
     def on_exit(error: type[BaseException] | None, *_: object) -> None:
