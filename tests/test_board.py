@@ -141,6 +141,20 @@ def test_the_account_names_rounds_shares_restarts_and_equal_digests(board):
     ]
 
 
+def test_the_account_of_a_run_that_is_resumed_covers_earlier_starts(board):
+    for event in (validation(1, 0, 5.5), a_round(2, ONE, at=10, step=20), a_round(2, ONE, at=10, step=20)):
+        board.remember(event)
+    assert board.flush() == [] and not board.finished
+    board.paused = True
+    assert account(board)[0] == "paused: step 20, round 2"
+    board.hear(ONE, a_round(3, ONE, at=500, step=40))
+    assert board.hear(ONE, validation(3, 40, 2.25)) == ["round   3  step    40  island-1  validation loss 2.2500"]
+    assert account(board)[:2] == [
+        "done: step 40, round 3, validation loss 5.500 -> 2.250",
+        "  island-1 contributed to 2 of 2 rounds",
+    ]
+
+
 def test_islands_that_differ_are_named(board):
     finish(board, "a", "b")
     assert not board.agree
