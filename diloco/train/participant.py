@@ -37,7 +37,6 @@ class Participant(ABC):
     a loop that brings its own data."""
 
     is_witness = False
-    validates = False  # after the pass that is complete now
 
     def __init__(
         self,
@@ -73,6 +72,11 @@ class Participant(ABC):
 
     def after_amendments(self) -> None:  # noqa: B027 -- a loop of one's own heeds none
         """Apply the settings that the run's owner has changed. Called on joining and after every change."""
+
+    @property
+    def validates(self) -> bool:
+        """Tell whether this island validates after the pass that is complete now."""
+        return False
 
     def after_pass(self, *, validate: bool) -> None:  # noqa: B027 -- nor does it validate
         """Do what is due when every fragment has had another outer update, or the run has ended."""
