@@ -1,6 +1,7 @@
 """What several islands tell, put together: lines, a table, an account at the end."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from events import a_round, told
@@ -9,6 +10,7 @@ from rich.console import Console
 from diloco.report.board import ECHO_S, HOLD_S, Board, account
 from diloco.report.terminal import sentence
 from diloco.report.watching import IslandsView, Tail, cells, open_islands_view, table
+from diloco.train.rounds import roster_events
 
 ONE, TWO = "island-1", "island-2"
 
@@ -109,6 +111,13 @@ def test_goodbyes_at_the_end_are_no_news(board):
     assert board.hear(ONE, {**goodbye, "time": 201.0}) == []
 
 
+def test_who_joins_from_elsewhere_is_told_and_who_is_watched_here_tells_it_itself(board):
+    guest = told("elastic", 100.0, what="joined", island="guest", text="3 in the roster")
+    assert board.hear(ONE, guest) == ["guest joined: 3 in the roster"] and board.hear(TWO, guest) == []
+    own = {**guest, "island": TWO}
+    assert board.hear(ONE, own) == [] and board.hear(TWO, own) == ["island-2 joined: 3 in the roster"]
+
+
 def finish(board: Board, one: str, two: str) -> None:
     board.hear(ONE, validation(1, 0, 5.5))
     board.hear(ONE, a_round(2, ONE, at=10, step=20))
@@ -129,6 +138,20 @@ def test_the_account_names_rounds_shares_restarts_and_equal_digests(board):
         "  island-2 contributed to 1 of 2 rounds, started again 1 time",
         "  guest contributed to 1 of 2 rounds",
         "digests equal on island-1, island-2: round 3, chain cccccccccccc, state aaaaaaaaaaaa",
+    ]
+
+
+def test_the_account_of_a_run_that_is_resumed_covers_earlier_starts(board):
+    for event in (validation(1, 0, 5.5), a_round(2, ONE, at=10, step=20), a_round(2, ONE, at=10, step=20)):
+        board.remember(event)
+    assert board.flush() == [] and not board.finished
+    board.paused = True
+    assert account(board)[0] == "paused: step 20, round 2"
+    board.hear(ONE, a_round(3, ONE, at=500, step=40))
+    assert board.hear(ONE, validation(3, 40, 2.25)) == ["round   3  step    40  island-1  validation loss 2.2500"]
+    assert account(board)[:2] == [
+        "done: step 40, round 3, validation loss 5.500 -> 2.250",
+        "  island-1 contributed to 2 of 2 rounds",
     ]
 
 
@@ -173,6 +196,21 @@ def test_an_island_by_itself_tells_of_the_others_too():
     assert sentence(a_round(3, ONE, at=1, step=20)) is None
     assert sentence(a_round(3, ONE, TWO, at=1, step=20)) == "round   3  step    20  island-1, island-2"
     assert str(sentence(a_round(3, *"abcdefg", at=1, step=20))).endswith("7 islands")
+
+
+def test_a_round_that_is_validated_here_is_told_once():
+    assert sentence({**a_round(3, ONE, TWO, at=1, step=20), "validated": True}) is None
+    loss = "round   3  step    20  island-1, island-2  validation loss 2.2500"
+    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE, TWO)}) == loss
+    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE,)}) == loss.replace("island-1, island-2  ", "")
+
+
+def test_members_that_come_and_go_are_told_by_name_unless_that_was_noted():
+    views = {name: SimpleNamespace(left=name == "said goodbye") for name in ("me", "stays", "silent", "said goodbye")}
+    driver = SimpleNamespace(node=SimpleNamespace(me="me", peers=SimpleNamespace(views=views)))
+    changes = roster_events(driver, ("stays", "silent", "said goodbye"), ("me", "stays", "new"), str.upper)
+    assert [(change["what"], change["island"]) for change in changes] == [("joined", "NEW"), ("gone", "SILENT")]
+    assert sentence(told("elastic", **changes[0])) == "NEW joined: 3 in the roster"
 
 
 def test_a_tail_waits_for_whole_lines_and_skips_what_a_killed_writer_left(tmp_path):

@@ -304,7 +304,8 @@ def island_alone(tmp_path: Path, name: str, *words: str) -> Iterator[subprocess.
 
 def joined(tmp_path: Path, name: str) -> list[str]:
     events = events_of(tmp_path, name)
-    return [event["text"] for event in events if event["event"] == "elastic" and event["what"] == "joined"]
+    own = [event for event in events if event["event"] == "elastic" and event["island"] == name]
+    return [event["text"] for event in own if event["what"] == "joined"]
 
 
 @pytest.mark.soak

@@ -156,9 +156,9 @@ def test_a_run_that_goes_on_or_starts_again_is_locked_too(tmp_path, fresh):
 
 SIGNALLED = """
 import signal, sys, time
-from diloco.run.signals import REPEAT_S, Stop, stop_on_signal
+from diloco.run.signals import REPEAT_S, TRAINER_STOPS, Stop, stop_on_signal
 stop = Stop()
-with stop_on_signal(stop, announce=True):
+with stop_on_signal(stop, TRAINER_STOPS):
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)   # a launcher passing it on
     print("still here", stop.asked, flush=True)

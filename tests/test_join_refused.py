@@ -1,6 +1,7 @@
 """What keeps somebody from joining is told in one line, with what to do."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.errors import JoinRefused
-from diloco.run.genesis import Genesis
+from diloco.run.folder import OUTER, remove_if_refused
+from diloco.run.genesis import FILE, Genesis
 
 FOUR = Path(__file__).parent / "data" / "0.1.0" / "pair" / "island-1" / "outer" / "genesis.json"
 
@@ -25,6 +27,42 @@ def test_a_folder_that_cannot_be_made(command, tmp_path: Path):
     ticket = Ticket.issue(owner, [address], now=time.time(), lifetime_s=60.0).render()
     (tmp_path / "file").touch()
     assert "name another one with --dir" in command.refused("join", ticket, "--dir", tmp_path / "file" / "run")
+
+
+def refused_after(folder: Path, *made: str) -> None:
+    """As an island that makes these files and is then refused."""
+    with pytest.raises(JoinRefused), ExitStack() as stack:
+        stack.push(remove_if_refused(folder))
+        for name in made:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        raise JoinRefused("no")
+
+
+def test_who_is_refused_leaves_nothing_behind(tmp_path: Path):
+    refused_after(tmp_path / "runs" / "new", "identity.key", "names", ".lock", f"{OUTER}/{FILE}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_refused_leaves_what_was_there_before(tmp_path: Path):
+    (tmp_path / "notes").touch()
+    (tmp_path / "empty").mkdir()
+    refused_after(tmp_path, "identity.key", "addresses")
+    refused_after(tmp_path / "empty", "identity.key")
+    assert {path.name for path in tmp_path.rglob("*")} == {"notes", "empty"}
+
+
+def test_what_was_fetched_of_a_state_is_not_fetched_again(tmp_path: Path):
+    refused_after(tmp_path / "new", "identity.key", f"{OUTER}/download/about")
+    assert (tmp_path / "new" / "identity.key").exists()
+
+
+def test_a_run_that_nobody_is_in(command, tmp_path: Path):
+    owner, peer = (Identity.load(tmp_path / name) for name in ("owner", "peer"))
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{peer.peer_id}"
+    ticket = Ticket.issue(owner, [address], now=time.time(), lifetime_s=60.0).render()
+    assert "nobody answers at" in command.refused("join", ticket)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_speaks_another_protocol():

@@ -237,8 +237,8 @@ def test_islands_asked_to_stop_do_so_in_good_order(tmp_path):
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
-    assert process.returncode == 1 and "stopped: step" in out, out + err
-    assert "died" not in out
+    assert process.returncode == 1 and "paused: step" in out, out + err
+    assert "died" not in out and "continues where the islands stopped" in out
     assert all(events_of(tmp_path, name)[-1]["event"] == "agreed" for name in (ONE, TWO))
     assert processes_at(tmp_path) == []
 
@@ -252,7 +252,7 @@ def test_a_second_signal_ends_islands_that_do_not_leave(tmp_path):
         time.sleep(1.5 * REPEAT_S)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=300)
-    assert process.returncode == 1 and "stopped: step" in out
+    assert process.returncode == 1 and "stopped: step" in out and "the last round that any island has" in out
     assert wait_until(lambda: processes_at(tmp_path) == [])
 
 

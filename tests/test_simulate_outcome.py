@@ -117,9 +117,18 @@ def an_outcome(name: str = "near", *, setting: str = "sync: {every: 8, codec: in
 def test_the_summary_says_what_did_not_happen_and_what_was_only_computed():
     lines = list(summary(an_outcome()))
     assert lines[0] == "near: sync: {every: 8, codec: int8}; 3 rounds in 30 s"
-    assert lines[1] == "  island-1 trained 93.3 % of the time; 2.0 s waiting, sent 9.54 MiB"
+    assert lines[1] == "  island-1 trained 93.3 % of its time: 28 s training, 2.0 s waiting; sent 9.54 MiB"
     assert lines[2].startswith("  --stop 1@90s..99s did not happen")
     assert lines[3].endswith("(computed): trains 3 % of the time, 15:00 min for as many steps")
+
+
+def test_the_times_of_an_island_add_up_to_those_of_the_run():
+    whole = replace(an_outcome(), seconds=31.5)  # it left before the others did
+    (island,) = whole.islands
+    times = whole.times(replace(island, seconds={**island.seconds, "joining": 1.0}))
+    assert sum(times.values()) == whole.seconds and times["training"] == 28 and times["not in the run"] == 0.5
+    assert list(summary(whole))[1].endswith("28 s training, 2.0 s waiting, 1.5 s not in the run; sent 9.54 MiB")
+    assert "<th>not in the run</th>" in page([whole])
 
 
 def test_the_page_needs_nothing_but_itself_and_its_text_can_be_selected():

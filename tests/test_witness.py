@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from launched import wait_until
 from nodes import STATE, options, said
-from real_islands import Island, open_islands, together
+from real_islands import Island, end, open_islands, together
 from records import record
 
 from diloco.elastic.protocol.messages import Collect, Promise
@@ -73,6 +73,8 @@ def test_two_islands_and_a_witness_go_on_when_either_island_is_killed(tmp_path, 
         agreed, rounds = witness.events("agreed")[-1], {e["round"]: e["digest"] for e in left.events("round")}
         assert wait_until(lambda: "island-3" in {e["island"] for e in left.events("elastic") if e["what"] == "left"})
         assert rounds.get(agreed["round"], agreed["chain"]) == agreed["chain"]
+        words = end(witness.process)
+        assert "saying goodbye" in words and "step" not in words
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
 from diloco.units import format_duration, format_size, parse_link
 
 DEFAULT_ISLANDS = 4
+SHORTEST_S = 0.05  # a time that is shown
 LONGER = "more inner.steps, or an elastic.min_islands that rounds wait for, leave time for it"
 
 
@@ -115,10 +116,10 @@ def summary(outcome: SimulationOutcome) -> Iterator[str]:
     """Describe an outcome in lines: each island's time and bytes, faults that did not happen, data parallel."""
     yield f"{outcome.name}: {outcome.setting}; {outcome.rounds} rounds in {format_duration(outcome.seconds)}"
     for island in outcome.islands:
-        lost = {state: island.seconds[state] for state in ("waiting", "stopped", "dead") if island.seconds[state]}
-        parts = [f"{format_duration(seconds)} {state}" for state, seconds in lost.items()]
-        parts.append(f"sent {format_size(island.sent)}")
-        yield f"  {island.name} trained {percent(island.utilisation)} of the time; {', '.join(parts)}"
+        times = {state: seconds for state, seconds in outcome.times(island).items() if seconds >= SHORTEST_S}
+        parts = ", ".join(f"{format_duration(seconds)} {state}" for state, seconds in times.items())
+        share, sent = percent(island.utilisation), format_size(island.sent)
+        yield f"  {island.name} trained {share} of its time: {parts}; sent {sent}"
     for fault in outcome.faults:
         if not fault.happened:
             yield f"  {fault.said} did not happen: the run, or the island, had ended; {LONGER}"

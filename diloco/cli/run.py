@@ -100,7 +100,7 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
         return
     with closing(open_islands_view()) as view:
         board = run_islands(plan, view, fresh=fresh)
-    say(*account(board), *what_next(plan, steps, finished=board.finished))
+    say(*account(board), *what_next(plan, steps, finished=board.finished, paused=board.paused))
     raise SystemExit(0 if board.finished and board.agree else 1)
 
 
@@ -182,24 +182,30 @@ def rates_of(
 
 
 def ending(outcome: "Outcome", folder: str) -> str:
-    """Format how the run ended: done, paused or stopped, with step, round and losses."""
-    at, losses = f"step {outcome.step}, round {outcome.round}", outcome.validation_losses
+    """Format how the run ended: done, paused or stopped, with step, round and the losses of the whole run."""
+    at = f"step {outcome.step}, round {outcome.round}"
     if outcome.finished and not outcome.trained:
         return f"this run is already finished: {at}"
+    from diloco.report.watching import Tail
+
+    told = [e for e in Tail(Path(folder) / "events.jsonl").read() if e["event"] == "validation"]  # of all starts
+    losses = [float("nan") if e["validation_loss"] is None else e["validation_loss"] for e in told]
     done = "done" if outcome.finished else "paused" if outcome.paused else "stopped"
     fell = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return f"{done}: {at}{fell}; {folder}/events.jsonl has all of it"
 
 
-def what_next(plan: "Plan", steps: int, *, finished: bool) -> list[str]:
+def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False) -> list[str]:
     """List the commands to continue with, after a run of so many steps that is finished or not."""
     options = ["--islands", str(plan.islands), *plan.network()] if plan.islands else []
+    options += [] if plan.restart else ["--no-restart"]
     twice = f"inner.steps={2 * steps}"
     longer = [*(one for one in plan.overrides if one.partition("=")[0].strip() != "inner.steps"), twice]
     commands = {}
     if not finished:
-        where = "the last round that any island has" if plan.islands else "there"
-        commands[_command(plan.path, plan.overrides, *options, "--resume")] = f"continues from {where}"
+        where = "from there" if not plan.islands else "from the last round that any island has"
+        how = f"continues {'where the islands stopped' if paused else where}"
+        commands[_command(plan.path, plan.overrides, *options, "--resume")] = how
     elif not plan.islands:
         commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
         commands[f"{_program()} config"] = "explains every key"

@@ -21,6 +21,7 @@ from diloco.config.schema import Config
 from diloco.errors import Evicted, SaveError
 from diloco.launch.processes import Child
 from diloco.report.board import Board
+from diloco.report.events import Event
 from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.invites import TICKET, keep_ticket
@@ -163,8 +164,8 @@ class Fleet:
         self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
         if self.plan.resume:
             (self.plan.folder / self.plan.names[0] / TICKET).unlink(missing_ok=True)  # others wait for the new one
-            for tail in self._tails.values():
-                tail.read()  # what happened before is no news
+            for _, _, event in self._news():
+                self.board.remember(event)
         self._start(self.plan.names[0], self.plan.founder())
 
     def poll(self, asked: int) -> None:
@@ -189,6 +190,7 @@ class Fleet:
             child.kill()
         self._listen()
         self._say(self.board.flush())
+        self.board.paused = self._asked_at is not None and all(row.state == "left" for row in self.board.rows.values())
 
     def _start(self, name: str, arguments: list[str]) -> None:
         self.children[name].start(arguments, self.plan.environment)
@@ -201,16 +203,20 @@ class Fleet:
             self.view.say(line)
 
     def _listen(self) -> None:
-        events = [(event["time"], name, event) for name, tail in self._tails.items() for event in tail.read()]
-        for _, name, event in sorted(events, key=lambda told: told[0]):
+        for _, name, event in self._news():
             self._say(self.board.hear(name, event))
         self._say(self.board.tick(time.time()))
+
+    def _news(self) -> list[tuple[float, str, Event]]:
+        """Return what the islands have reported since the last call, by time, with who has."""
+        events = [(event["time"], name, event) for name, tail in self._tails.items() for event in tail.read()]
+        return sorted(events, key=lambda told: told[0])
 
     def _heed(self, asked: int, now: float) -> None:
         if asked and self._asked_at is None:
             self._asked_at = now
             self._again_at.clear()
-            self.view.say("the islands finish their step, save and stop (once more ends them at once)")
+            self.view.say("pausing: the islands finish their step and save (once more ends them at once)")
             for name in self._running:
                 self.children[name].pause()
         late = self._asked_at is not None and now - self._asked_at > self.plan.config.elastic.grace_s + LEAVE_S
@@ -243,6 +249,7 @@ class Fleet:
         if child.exit_code == 0 or self._killing:
             return
         if asked and child.exit_code in (-PAUSE, -signal.SIGTERM):  # no handler of ours was there
+            row.state = "left"
             self.view.say(f"{name} had not started yet")
             return
         self.view.say(f"{name} died ({child.reason()})")

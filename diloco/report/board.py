@@ -11,7 +11,7 @@ from diloco.report.events import Event
 from diloco.report.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
-    "joined", "left", "lost", "excluded", "cut off", "diverged", "refused",
+    "joined", "left", "lost", "gone", "excluded", "cut off", "diverged", "refused",
     "waiting", "latched", "evicted", "slow",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
     "remote failing", "remote again",
@@ -44,6 +44,8 @@ class Board:
     every: int = 1  # steps of a phase
     rounds: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # by step
+    paused: bool = False  # asked to, and all islands have saved
+    _earlier: int = 0  # of the rounds, those before this start
     _held: Event | None = None  # a committed round whose validation may still come
     _digests: set[str] = field(default_factory=set)
     _amendments: int = 0
@@ -74,7 +76,7 @@ class Board:
             case "validation":
                 return self._validation(event)
             case "elastic":
-                return self._elastic(event)
+                return self._elastic(name, event)
             case "amended":
                 return self._amended(event)
             case "end":
@@ -82,6 +84,14 @@ class Board:
             case "agreed":
                 row.agreed = (event["round"], event["chain"], event["state"])
         return []
+
+    def remember(self, event: Event) -> None:
+        """Take in an event from before this start: the account is one of the whole run."""
+        if event["event"] == "round":
+            self._round(event)
+            self._held, self._earlier = None, len(self.rounds)
+        elif event["event"] == "validation":
+            self._validation(event)
 
     def tick(self, now: float) -> list[str]:
         """Return the line of a round whose validation has not come within HOLD_S seconds; `now` is Unix time."""
@@ -139,7 +149,8 @@ class Board:
         The pace is taken over a phase at least, since rounds of its fragments may come all at once.
         """
         line = f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}{loss}"
-        earlier = [one for one in self.rounds if one["contributors"] and one["step"] <= event["step"] - self.every]
+        recent = self.rounds[self._earlier :]
+        earlier = [one for one in recent if one["contributors"] and one["step"] <= event["step"] - self.every]
         if not earlier or event["time"] <= earlier[-1]["time"]:
             return line
         return f"{line}  {(event['step'] - earlier[-1]['step']) / (event['time'] - earlier[-1]['time']):.1f} steps/s"
@@ -163,14 +174,16 @@ class Board:
         self._amendments, self.steps = event["number"], event["steps"]
         return [line]
 
-    def _elastic(self, event: Event) -> list[str]:
+    def _elastic(self, name: str, event: Event) -> list[str]:
         """Return a line if the event matters to people and is no echo of what another island has reported."""
         what, island = event["what"], event["island"]
+        if what in ("joined", "gone") and island in self.rows and island != name:  # it is watched here
+            return []
         echo = event["time"] - self._reported.get((what, island), -ECHO_S) < ECHO_S
         if what not in TOLD or echo or (what == "left" and self.finished):
             return []
         self._reported[what, island] = event["time"]
-        return [f"{island} {what}: {event['text']}" if event["text"] not in ("", "leaves") else f"{island} {what}"]
+        return [str(sentence(event))]
 
 
 def account(board: Board) -> list[str]:
@@ -179,7 +192,8 @@ def account(board: Board) -> list[str]:
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     number = max((event["round"] for event in board.rounds), default=0)
     islands = [*board.rows, *sorted(board.contributions.keys() - board.rows.keys())]
-    start = f"{'done' if board.finished else 'stopped'}: step {board.step}, round {number}{found}"
+    how = "done" if board.finished else "paused" if board.paused else "stopped"
+    start = f"{how}: step {board.step}, round {number}{found}"
     return [start, *(f"  {_share(board, name)}" for name in islands), _agreement(board)]
 
 

@@ -42,7 +42,9 @@ def sentence(event: Event) -> str | None:
         case "resume":
             return f"resumed at step {event['step']} from {event['path']}"
         case "validation":
-            return f"round {event['round']:>3}  step {event['step']:>5}  validation loss {event['validation_loss']:.4f}"
+            islands = event.get("contributed", ())
+            parts = [names(islands)] if len(islands) > 1 else []
+            return "  ".join([_at(event), *parts, f"validation loss {event['validation_loss']:.4f}"])
         case "save":
             return f"saved step {event['step']} to {event['path']}"
         case "ticket":
@@ -50,10 +52,15 @@ def sentence(event: Event) -> str | None:
         case "amended":
             return f"by the run's owner: {event['text']}"
         case "elastic":
-            return f"{event['island']} {event['what']}: {event['text']}"
-        case "round" if len(event["contributors"]) > 1:  # an island alone is told by its validation
-            return f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}"
+            text = f"{event['island']} {event['what']}"
+            return text if event["text"] in ("", "leaves") else f"{text}: {event['text']}"
+        case "round" if len(event["contributors"]) > 1 and not event.get("validated"):  # else its validation is told
+            return f"{_at(event)}  {names(event['contributors'])}"
     return None
+
+
+def _at(event: Event) -> str:
+    return f"round {event['round']:>3}  step {event['step']:>5}"
 
 
 def names(islands: Sequence[str]) -> str:

@@ -2,8 +2,10 @@
 
 import fcntl
 import logging
+import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from pkgutil import resolve_name
@@ -119,6 +121,23 @@ def release(folder: Path) -> None:
     for lock in [lock for lock in _locks if Path(lock.name).parent == folder]:
         _locks.remove(lock)
         lock.close()
+
+
+def remove_if_refused(folder: Path) -> Callable[..., None]:
+    """Return an exit callback that, after an error, removes what was made in the folder since this call, and the folder
+    if that was not there. Where a part of the state has been fetched, all is kept: the same command continues."""
+    before, missing = set(folder.glob("*")), [each for each in (folder, *folder.parents) if not each.exists()]
+
+    def on_exit(error: type[BaseException] | None, *_: object) -> None:
+        if error is None or any(path.name != GENESIS for path in (folder / OUTER).glob("*")):
+            return
+        for path in set(folder.glob("*")) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):  # somebody else has put something there
+            for each in missing:
+                each.rmdir()
+
+    return on_exit
 
 
 def numbered(folder: Path) -> Path:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
+TRAINER_STOPS = "finishing this step, then saving (once more to leave at once without saving)"
+WITNESS_STOPS = "saying goodbye (once more to leave at once)"
 REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent to everybody
 
 
@@ -55,12 +57,12 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signal(stop: Stop, *, announce: bool, always_pause: bool = False) -> Iterator[None]:
+def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> Iterator[None]:
     """Stop the loop after its step at the first SIGINT or SIGTERM; leave at once at a later one.
 
-    PAUSE asks an island among others to stop without contributing what it has: it will come back. `always_pause`: every
-    signal does. One within a second of the first is ignored: launchers pass on a signal that the terminal has already
-    sent to everybody.
+    `announce` is printed at the first. PAUSE asks an island among others to stop without contributing what it has: it
+    will come back. `always_pause`: every signal does. One within a second of the first is ignored: launchers pass on a
+    signal that the terminal has already sent to everybody.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -69,7 +71,7 @@ def stop_on_signal(stop: Stop, *, announce: bool, always_pause: bool = False) ->
             if stop.pausing and stop.on_pause is not None:
                 stop.on_pause()
             if announce:  # a plain write: the handler may have interrupted any other output
-                os.write(2, b"\nfinishing this step, then saving (once more to leave at once without saving)\n")
+                os.write(2, f"\n{announce}\n".encode())
         elif time.monotonic() - stop.asked_at > REPEAT_S:
             if sys.stdout.isatty():
                 os.write(1, b"\x1b[?25h")  # the live view had hidden the cursor

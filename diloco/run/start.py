@@ -5,7 +5,7 @@ island alone founds a run of one that nobody else can join (no `Connection`): in
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,25 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
-from diloco.errors import DirectoryError, SaveError, TicketError
+from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
 from diloco.run.branch import branch_if_needed
-from diloco.run.folder import OUTER, OWNER_KEY, has_begun, has_log, has_state, open_folder, refuse_other_protocols
+from diloco.run.folder import (
+    OUTER,
+    OWNER_KEY,
+    has_begun,
+    has_log,
+    has_state,
+    open_folder,
+    refuse_other_protocols,
+    remove_if_refused,
+)
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.invites import TICKET, keep_ticket, open_ticket, own_ticket
 from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
-from diloco.run.signals import Stop, stop_on_signal
+from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, stop_on_signal
 from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
@@ -148,7 +157,7 @@ class RunEntry:
         peer.publish()
         part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
         start = find_start(peer, genesis, part)
-        self.stack.enter_context(stop_on_signal(self.stop, announce=True))
+        self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
         warm_up(config.sync.codec)
         part.driver = meet(self.stack, peer, start, part)
         self.stop.on_pause = part.driver.pause
@@ -197,17 +206,11 @@ class RunEntry:
         assert self.connection is not None
         returns = read_genesis(folder / OUTER, ticket.run_id) is not None
         self.ticket = ticket
-        key, new = folder / IDENTITY_KEY, not (folder / IDENTITY_KEY).exists()
-        try:
-            peer = self._open_peer(folder, ticket, self.connection, lonely=returns)
-            keep_ticket(folder, ticket)
-            return peer
-        except (DirectoryError, TicketError):  # nothing was started, and nothing is left
-            if new:
-                key.unlink(missing_ok=True)
-                with suppress(OSError):  # it was there before, with other things in it
-                    folder.rmdir()
-            raise
+        if not (folder / IDENTITY_KEY).exists():  # else the folder is an earlier life's, or another process has it
+            self.stack.push(remove_if_refused(folder))
+        peer = self._open_peer(folder, ticket, self.connection, lonely=returns)
+        keep_ticket(folder, ticket)
+        return peer
 
     def _open_peer(self, folder: Path, ticket: Ticket, connection: Connection, *, lonely: bool) -> Peer:
         try:
@@ -221,7 +224,8 @@ class RunEntry:
     def _take_part(self, part: Participant, peer: LocalPeer | None, start: Start | None) -> Participant:
         config, rounds, earlier, incarnation = part.config, None, None, None
         if self.view:
-            self.stack.enter_context(stop_on_signal(self.stop, announce=self.place.leader, always_pause=self.closed))
+            words = TRAINER_STOPS if self.place.leader else ""
+            self.stack.enter_context(stop_on_signal(self.stop, words, always_pause=self.closed))
         if peer is not None and start is not None:
             warm_up(config.sync.codec)
             if start.returns:

@@ -13,7 +13,7 @@ from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
 from diloco.train.amend import AmendedConfig, in_words
-from diloco.train.rounds import agreement, round_events
+from diloco.train.rounds import agreement, roster_events, round_events
 from diloco.train.schedule import schedule_of
 from diloco.train.trainer import Outcome
 
@@ -54,23 +54,25 @@ class Witness:
                 check(self.driver)
                 if self.driver.applied is reported:
                     self.driver.changed.wait(LOOK_S)
-            reported = self._report(reported.head.round, len(reported.amendments))
+            reported = self._report(reported)
         paused = pausing() and not self.finished
         if not paused:
             self.driver.leave()
         last = self.driver.applied
-        self._report(reported.head.round, len(reported.amendments))
+        self._report(reported)
         self.events.emit("end", step=last.step, finished=self.finished)
         self.events.emit("agreed", **agreement(self.driver, last))
         trained = last.head.round > first.head.round
         return Outcome(last.step, last.head.round, self.finished, [], trained, leader=True, paused=paused)
 
-    def _report(self, last_round: int, amendments: int) -> RunState:
-        """Report what has been committed since, and return the state that this was read from."""
+    def _report(self, before: RunState) -> RunState:
+        """Report what has been committed since a state, and return the state that this was read from."""
         state = self.driver.applied
-        for event in round_events(self.driver, range(last_round + 1, state.head.round + 1), self._names):
+        for event in round_events(self.driver, range(before.head.round + 1, state.head.round + 1), self._names):
             self.events.emit("round", **event, round_s=0.0)
-        for amendment in state.amendments[amendments:]:
+        for change in roster_events(self.driver, before.roster, state.roster, self._names):
+            self.events.emit("elastic", **change)
+        for amendment in state.amendments[len(before.amendments) :]:
             steps = self._amended.at(state.amendments).inner.steps
             self.events.emit("amended", number=amendment.number, text=in_words(amendment), steps=steps)
         return state

@@ -73,7 +73,12 @@ class Participant(ABC):
     def after_amendments(self) -> None:  # noqa: B027 -- a loop of one's own heeds none
         """Apply the settings that the run's owner has changed. Called on joining and after every change."""
 
-    def after_pass(self) -> None:  # noqa: B027 -- nor does it validate
+    @property
+    def validates(self) -> bool:
+        """Tell whether this island validates after the pass that is complete now."""
+        return False
+
+    def after_pass(self, *, validate: bool) -> None:  # noqa: B027 -- nor does it validate
         """Do what is due when every fragment has had another outer update, or the run has ended."""
 
     # getting in
@@ -183,15 +188,22 @@ class Participant(ABC):
 
     def _after_round(self) -> None:
         """Report the rounds that are over, and do what is due after a pass: validate, save."""
-        if self.rounds is not None:
-            for round in self.rounds.round_events():
-                self.events.emit("round", **round, round_s=self.sync.round_s)
-        self.report_amendments()
         passes = self.sync.passes
-        if passes == self._passes and not self.finished:
+        due = passes != self._passes or self.finished
+        validate = due and self.validates
+        if self.rounds is not None:
+            rounds = self.rounds.round_events()
+            last = max((round["round"] for round in rounds if round["contributors"]), default=0)
+            for round in rounds:
+                validated = validate and round["round"] == last  # a validation follows
+                self.events.emit("round", **round, round_s=self.sync.round_s, validated=validated)
+            for change in self.rounds.roster_events():
+                self.events.emit("elastic", **change)
+        self.report_amendments()
+        if not due:
             return
         self._passes = passes
-        self.after_pass()
+        self.after_pass(validate=validate)
         if passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self.begin_save()
 

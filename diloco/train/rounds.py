@@ -1,6 +1,6 @@
 """The rounds of a run, as a trainer sees them: where the outer state is, what to train on, when a round is over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Rounds:
             self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
         for fragment in range(len(self.fragments)):
             self.session.apply_result(fragment, self.base)
-        self._reported = self.session.state.head.round
+        self._reported, self._roster = self.session.state.head.round, self.session.state.roster
+        self.contributors: tuple[str, ...] = ()  # by name, to the last reported round that had any
 
     @property
     def first(self) -> bool:
@@ -96,7 +97,14 @@ class Rounds:
         """Describe, for people, the rounds that are over since the last call."""
         seen, before = self.session.state.head.round, self._reported
         self._reported = max(self._reported, seen)
-        return round_events(self.driver, range(before + 1, seen + 1), self._names)
+        events = round_events(self.driver, range(before + 1, seen + 1), self._names)
+        self.contributors = next((e["contributors"] for e in reversed(events) if e["contributors"]), self.contributors)
+        return events
+
+    def roster_events(self) -> list[dict[str, Any]]:
+        """Describe, for people, how the roster has changed since the last call."""
+        before, self._roster = self._roster, self.session.state.roster
+        return roster_events(self.driver, before, self._roster, self._names)
 
     def exhausted(self) -> bool:
         """Tell whether the run is out of samples: none are left to lease, and no island holds enough for a batch."""
@@ -121,6 +129,18 @@ def round_events(driver: Driver, rounds: range, names: Callable[[str], str]) -> 
     """Describe, for people, those of a run's last rounds whose numbers are in `rounds`."""
     records = [record for record in list(driver.records) if record.proposal.key.round in rounds]
     return [_round_event(driver, record, names) for record in records]
+
+
+def roster_events(
+    driver: Driver, before: Sequence[str], after: Sequence[str], names: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Describe who else has entered the roster, and who is gone from it without a note of it here: the coordinator
+    alone notes who is lost."""
+    views, me = driver.node.peers.views, driver.node.me
+    came = [("joined", peer) for peer in after if peer not in before and peer != me]
+    gone = [("gone", peer) for peer in before if peer not in after and peer in views and not views[peer].left]
+    text = f"{len(after)} in the roster"
+    return [{"what": what, "island": names(peer), "text": text} for what, peer in (*came, *gone)]
 
 
 def _round_event(driver: Driver, record: Record, names: Callable[[str], str]) -> dict[str, Any]:

@@ -124,12 +124,17 @@ class Trainer(Participant):
         """Set gradient clipping and weight decay anew; learning rate and schedule follow by themselves."""
         self.island.tune(self.sync.config.inner)
 
-    def after_pass(self) -> None:
-        """Validate every `evaluate.every` passes, and stop a run whose gradients are no longer finite."""
+    def after_pass(self, *, validate: bool) -> None:
+        """Validate if that is due, and stop a run whose gradients are no longer finite."""
         self._refuse_divergence()
-        every = self.config.evaluate.every
-        if every and (self.finished or self.sync.passes % every == 0) and self.place.any(self._speaks):
+        if validate:
             self._validate()
+
+    @property
+    def validates(self) -> bool:
+        """Tell whether this island validates now: every `evaluate.every` passes and at the end. Asks all processes."""
+        every = self.config.evaluate.every
+        return bool(every) and (self.finished or self.sync.passes % every == 0) and self.place.any(self._speaks)
 
     @property
     def _speaks(self) -> bool:
@@ -143,7 +148,9 @@ class Trainer(Participant):
             loss = self.island.evaluate(validation_batches(self.samples, self.config.island, self.place, count))
         self.validation_losses.append(loss)
         view = self.sync.view
-        self.events.emit("validation", step=view.step, round=view.head.round, validation_loss=loss)
+        islands = self.rounds.contributors if self.rounds is not None else ()
+        number = view.head.round
+        self.events.emit("validation", step=view.step, round=number, validation_loss=loss, contributed=islands)
 
     def _refuse_divergence(self) -> None:
         """Raise TrainingDiverged after a whole phase without one finite gradient: it will not get better by itself."""

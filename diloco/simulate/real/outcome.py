@@ -87,7 +87,7 @@ class IslandOutcome:
     flows: list[Flow]
     capacity: list[tuple[float, float, float]]  # from when on, up and down
     rounds: int
-    seconds: dict[str, float]  # by state, from its first step to the end of the run
+    seconds: dict[str, float]  # by state, since all islands trained, for as long as it was in the run
     utilisation: float
     sent: int
     received: int
@@ -142,6 +142,12 @@ class SimulationOutcome:
     utilisation: float
     computed: Computed | None  # None: nothing was trained
     measured_round_s: float | None = None  # None: no two islands had one
+
+    def times(self, island: IslandOutcome) -> dict[str, float]:
+        """Return how an island spent the run's seconds, by state for people; they add up to all of them."""
+        others = {state: island.seconds[state] for state in STATES if state != "computing"}
+        outside = max(0.0, self.seconds - sum(island.seconds.values()))
+        return {"training": island.seconds["computing"], **others, "not in the run": outside}
 
 
 def outcome_of(config: Config, world: World, fleet: SimulatedFleet) -> SimulationOutcome:

@@ -122,11 +122,12 @@ def _round(outcome: SimulationOutcome) -> str:
 
 
 def _islands(outcome: SimulationOutcome) -> str:
-    head = ("island", "trained", "waited", "stopped", "dead", "in rounds", "sent", "received")
+    states = outcome.times(outcome.islands[0])
+    head = ("island", "trained", *states, "in rounds", "sent", "received")
     rows = (
         [
             escape(label_of(island)), f"{100 * island.utilisation:.0f} %",
-            *(format_duration(island.seconds[state]) for state in ("waiting", "stopped", "dead")),
+            *map(format_duration, outcome.times(island).values()),
             f"{island.rounds} of {outcome.rounds}", format_size(island.sent), format_size(island.received),
         ]
         for island in outcome.islands
