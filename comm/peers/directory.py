@@ -86,7 +86,7 @@ class Directory:
         try:
             self._open(options)
         except DirectoryError:
-            if options.announce:  # names the port, as does a router that forwards it
+            if options.announce or options.fixed:  # a router forwards that port, or a firewall lets it through
                 raise
             self._open(replace(options, listen_port=0))
         for work in self._after_reopening:

@@ -39,6 +39,7 @@ class PeerRecord:
     round: int
     chain_digest: bytes
     admission: bytes = b""  # by which the run's owner lets it in, see `admission.py`
+    relay: bytes = b""  # public key of the member through which it is reached, if nobody can dial it
     sequence: int = 0
     expires_ms: int = 0  # since 1970
 
@@ -106,6 +107,7 @@ def _body(record: PeerRecord) -> bytes:
         *(packing.text(words, TEXT_LIMIT) for words in (record.name, record.devices, record.mesh)),
         packing.blob(record.certificate, CERTIFICATE_LIMIT),
         packing.blob(record.admission, ADMISSION_LIMIT),
+        packing.blob(record.relay, PUBLIC_KEY_BYTES),
         packing.count(len(control), ADDRESSES_LIMIT),
         *control,
         packing.count(len(bulk), ADDRESSES_LIMIT),
@@ -132,6 +134,7 @@ def _parse(body: bytes) -> PeerRecord:
         mesh=reader.text(TEXT_LIMIT),
         certificate=reader.blob(CERTIFICATE_LIMIT),
         admission=reader.blob(ADMISSION_LIMIT),
+        relay=reader.blob(PUBLIC_KEY_BYTES),
         control=tuple(reader.address() for _ in range(reader.count(ADDRESSES_LIMIT))),
         bulk=tuple(
             (reader.text(packing.ADDRESS_LIMIT), reader.integer(2)) for _ in range(reader.count(ADDRESSES_LIMIT))

@@ -1,4 +1,4 @@
-"""Direct where possible, through libp2p where not: the choice is made peer by peer and remembered for a while.
+"""Direct where possible, through a relay or libp2p where not: chosen peer by peer, and remembered for a while.
 
 Only a peer that cannot be reached is tried the other way. A refusal is an answer, whichever way it came.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
+from diloco.comm.transport.relay import Relay
 from diloco.comm.transport.transport import Accepting, PeerAddress, Stream
 from diloco.comm.transport.wire import deadline_in, seconds_to
 from diloco.errors import PeerLost, TransportTimeout
@@ -21,12 +22,12 @@ RETRY_DIRECT_S = 300.0
 
 log = logging.getLogger(__name__)
 
-Way = DirectTransport | Libp2pTransport
+Way = DirectTransport | Libp2pTransport | Relay
 
 
 @dataclass(frozen=True)
 class Route:
-    """Record how a peer was reached, directly or through libp2p, and since when."""
+    """Record how a peer was reached, and since when."""
 
     peer: PeerAddress
     way: Way
@@ -40,11 +41,12 @@ class AutoTransport(Accepting):
     """
 
     def __init__(
-        self, direct: DirectTransport, libp2p: Libp2pTransport, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, direct: DirectTransport, libp2p: Libp2pTransport, relay: Relay | None = None, *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         assert direct.inbox is libp2p.inbox and direct.identity == libp2p.identity
         super().__init__(direct.identity, direct.inbox)
-        self.direct, self.libp2p = direct, libp2p
+        self.direct, self.libp2p, self.relay = direct, libp2p, relay
         self._clock = clock
         self._choices: dict[str, Route] = {}
         self._lock = threading.Lock()
@@ -60,6 +62,8 @@ class AutoTransport(Accepting):
         """
         peers = list(peers)
         self.direct.allow([peer for peer in peers if _has_direct(peer)])
+        if self.relay is not None:
+            self.relay.know({peer.identity: peer for peer in peers})
         self.libp2p.allow(peers)
 
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
@@ -84,6 +88,8 @@ class AutoTransport(Accepting):
     def _ways(self, peer: PeerAddress) -> list[Way]:
         if not _has_direct(peer):
             return [self.libp2p]
+        if peer.relay and self.relay is not None:
+            return [self.relay, self.libp2p]
         choice = self._choices.get(peer.identity)
         if choice and choice.peer == peer and choice.way is self.libp2p and not self._stale(choice):
             return [self.libp2p, self.direct]  # either may break later: there is always a second way
@@ -103,12 +109,14 @@ class AutoTransport(Accepting):
             if not (known and known.way is way and known.peer == peer) or self._stale(known):
                 self._choices[peer.identity] = Route(peer, way, self._clock())
         if not known or known.way is not way:
-            how = "directly" if way is self.direct else "through libp2p"
+            how = "directly" if way is self.direct else "through libp2p" if way is self.libp2p else "through a relay"
             log.info("%s reaches %s %s", self.identity, peer.identity, how)
         return stream
 
     def close(self) -> None:
-        """Close both transports, and with them all their streams."""
+        """Close all of the transports, and with them all their streams."""
+        if self.relay is not None:
+            self.relay.close()
         self.direct.close()
         self.libp2p.close()
 

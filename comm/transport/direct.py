@@ -50,15 +50,15 @@ class Handshakes:
 
 
 class DirectTransport(Accepting):
-    """Open and accept streams over TCP with mutual TLS, on a port that the system chooses."""
+    """Open and accept streams over TCP with mutual TLS, on a port that the system chooses if none is given."""
 
-    def __init__(self, identity: str, host: str, *, inbox: Inbox | None = None) -> None:
+    def __init__(self, identity: str, host: str, *, port: int = 0, inbox: Inbox | None = None) -> None:
         super().__init__(identity, inbox)
         self._certificate = certificate.create_certificate(identity)
         self._identities: dict[bytes, str] = {}
         self._context = certificate.server_context(self._certificate, [])
         self._handshakes = Handshakes()
-        self._listener = _listen(host)
+        self._listener = _listen(host, port)
         self._closed = False
         threading.Thread(target=self._listen, name=f"accept-{identity}", daemon=True).start()
 
@@ -101,7 +101,15 @@ class DirectTransport(Accepting):
         Raises WrongPeer if another one answers there, PeerRefused if it does not admit us.
         """
         deadline = deadline_in(timeout_s)
-        wire = TlsWire(self._dial(peer, deadline), peer.identity)
+        if problem := certificate.certificate_problem(peer.certificate_der):
+            raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
+        plain = _reach(peer, deadline)
+        tune(plain)
+        return self.connect_over(plain, peer, channel, deadline)
+
+    def connect_over(self, plain: socket.socket, peer: PeerAddress, channel: str, deadline: Deadline) -> Stream:
+        """Open a stream over a connection to this peer that exists already: a direct one, or a tunnel."""
+        wire = TlsWire(self._secure(plain, peer, deadline), peer.identity)
         stream = self.inbox.keep(Stream(WireCarrier(wire)))
         try:
             return open_channel(stream, channel, seconds_to(deadline) or 0.0)
@@ -110,13 +118,9 @@ class DirectTransport(Accepting):
                 raise PeerRefused(f"{peer.identity} refused the certificate of {self.identity}: {lost}") from None
             raise
 
-    def _dial(self, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
-        if problem := certificate.certificate_problem(peer.certificate_der):
-            raise PeerLost(f"{peer.identity}: the certificate of its record is unreadable ({problem})")
-        plain = _reach(peer, deadline)
+    def _secure(self, plain: socket.socket, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
         try:
             context = certificate.client_context(self._certificate, peer.certificate_der)
-            tune(plain)
             plain.settimeout(_time_left(deadline))
             connection = context.wrap_socket(plain)
         except ssl.SSLCertVerificationError as error:
@@ -139,14 +143,15 @@ class DirectTransport(Accepting):
                     log.warning("%s: cannot accept (%s)", self.identity, error)
                     time.sleep(0.1)
                 continue
-            self._greet(plain, where[0])
+            with suppress(OSError):  # it is broken already: the handshake will tell
+                tune(plain)
+            self.take_in(plain, where[0])
         self._listener.close()
 
-    def _greet(self, plain: socket.socket, host: str) -> None:
+    def take_in(self, plain: socket.socket, host: str) -> None:
         """Start the handshake of a connection; everything that may block happens in a thread of its own."""
         identities, context = self._identities, self._context
         try:
-            tune(plain)
             plain.settimeout(HANDSHAKE_S)
             connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
@@ -190,9 +195,9 @@ class DirectTransport(Accepting):
         super().close()
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=128)
+    listener = socket.create_server((host, port), family=family, backlog=128)
     # inherited by accepted sockets; it must be set before the connection is made to widen the TCP window
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
     return listener

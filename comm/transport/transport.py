@@ -34,6 +34,7 @@ class PeerAddress:
     port: int = 0
     certificate_der: bytes = b""
     control: tuple[str, ...] = ()  # multiaddrs, for libp2p; without any it looks the peer up itself
+    relay: str = ""  # the member through which it is reached, if nobody can dial it
 
 
 Addresses = Mapping[str, PeerAddress]  # by identity

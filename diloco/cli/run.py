@@ -18,6 +18,8 @@ from diloco.cli.shared import (
     MaxDown,
     MaxUp,
     Overrides,
+    Port,
+    RelayRate,
     RunHost,
     next_commands,
     parse_option,
@@ -46,6 +48,8 @@ def run(
     ] = True,
     link: Link = None,
     host: RunHost = None,
+    port: Port = None,
+    relay: RelayRate = None,
 ) -> None:
     """Train on this machine.
 
@@ -59,13 +63,14 @@ def run(
 
     loaded = load_config(config, set_ or [])
     islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
-    plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume)
+    plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
     (many_islands if islands > 1 else one_island)(plan, fresh=fresh)
 
 
 def one_island(plan: "Plan", *, fresh: bool) -> None:
     """Train one island in this process: alone, or one that others can join."""
-    for option, value in (("--link", plan.link), ("--host", plan.host)):
+    options = {"--link": plan.link, "--host": plan.host, "--port": plan.port, "--relay": plan.relay}
+    for option, value in options.items():
         if value is not None and not plan.islands:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
     from diloco.launch.processes import start_if_several
@@ -77,7 +82,10 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     from diloco.run.start import run
     from diloco.simulate.real.network import as_simulated
 
-    connection = Connection(plan.host or "127.0.0.1", up, down, delay_s, "island-1", mesh=island.mesh)
+    connection = Connection(
+        plan.host or "127.0.0.1", up, down, delay_s, "island-1", mesh=island.mesh, port=plan.port or 0,
+        relay_bits_per_s=relay_rate(plan.relay),
+    )  # fmt: skip
     seen = as_simulated(connection, Path(folder)) if plan.islands else None
     outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh)
     if outcome.leader:
@@ -121,6 +129,8 @@ def join(
     max_down: MaxDown = None,
     link: Link = None,
     host: JoinHost = None,
+    port: Port = None,
+    relay: RelayRate = None,
 ) -> None:
     """Join a run as a peer.
 
@@ -148,7 +158,10 @@ def join(
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     up, down, delay_s = rates_of(link, max_up, max_down)
     mesh_name = "witness" if witness else island.mesh
-    connection = Connection(host or host_towards(parsed.addresses), up, down, delay_s, name, mesh=mesh_name)
+    where = host or host_towards(parsed.addresses)
+    connection = Connection(
+        where, up, down, delay_s, name, mesh=mesh_name, port=port or 0, relay_bits_per_s=relay_rate(relay)
+    )
     enter = start.witness if witness else start.join
     outcome = enter(text, own, as_simulated(connection, folder), folder)
     if outcome.leader:
@@ -169,6 +182,11 @@ def read_ticket(given: str) -> str:
         raise TicketError(
             f"{given[:60]!r}: a ticket begins with {PREFIX}, and no file holds one there ({why})"
         ) from None
+
+
+def relay_rate(given: str | None) -> float | None:
+    """Return the bits per second at which to pass on for others; None: no limit, 0: nothing."""
+    return None if given is None else 0.0 if given == "0" else parse_option("--relay", given, parse_rate)
 
 
 def rates_of(
@@ -197,7 +215,7 @@ def ending(outcome: "Outcome", folder: str) -> str:
 
 def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False) -> list[str]:
     """List the commands to continue with, after a run of so many steps that is finished or not."""
-    options = ["--islands", str(plan.islands), *plan.network()] if plan.islands else []
+    options = ["--islands", str(plan.islands), *plan.network(plan.names[0])] if plan.islands else []
     options += [] if plan.restart else ["--no-restart"]
     twice = f"inner.steps={2 * steps}"
     longer = [*(one for one in plan.overrides if one.partition("=")[0].strip() != "inner.steps"), twice]

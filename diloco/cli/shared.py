@@ -33,6 +33,16 @@ RunHost = Annotated[
 JoinHost = Annotated[
     str | None, typer.Option(help="Address at which other machines reach this one (default: found out).")
 ]
+Port = Annotated[
+    int | None,
+    typer.Option(min=1, max=65534, help="TCP port to listen at, and the next one; open both (default: any two)."),
+]
+RelayRate = Annotated[
+    str | None,
+    typer.Option(
+        "--relay", help="Rate at which to pass on for islands that nobody can dial: 20mbit; 0 for none (default: any)."
+    ),
+]
 MaxUp = Annotated[str | None, typer.Option(help="Send at no more than this rate: 20mbit")]
 MaxDown = Annotated[str | None, typer.Option(help="Receive at no more than this rate: 100mbit")]
 RunName = Annotated[

@@ -48,6 +48,8 @@ class Plan:
     host: str | None = None
     restart: bool = True
     resume: bool = False
+    port: int | None = None  # of the first island; the next one has the two after it, and so on
+    relay: str | None = None
     later: int = 0  # so many of the islands are not there from the beginning
 
     @property
@@ -72,21 +74,22 @@ class Plan:
         if "start_islands" not in self.config.elastic.model_fields_set:  # nobody trains ahead of the others
             changes.insert(0, f"elastic.start_islands={self.islands - self.later}")
         resume = ["--resume"] if self.resume else []
-        return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network()]
+        return ["run", str(self.path), "--islands", "1", *resume, *_sets(changes), *self.network(self.names[0])]
 
     def joiner(self, name: str) -> list[str]:
         """Return the arguments of `diloco` that let this island join by the run's ticket."""
         where = ["--name", name, "--dir", str(self.folder / name)]
-        return ["join", str(self.folder / TICKET), *where, *_sets(self._own()), *self.network()]
+        return ["join", str(self.folder / TICKET), *where, *_sets(self._own()), *self.network(name)]
 
     def _own(self) -> list[str]:
         sections = {name: getattr(self.config, name).model_dump(mode="json", exclude_unset=True) for name in OWN}
         leaves = [(f"{name}.{key}", value) for name, tree in sections.items() for key, value in tree.items()]
         return [f"{key}={json.dumps(value)}" for key, value in leaves if key != "checkpoint.dir"]
 
-    def network(self) -> list[str]:
-        """Return the options for link and host, as far as they were given."""
-        given = {"--link": self.link, "--host": self.host}
+    def network(self, name: str) -> list[str]:
+        """Return an island's options for link, host, ports and relaying, as far as they were given."""
+        port = None if self.port is None else str(self.port + 2 * self.names.index(name))
+        given = {"--link": self.link, "--host": self.host, "--port": port, "--relay": self.relay}
         return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 

@@ -245,6 +245,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     driver = stack.enter_context(island)
     peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
     peer.state = lambda: driver.applied
+    peer.report = lambda what, other, text: report(Note(what, other, text))
     peer.publish()
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)

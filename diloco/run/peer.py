@@ -15,7 +15,7 @@ from diloco.atomic import write_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
 from diloco.comm.peers.admission import Admission, Right, check_admission
 from diloco.comm.peers.clock import RUN_CLOCK
-from diloco.comm.peers.identity import Identity, peer_id_of
+from diloco.comm.peers.identity import Identity, peer_id_of, public_key_in
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.peers.redial import Redial
 from diloco.comm.peers.ticket import Ticket
@@ -26,11 +26,12 @@ from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.link import Path as Way
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.pooled import PooledTransport
+from diloco.comm.transport.relay import Relay
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Network
-from diloco.errors import DaemonLost, DirectoryError
+from diloco.errors import ConfigError, DaemonLost, DirectoryError
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -43,6 +44,7 @@ LOOK_S = 1.0
 OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
 SAY_AGAIN_S = 60.0
+ASK_UP_TO, ASK_AGAIN_S = 3, 300.0  # members, whether they can dial this island; and again after so long
 ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Connection:
     shape: Callable[[Transport], Transport] | None = None  # a link that somebody else emulates
     is_cut: Callable[[str], bool] = lambda peer: False  # by that emulation, from the peer of this id
     slowness: float = 1.0  # how many times longer inner steps are to take
+    port: int = 0  # to listen at, and at the next one; 0: any two
+    relay_bits_per_s: float | None = None  # at which it passes on for islands that nobody can dial; 0: for none
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
@@ -81,6 +85,7 @@ class LocalPeer:
         self.id = self.identity.peer_id
         self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
         self.state: Callable[[], RunState | None] = lambda: None  # what is committed, as far as it is known here
+        self.report: Callable[[str, str, str], None] = lambda what, peer, text: None
         self._names_file = folder / NAMES
         self._names = {**read_names(folder), self.id: connection.name}  # they outlive records, and this process
         self.plain: Transport = MemoryNetwork().transport(self.id)
@@ -148,6 +153,7 @@ class Peer(LocalPeer):
         self._ticket, self.admission = ticket, ticket.admission(self.identity.public_key)
         self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
         self._renewed_at: dict[str, float] = {}
+        self._publish_soon = threading.Event()
         self._kept_out: dict[str, str] = {}  # and why: told once
         self._let_in: set[str] = set()  # by this process, in time: what has expired since then does not matter
         self._redial = Redial()
@@ -155,10 +161,24 @@ class Peer(LocalPeer):
         self.directory = self._enter(lonely=lonely)
         self._book.keep_own(self.addresses)
         inbox = Inbox()
-        self._direct = DirectTransport(self.id, listen_host(connection.host), inbox=inbox)
-        self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox))
+        self._direct = self._listen(inbox)
+        rate = connection.relay_bits_per_s
+        self._relay = Relay(
+            self._direct, serves=rate != 0, bytes_per_s=None if rate is None else rate / 8, say=self._say_relayed
+        )
+        self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox), self._relay)
         self.plain = _shape(self._auto, connection)
         self.bulk = PooledTransport(self.plain)
+
+    def _listen(self, inbox: Inbox) -> DirectTransport:
+        port = self.connection.port + 1 if self.connection.port else 0
+        try:
+            return DirectTransport(self.id, listen_host(self.connection.host), port=port, inbox=inbox)
+        except OSError as error:
+            self.directory.close()
+            raise DirectoryError(
+                f"cannot listen at port {port} ({error.strerror}): --port takes two ports in a row, use another one"
+            ) from None
 
     def _enter(self, *, lonely: bool) -> "Directory":
         """Start the directory, at this peer's old address where that is free: old tickets name it."""
@@ -166,12 +186,14 @@ class Peer(LocalPeer):
 
         host = self.connection.host
         listen = listen_host(host)
-        where: dict[str, Any] = {"listen_host": listen, "listen_port": self._book.own_port(listen)}
+        port = self.connection.port or self._book.own_port(listen)
+        where: dict[str, Any] = {"listen_host": listen, "listen_port": port, "fixed": bool(self.connection.port)}
         if listen != host:
             where["listen_port"] = where["listen_port"] or free_port(listen)  # it has to be said beforehand
             where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
         if listen in (ANYWHERE, "::"):
-            log.warning("%s is not an address of this machine: your router must forward every port to it", host)
+            ports = f"{port} and {port + 1}" if self.connection.port else "every port (fix them with --port)"
+            log.warning("%s is not an address of this machine: your router must forward %s to it", host, ports)
         where |= {"is_cut": self.connection.is_cut, "objection": self._objection}
         if not lonely:
             places = [place for known in self._places().values() for place in known]
@@ -231,7 +253,7 @@ class Peer(LocalPeer):
         record = PeerRecord(
             self.run_id, self.identity.public_key, self.addresses, ((me.host, me.port),), me.certificate_der,
             self.connection.name, self.connection.devices, self.connection.mesh, int(up), int(down),
-            round_number, bytes.fromhex(digest),
+            round_number, bytes.fromhex(digest), relay=public_key_in(self._relay.relay) if self._relay.relay else b"",
         )  # fmt: skip
         self.directory.publish(record, EXPIRES_S)
 
@@ -272,6 +294,35 @@ class Peer(LocalPeer):
         state = self.state()
         return state is not None and peer in state.roster
 
+    def watch(self, know: Know, fail: Fail) -> None:
+        super().watch(know, fail)
+        threading.Thread(target=self._stay_reachable, name="reachable", daemon=True).start()
+
+    def _stay_reachable(self) -> None:
+        """Find out now and then whether others can dial this island; if none can, be reached through one of them."""
+        told, wait_s = "", 0.0
+        while not self._stop.wait(wait_s):
+            wait_s = LOOK_S
+            if self._relay.relay in self.records:
+                continue
+            public = {peer: address_of(peer, record) for peer, record in self.records.items() if not record.relay}
+            answers = [self._relay.can_be_dialled(public[peer]) for peer in sorted(public, key=hash)[:ASK_UP_TO]]
+            if True in answers:
+                wait_s = ASK_AGAIN_S
+            elif False in answers:
+                through = next((peer for peer, address in public.items() if self._relay.be_served_by(address)), None)
+                text = "nobody can dial this island: " + (
+                    f"it is reached through {self.name_of(through)}" if through else
+                    "forward its ports (--port), or ask a member that can be dialled to relay (--relay)"
+                )  # fmt: skip
+                self._publish_soon.set()
+                if text != told:
+                    told = text
+                    self.report("reached", self.id, text)
+
+    def _say_relayed(self, peer: str, text: str) -> None:
+        self.report("relays", peer, text)
+
     def _watch(self, know: Know, fail: Fail) -> None:
         published, said, said_at = -PUBLISH_S, "", 0.0
         while not self._stop.wait(LOOK_S):
@@ -279,8 +330,9 @@ class Peer(LocalPeer):
                 if not self.directory.running:
                     self._reopen()
                     published = -PUBLISH_S
-                if self._reach_lost(time.monotonic()):
-                    published = -PUBLISH_S  # they have not heard of us
+                if self._reach_lost(time.monotonic()) or self._publish_soon.is_set():
+                    published = -PUBLISH_S  # they have not heard of us, or of our relay
+                    self._publish_soon.clear()
                 if time.monotonic() - published > PUBLISH_S:
                     self.publish()
                     published = time.monotonic()
@@ -337,7 +389,8 @@ def read_names(folder: Path) -> dict[str, str]:
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:
     """Return where a peer can be reached, by its record; without a bulk address only libp2p remains."""
     host, port = record.bulk[0] if record.bulk else ("", 0)
-    return PeerAddress(peer, host, port, record.certificate, record.control)
+    relay = peer_id_of(record.relay) if record.relay else ""
+    return PeerAddress(peer, host, port, record.certificate, record.control, relay)
 
 
 def _shape(transport: Transport, connection: Connection) -> Transport:
@@ -359,8 +412,11 @@ def listen_host(host: str) -> str:
     a name for one; else, where a cloud or a router forwards it, on any address."""
     try:
         address = host if ":" in host else socket.gethostbyname(host)
-        free_port(address)
     except (OSError, ValueError):  # ValueError: no name at all
+        raise ConfigError(f"--host {host}: there is no machine of that name") from None
+    try:
+        free_port(address)
+    except OSError:
         return "::" if ":" in host else ANYWHERE
     return address
 
