@@ -166,7 +166,7 @@ class ProtocolState:
     @property
     def is_latched(self) -> bool:
         """Return whether this island's chain contains the latched record, and nothing without a quorum after it."""
-        if self.state.latch or self.options.partition == "quorum":
+        if self.state.latch or self.options.partition == "quorum" or not self.rules.latch_voids_records:
             return True
         if self.latch is None:
             return False
