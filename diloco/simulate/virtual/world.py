@@ -371,8 +371,9 @@ class World:
             case m.FetchResult():
                 self.timeline.after(self.costs.fetch_s(), partial(self._fetched, name, effect))
             case m.CatchUp(donor, head):
-                switch = partial(life.trainer.when_running, partial(self._switch, name, donor))
-                seconds = self.costs.catch_up_s(head.round - life.node.state.head.round)
+                given = self.costs.given(self.disks[donor])
+                switch = partial(life.trainer.when_running, partial(self._switch, name, donor, given))
+                seconds = self.costs.catch_up_s(name, head.round - life.node.state.head.round)
                 life.node.expect_to_catch_up(seconds, self.costs.clock(name))
                 self.timeline.after(seconds, switch)
             case m.Append(record, stored_by):
@@ -463,13 +464,12 @@ class World:
         logged = (entry.digest for entry in reversed(self.disks[name].log))
         return (held is not None and held.record.digest == record.digest) or record.digest in logged
 
-    def _switch(self, name: str, donor: str) -> None:
-        """Copy a donor's whole log at once: no island is ever between two branches."""
+    def _switch(self, name: str, donor: str, theirs: Disk) -> None:
+        """Copy the log that a donor gives at once: no island is ever between two branches."""
         if not self.reaches(name, donor):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
-        theirs, mine = self.disks[donor], self.disks[name]
-        state, life = theirs.states[-1], self.lives[name]
+        mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
         if life.node.member.is_better(state, donor):
             if state.forces == mine.states[-1].forces:  # the owner may undo anything
                 self.checker.moved(name, mine.states[-1].head.digest, state.head.digest)
