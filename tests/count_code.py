@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("diloco", "comm", "elastic", "checkpoint")
-LIMIT = 27_250  # 22,300 until protocol 5: quorum, the latch, who leads, the soak, mutants and salvage came after it
+LIMIT = 27_280  # 22,300 until protocol 5: quorum, the latch, who leads, the soak, mutants and salvage came after it
 LEAST_DOCUMENTED = 0.70  # of public functions and classes; docstrings.py says what counts
 SILENT = {
     tokenize.COMMENT,

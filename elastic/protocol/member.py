@@ -346,6 +346,7 @@ class Member:
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
         if record.proposal.contributions:
             self.own.last_contributors = frozenset(record.proposal.present)
+            self.own.updated_at.append(now)
         self.own.effects.append(msg.Append(record, stored_by))
         self._move(state, now, switched=False, stored_by=stored_by)
 
