@@ -50,6 +50,7 @@ HARSH_ONCE_WRONG = [
     ("quorum", 1325),  # the only one that trained was never ready, and late progress waited for it
     ("auto", 1183),  # a coordinator fetched the result and hung up, and others had not its bytes yet
     ("auto", 40037),  # a change of settings that an island had which was always a round behind
+    ("auto", 143),  # one that had fetched a record after the latch no longer knew that it counts, and went back
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 
