@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("diloco", "comm", "elastic", "checkpoint")
-LIMIT = 28_000  # 22,300 until protocol 5: quorum, latch, who leads, soak, mutants, salvage and admission came after it
+LIMIT = (
+    29_000  # 22,300 until protocol 5: quorum, latch, who leads, soak, mutants, salvage, admission, relays came after it
+)
 LEAST_DOCUMENTED = 0.70  # of public functions and classes; docstrings.py says what counts
 SILENT = {
     tokenize.COMMENT,

@@ -5,9 +5,11 @@ from itertools import chain, combinations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from records import contribution, record
 
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.messages import Failed, Held, Promise
+from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.proposer import (
     ABSENT_RECORDS,
     culprits,
@@ -39,6 +41,18 @@ def test_the_deadline_is_a_multiple_of_what_half_needed():
     assert deadline(100.0, [110.0], 2, 1.5) == 115.0
     assert deadline(100.0, [90.0], 1, 1.5) == 100.0, "ready before the last commit: late progress"
     assert deadline(100.0, [], 0, 1.5) is None
+
+
+def test_late_progress_is_not_kept_waiting_by_a_coordinator_that_has_led_nothing_yet():
+    """It has seen the rounds that another one has led."""
+    node = Node("B", STATE, Options(decide, straggler=1.5), now=0.0, incarnation=1)
+    for number in (1, 2):
+        node.member.append(record(node.state, contribution("A", number - 1, number)), 10.0 * number)
+    proposer, term = node._coordinator.proposer, Term(1, "B")
+    term.answers = {peer: Promise(node.state.key, 1, 1, 0, None) for peer in STATE.roster}
+    late = {"B": replace(offer(), late=True)}
+    assert not proposer._is_time(term, late, late, 49.0), "A and C train"
+    assert proposer._is_time(term, late, late, 51.0), "but may never be ready"
 
 
 def test_weights_are_capped_at_twice_the_median():

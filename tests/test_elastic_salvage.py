@@ -250,6 +250,22 @@ def test_what_did_not_count_comes_with_the_next_piece():
     assert work.rebase(2, settled=True) is None, "and now it is contained"
 
 
+def test_what_did_not_count_comes_with_the_next_contribution_although_more_is_owed():
+    """A state keeps the hole until then, and an offer has the two oldest pieces."""
+    work, ones = progress(), torch.ones(3 * PAGE)
+    in_hole = torch.zeros(3 * PAGE)
+    in_hole[PAGE : 2 * PAGE] = 2.0
+    for number in range(4):
+        work.cut(ones, StepsDone(5, ((4 * number, 4 * number + 4),)))()
+    owed = work.rebase(2, hole=(0, ((1, 2),)), settled=True)
+    assert owed is not None and torch.equal(owed, 2 * ones + in_hole)
+    offer = work.cut(ones, StepsDone(5, ((16, 20),)))()
+    assert (offer.lo, offer.hi) == (2, 4)
+    assert torch.equal(work.payload(offer).view(torch.float32), 2 * ones + in_hole)
+    owed = work.rebase(4, settled=True)
+    assert owed is not None and torch.equal(owed, ones)
+
+
 def test_of_joined_pieces_what_was_offered_is_carried():
     work, ones = progress(), torch.ones(3 * PAGE)
     work.cut(ones, StepsDone(5, ((0, 4),)))()

@@ -19,7 +19,8 @@ from diloco.simulate.virtual.faults import FIRST_STREAMING, PARTITIONS, Disaster
 from diloco.simulate.virtual.trainer import USUAL, SyncPace
 from diloco.simulate.virtual.world import World
 
-SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+ROOT = Path(__file__).parent.parent
+SCENARIOS = sorted((ROOT / "tests/scenarios").glob("*.txt"))
 BATCH = 100
 STREAMING = [seed for seed in range(FIRST_STREAMING, FIRST_STREAMING + 40) if pace_of(seed) != USUAL]
 
@@ -49,6 +50,7 @@ HARSH_ONCE_WRONG = [
     ("quorum", 1325),  # the only one that trained was never ready, and late progress waited for it
     ("auto", 1183),  # a coordinator fetched the result and hung up, and others had not its bytes yet
     ("auto", 40037),  # a change of settings that an island had which was always a round behind
+    ("auto", 143),  # one that had fetched a record after the latch no longer knew that it counts, and went back
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 
@@ -61,6 +63,7 @@ CAUGHT = {
     "yield_to_higher_promises": ("usual", 109),
     "leave_out_stuck_pairs": ("usual", 5),
     "follow_the_linked": ("harsh", 15),
+    "marks_are_pruned": ("usual", 2),
 }
 
 
@@ -72,6 +75,16 @@ def test_scenarios_go_as_written(path):
 def test_every_rule_has_a_scenario_or_a_seed_that_shows_what_it_is_for():
     holes = {scenario.parse(path.read_text()).rule for path in SCENARIOS}
     assert holes | CAUGHT.keys() >= set(rule_names())
+
+
+def test_the_docs_name_what_catches_each_rule():
+    docs = (ROOT / "docs/protocol.md").read_text()
+    for path in SCENARIOS:
+        script = scenario.parse(path.read_text())
+        if rule := script.rule:
+            expected = " ".join(script.told[rule].splitlines()[-1].split()[:2])  # expect …
+            caught_by = script.violation or f"`{expected}`"
+            assert f"| `{rule}` | `{path.relative_to(ROOT)}` | {caught_by} |" in docs
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.bench import virtual_newcomers
+from diloco.bench.newcomers import Cell
 from diloco.cli.app import app
 from diloco.elastic.runtime.reducing import FLAT_UP_TO
 from diloco.errors import ConfigError
@@ -175,3 +177,15 @@ def test_the_command_line_leads_there(command):
 def test_options_of_another_mode_are_refused(command, words, reason):
     said = command("simulate", *words)
     assert said.code == 2 and reason in said.err
+
+
+@pytest.mark.parametrize("kill", virtual_newcomers.KILLS)
+def test_a_newcomer_is_in_soon_and_stays(kill):
+    joined = virtual_newcomers.joined(Cell(250_000, 2e6), 1.0, kill)
+    assert joined["rounds_until_in"] <= 3 and joined["share_after"] >= 0.8
+
+
+def test_a_newcomer_alone_on_a_slow_link_costs_the_others_little():
+    """It fetches every result while rounds go on without it, and nobody waits for that."""
+    alone = virtual_newcomers.slow_alone(Cell(250_000, 2e7), 1.0)
+    assert alone["ratio"] <= 1.1 and alone["rounds_with_it"] > 0

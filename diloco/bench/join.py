@@ -2,8 +2,8 @@
 
 First their round times while it fetches the state, and when it contributes. Then, over shaped links, an island comes
 with an empty disk and downloads the whole state at the rate of its link; and once more with the state of two rounds ago
-on its disk, when it downloads the rounds since. Last, newcomers on slow links (`newcomers.py`). Real processes, mutual
-TLS, real files.
+on its disk, when it downloads the rounds since. Then newcomers on slow links (`newcomers.py`). Real processes, mutual
+TLS, real files; last, more sizes and links in virtual time (`virtual_newcomers.py`).
 """
 
 import shutil
@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from diloco.bench import newcomers
+from diloco.bench import newcomers, virtual_newcomers
 from diloco.bench.bare import BareConfig
 from diloco.bench.crew import Crew, Event, crew
 from diloco.bench.recover import NAMES
@@ -33,8 +33,13 @@ WRITTEN_S = 60.0
 
 
 def measure(*, values: int, joins: int, bits_per_s: float) -> Report:
-    """Run both parts with vectors of so many values and so many newcomers, one after the other."""
-    parts = _company(values, joins), downloads(values, joins, bits_per_s), newcomers.measure()
+    """Run all parts with vectors of so many values and so many newcomers, one after the other."""
+    parts = (
+        _company(values, joins),
+        downloads(values, joins, bits_per_s),
+        newcomers.measure(),
+        virtual_newcomers.measure(),
+    )
     figures = {name: value for part in parts for name, value in part.figures.items()}
     return Report([check for part in parts for check in part.checks], figures)
 

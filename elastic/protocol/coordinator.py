@@ -110,10 +110,14 @@ class Coordinator:
     def _is_just_behind(self, peer: str, now: float) -> bool:
         """Return whether a peer has another head only because it has not heard of the last commit, or written it.
 
-        One that took part in it may still miss the last bytes of the result.
+        One that took part in it may still miss the last bytes of the result. One that is out of turn, for its link is
+        slow, says that it fetches the result.
         """
-        own, since = self.own, self.own.peers.views[peer].behind_since
+        own, view = self.own, self.own.peers.views[peer]
+        if view.behind_s and self.proposer.pacing.is_out_of_turn(peer):
+            return False
         rest_s = STRAGGLER_EXCHANGES * own.exchange_s if peer in own.last_contributors else 0.0
+        since = view.behind_since
         return since is not None and now - since <= self._settled_s + rest_s + 2 * own.write_s(peer)
 
     @property

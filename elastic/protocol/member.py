@@ -53,6 +53,8 @@ class Member:
             view.caught_up_in_s = now - view.behind_since
         view.behind_since = (now if view.behind_since is None else view.behind_since) if behind else None
         self.liveness.hear(sender, beat, now)
+        if beat.head == self.own.state.head:
+            self._believe(beat.rank)
         self._meet(sender, beat.head, now, rank=beat.rank)
         if beat.head == self.own.state.head:
             self.own.highest_term = max(self.own.highest_term, beat.promise.term)
@@ -346,6 +348,7 @@ class Member:
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
         if record.proposal.contributions:
             self.own.last_contributors = frozenset(record.proposal.present)
+            self.own.updated_at.append(now)
         self.own.effects.append(msg.Append(record, stored_by))
         self._move(state, now, switched=False, stored_by=stored_by)
 
@@ -361,6 +364,7 @@ class Member:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
             self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
+            self._believe(0 if donor is None else self._rank_of(donor))
         elif donor is not None and self.own.asked_for is not None and state.head < self.own.asked_for:
             self.catch_up_failed(donor, now)  # it claims more than it gives
 
@@ -387,6 +391,11 @@ class Member:
         said = view is not None and view.rank > 0
         rank = state.rank(latched=bool(state.latch) or self.own.options.partition == "quorum" or said)
         return state.head.digest != self.own.state.head.digest and self.own.outranks(rank, state.head)
+
+    def _believe(self, rank: int) -> None:
+        """Take over that this head is in the latched history, from one that has it and its records."""
+        if rank and self.own.latch is not None and not self.own.is_latched:
+            self.own.lineage = {self.own.latch.head.digest: True, self.own.state.head.digest: True}
 
     def _note_lineage(
         self, parent: RunState, state: RunState, stored_by: tuple[str, ...] | None, *, switched: bool

@@ -264,7 +264,7 @@ class Proposer:
         training = [peer for peer in live if peer not in offers or not offers[peer].late]
         ready_at = [term.ready_at[peer] for peer in training if peer in term.ready_at]
         due = deadline(own.commit_at[own.due], ready_at, len(training), own.options.straggler)
-        if due is None and (usual_s := self.holding.usual_s) is not None:  # who trains may never be ready
+        if due is None and (usual_s := self.holding.usual_s or own.seen_round_s):  # who trains may never be ready
             due = max(own.commit_at) + LONG_WAIT * own.options.straggler * usual_s
         return due is not None and now >= due + STRAGGLER_EXCHANGES * own.exchange_s
 

@@ -1,7 +1,10 @@
 """What an island knows while it takes part in rounds, and how it sends. Shared by the parts of a `Node`."""
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.options import Options
@@ -132,6 +135,7 @@ class ProtocolState:
     lineage: dict[str, bool] = field(default_factory=dict)  # the last records here: whether each had a quorum
     caught_up_at: float = 0.0  # when it will have caught up, as its driver thinks
     last_contributors: frozenset[str] = frozenset()  # of the last round that had any
+    updated_at: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # the last rounds, whoever led them
     ready_at: float | None = None  # when this island had its offers for the present round
     moved_at: float = 0.0  # when bytes of an exchange, or the head, moved last, as far as is known here
     moved: bool = False  # since the last heartbeat
@@ -145,6 +149,15 @@ class ProtocolState:
     def due(self) -> int:
         """Return the fragment of the next round with contributions; fragments take turns."""
         return self.state.updates % self.options.fragments
+
+    @property
+    def seen_round_s(self) -> float | None:
+        """Return how long rounds took lately, as this island has seen them; None if it has seen fewer than two."""
+        return (
+            median(later - earlier for earlier, later in pairwise(self.updated_at))
+            if len(self.updated_at) > 1
+            else None
+        )
 
     def same_key(self, key: Key) -> bool:
         """Return whether a message's key is that of the round which follows this island's head."""
@@ -166,7 +179,7 @@ class ProtocolState:
     @property
     def is_latched(self) -> bool:
         """Return whether this island's chain contains the latched record, and nothing without a quorum after it."""
-        if self.state.latch or self.options.partition == "quorum":
+        if self.state.latch or self.options.partition == "quorum" or not self.rules.latch_voids_records:
             return True
         if self.latch is None:
             return False

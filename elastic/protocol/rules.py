@@ -23,6 +23,9 @@ class Rules:
     nobody_starves: bool = True  # H18
     roster_has_a_floor: bool = True  # H19
     salvage: bool = True  # H20
+    marks_are_pruned: bool = True  # H21
+    lost_leases_come_last: bool = True  # H22
+    latch_voids_records: bool = True  # H23
 
 
 ALL = Rules()

@@ -195,7 +195,6 @@ class RunState:
             raise RecordInvalid("a witness contributes in it, or leases samples")
         admitted = self._admitted_after(proposal)
         marks, versions = dict(self.marks), dict(self.versions)
-        lives = {part.island: part.offer.incarnation for part in proposal.contributions}
         if proposal.contributions:
             versions[proposal.fragment] = Version(record.digest, proposal.step)
         for contribution in proposal.contributions:
@@ -205,7 +204,7 @@ class RunState:
             if not self.fits(contribution.island, offer):
                 raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
-        marks = {mark: hi for mark, hi in marks.items() if mark[1] >= lives.get(mark[0], 0)}  # the rest is over
+        marks = self._pruned(marks, proposal)
         ledger = self.settled(proposal.contributions, proposal.releases)
         for grant in proposal.grants:
             ledger, granted = ledger.grant(grant.holder, size(grant.samples))
@@ -249,6 +248,11 @@ class RunState:
             return self
         invite = read_invite(Reader(bytes.fromhex(admission))).key.hex()
         return replace(self, admitted=tuple(sorted((*self.admitted, (island, invite)))))
+
+    def _pruned(self, marks: dict[Mark, int], proposal: Proposal) -> dict[Mark, int]:
+        """Return the marks without those of lives that are over: a later one of the island has contributed."""
+        lives = {part.island: part.offer.incarnation for part in proposal.contributions}
+        return {mark: hi for mark, hi in marks.items() if mark[1] >= lives.get(mark[0], 0)}
 
     def _holes_after(self, proposal: Proposal, marks: dict[Mark, int]) -> tuple[KeptHole, ...]:
         """Return the holes that are left: whoever contributes again covers its own."""

@@ -171,8 +171,8 @@ class PendingProgress:
         """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
 
         That is the sum of the pieces owed; None if there are none. `settled`: no other branch can take its place.
-        `hole` are the pages on which the last contribution does not count, and where that begins: the next piece brings
-        its progress there.
+        `hole` are the pages on which the last contribution does not count, and where that begins: the next one brings
+        its progress there, with the oldest piece that is owed, or with the next where none is.
         """
         lo, pages = hole
         if mark < self.mark:  # what would be carried is owed again
@@ -186,9 +186,17 @@ class PendingProgress:
             self._on_loss(self._sum(joined) * scale - self._decode(self._offered[self.mark, mark]))
         self.mark = mark
         self._forget(settled=settled)
+        self._load_oldest()
         owed = [self._sum(pieces)] if (pieces := self.owed(mark)) else []
         owed += [self.carried] if self.carried is not None else []
         return sum(owed[1:], start=owed[0]) if owed else None
+
+    def _load_oldest(self) -> None:
+        """Add what is carried to the oldest piece that is owed, if there is one: no offer has begun with it yet."""
+        if self.carried is not None and (owed := self.owed(self.mark)):
+            oldest = owed[0]
+            loaded = EncodedCut(oldest.lo, oldest.hi, oldest.done, self._sum([oldest]), carried=self.carried)
+            self.pieces[self.pieces.index(oldest)], self.carried = loaded, None
 
     def facts(self) -> dict[str, Any]:
         """Return what a save holds of this besides `payloads`. Pieces that are contained are left out."""

@@ -88,7 +88,7 @@ class Chances(Costs):
     def fetch_s(self) -> float:
         return 0.05 + 0.3 * self._chance("fetch")
 
-    def catch_up_s(self, missed: int) -> float:
+    def catch_up_s(self, name: str, missed: int) -> float:
         """Draw a duration that does not depend on how many rounds were missed."""
         return 0.1 + 1.5 * self._chance("catch up")
 

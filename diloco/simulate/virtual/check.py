@@ -1,9 +1,11 @@
 """Check the invariants I1 to I6, worked out anew from the logs: nothing here trusts what a node believes."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from diloco.elastic.protocol.ranges import Ranges, both, minus, normal, size
 from diloco.elastic.protocol.record import Key, Offer, Proposal, Record
+from diloco.elastic.protocol.state import Mark
 
 
 class Violation(AssertionError):
@@ -75,6 +77,19 @@ class Checker:
             raise Violation(f"I5: samples {unsaid} are in two contributions, and the ledger does not say so")
         if twice and calm and not self.restarted and all(len(rivals) == 1 for rivals in self.rivals.values()):
             raise Violation(f"I5: samples {twice} are in two contributions, and nothing forked")
+
+    def moved(self, island: str, head: str, other: str) -> None:
+        """Check I1 of an island that moves to another head: of the latched history nothing is given up."""
+        while self._counts(head) and other != head:
+            if other not in self.parents:
+                raise Violation(f"I1: {island} gives a record up that a quorum has stored after the latch")
+            other = self.parents[other]
+
+    def check_memory(self, marks: tuple[tuple[Mark, int], ...]) -> None:
+        """Check that a state keeps marks of one life of each island, however many there were."""
+        lives = Counter(island for island, _ in {mark[:2] for mark, _ in marks})
+        for island in (name for name, count in lives.items() if count > 1):
+            raise Violation(f"memory: a state keeps marks of {lives[island]} lives of {island}")
 
     def _check_agreement(self, island: str, record: Record, steady: set[str], calm: bool, *, strict: bool) -> None:
         """Check I1: no steady island has a rival of this record; if strict, its round has no rival at all."""

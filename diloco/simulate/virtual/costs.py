@@ -16,6 +16,7 @@ from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.peers import Peers
 
 if TYPE_CHECKING:
+    from diloco.simulate.virtual.disk import Disk
     from diloco.simulate.virtual.world import Life, World
 
 
@@ -114,8 +115,12 @@ class Costs(ABC):
         """Return how long it takes to fetch one round's result from another island."""
 
     @abstractmethod
-    def catch_up_s(self, missed: int) -> float:
+    def catch_up_s(self, name: str, missed: int) -> float:
         """Return how long an island needs to catch up with so many missed rounds."""
+
+    def given(self, disk: Disk) -> Disk:
+        """Return the log that a donor gives to one who asks for it now: by default, what it has in the end."""
+        return disk
 
     def write_s(self, name: str) -> float:
         """Return how long an island's disk takes to write a memory or a record; 0: no time at all."""

@@ -53,7 +53,7 @@ class HarshChances(Chances):
     def fetch_s(self) -> float:
         return 0.05 + self.exchange_s * self._chance("fetch")
 
-    def catch_up_s(self, missed: int) -> float:
+    def catch_up_s(self, name: str, missed: int) -> float:
         """Draw what catching up takes: about as long as an exchange."""
         return 0.1 + self.exchange_s * (0.3 + self._chance("catch up"))
 
@@ -90,9 +90,9 @@ class SteadyChances(Chances):
     def fetch_s(self) -> float:
         return super().fetch_s() + 0.5 * self.exchange_s
 
-    def catch_up_s(self, missed: int) -> float:
+    def catch_up_s(self, name: str, missed: int) -> float:
         """Draw what catching up takes: half of an exchange, for one result, one way."""
-        return super().catch_up_s(missed) + 0.5 * self.exchange_s
+        return super().catch_up_s(name, missed) + 0.5 * self.exchange_s
 
     def write_s(self, name: str) -> float:
         return self.lags.get(name, 0.0)

@@ -327,7 +327,7 @@ class Modelled(Costs):
         """Return the seconds to download one result."""
         return self._transfer_s(self.result_bytes)
 
-    def catch_up_s(self, missed: int) -> float:
+    def catch_up_s(self, name: str, missed: int) -> float:
         """Return the seconds to download the missed results; the whole state if they are more than KEEP_RECORDS."""
         whole = missed > KEEP_RECORDS
         return self._transfer_s(STATE_BYTES * self.setting.values if whole else missed * self.result_bytes)

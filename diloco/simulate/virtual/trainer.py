@@ -121,6 +121,10 @@ class SimulatedProgress:
         """Move to a state with this mark; offers from before it are forgotten, and the hole is to be covered."""
         if mark > self.mark and self.hi >= mark:
             self.carried = normal(self.carried + hole)
+        if self.carried and (owed := self.owed(mark)):
+            place = self.pieces.index(owed[0])
+            self.pieces[place] = owed[0]._replace(carried=normal(owed[0].carried + self.carried))
+            self.carried = ()
         self.mark = mark
         self.offered = {cuts for cuts in self.offered if cuts[0] >= mark}
 

@@ -17,9 +17,9 @@ from diloco.elastic.protocol import messages as m
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.member import LINEAGE
 from diloco.elastic.protocol.node import Node, Options
-from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Record, Settings
+from diloco.elastic.protocol.record import Amendment, Contribution, Head, Latch, Proposal, Record, Settings
 from diloco.elastic.protocol.rules import ALL, Rules
-from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.state import Mark, RunState
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.disk import Disk
@@ -47,6 +47,13 @@ class SharedState(RunState):
         if record.digest not in self._after:
             self._after[record.digest] = super().after(record)
         return self._after[record.digest]
+
+
+class UnprunedState(SharedState):
+    """Keep the marks of every life, where the rule that prunes them is switched off."""
+
+    def _pruned(self, marks: dict[Mark, int], proposal: Proposal) -> dict[Mark, int]:
+        return marks
 
 
 @dataclass
@@ -119,8 +126,9 @@ class World:
     def found(self, founders: tuple[str, ...], samples: int | None = None) -> None:
         """Begin the run with record 0, and start these founders; `samples` are all there are, where that is given."""
         latched = self.options.partition == "quorum" or (self.options.partition == "auto" and len(founders) >= 3)
-        genesis = SharedState(
-            Head(0, 0, GENESIS), founders, Ledger(epoch=10**9, limit=samples), owner=owner().public_key.hex(),
+        epoch = 10**9 if self.rules.lost_leases_come_last else 1  # at the end of an epoch, what was lost comes first
+        genesis = (SharedState if self.rules.marks_are_pruned else UnprunedState)(
+            Head(0, 0, GENESIS), founders, Ledger(epoch, limit=samples), owner=owner().public_key.hex(),
             latch=GENESIS if latched else "",
         )  # fmt: skip
         if latched:
@@ -363,8 +371,9 @@ class World:
             case m.FetchResult():
                 self.timeline.after(self.costs.fetch_s(), partial(self._fetched, name, effect))
             case m.CatchUp(donor, head):
-                switch = partial(life.trainer.when_running, partial(self._switch, name, donor))
-                seconds = self.costs.catch_up_s(head.round - life.node.state.head.round)
+                given = self.costs.given(self.disks[donor])
+                switch = partial(life.trainer.when_running, partial(self._switch, name, donor, given))
+                seconds = self.costs.catch_up_s(name, head.round - life.node.state.head.round)
                 life.node.expect_to_catch_up(seconds, self.costs.clock(name))
                 self.timeline.after(seconds, switch)
             case m.Append(record, stored_by):
@@ -439,6 +448,7 @@ class World:
         disk.states.append(state)
         life.trainer.appended(record)
         self.checker.appended(name, record, state.ledger.overlaps, self.steady, calm=self.calm, valid=valid)
+        self.checker.check_memory(state.marks)
 
     def _fetched(self, name: str, effect: m.FetchResult) -> None:
         """Hand a fetched result to the node, or the failure if the holder cannot be reached or lacks it."""
@@ -454,14 +464,15 @@ class World:
         logged = (entry.digest for entry in reversed(self.disks[name].log))
         return (held is not None and held.record.digest == record.digest) or record.digest in logged
 
-    def _switch(self, name: str, donor: str) -> None:
-        """Copy a donor's whole log at once: no island is ever between two branches."""
+    def _switch(self, name: str, donor: str, theirs: Disk) -> None:
+        """Copy the log that a donor gives at once: no island is ever between two branches."""
         if not self.reaches(name, donor):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
-        theirs, mine = self.disks[donor], self.disks[name]
-        state, life = theirs.states[-1], self.lives[name]
+        mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
         if life.node.member.is_better(state, donor):
+            if state.forces == mine.states[-1].forces:  # the owner may undo anything
+                self.checker.moved(name, mine.states[-1].head.digest, state.head.digest)
             known = self._tell_switch(life.trainer, mine.states[-1], theirs)
             if known is None:
                 mine.copy(theirs)
