@@ -10,6 +10,7 @@ from invited import ticket_in
 
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
+from diloco.errors import ConfigError
 from diloco.run.peer import Connection, Peer, host_towards, listen_host
 
 ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
@@ -22,11 +23,16 @@ ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
         (ELSEWHERE, "0.0.0.0"),
         ("2001:db8::7", "::"),
         ("localhost", "127.0.0.1"),
-        ("a..b", "0.0.0.0"),
     ],
 )
 def test_who_is_seen_under_an_address_of_another_machine_listens_anywhere(host: str, listens: str) -> None:
     assert listen_host(host) == listens
+
+
+@pytest.mark.parametrize("host", ["a..b", "no-such-machine.invalid"])
+def test_a_name_that_does_not_resolve_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--host {host}: there is no machine of that name"):
+        listen_host(host)
 
 
 def test_a_joiner_finds_its_own_address_towards_a_name_too() -> None:

@@ -88,12 +88,11 @@ class AutoTransport(Accepting):
     def _ways(self, peer: PeerAddress) -> list[Way]:
         if not _has_direct(peer):
             return [self.libp2p]
-        if peer.relay and self.relay is not None:
-            return [self.relay, self.libp2p]
+        other: Way = self.relay if peer.relay and self.relay is not None else self.libp2p
         choice = self._choices.get(peer.identity)
-        if choice and choice.peer == peer and choice.way is self.libp2p and not self._stale(choice):
-            return [self.libp2p, self.direct]  # either may break later: there is always a second way
-        return [self.direct, self.libp2p]
+        if choice and choice.peer == peer and choice.way is other and not self._stale(choice):
+            return [other, self.direct]  # either may break later: there is always a second way
+        return [self.direct, other]
 
     def _stale(self, choice: Route) -> bool:
         return self._clock() - choice.since >= RETRY_DIRECT_S

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from diloco.comm.transport.direct import DirectTransport
@@ -24,7 +24,7 @@ from diloco.comm.transport.wire import deadline_in, seconds_to
 from diloco.errors import FrameError, PeerLost, TransportError, TransportTimeout
 
 CHANNEL = "relay"
-SERVE, OPEN, BACK, DIAL, YES, NO, CALL, BYTES, BEAT = 1, 2, 3, 4, 5, 6, 7, 8, 9
+SERVE, OPEN, BACK, DIAL, YES, NO, CALL, BYTES, BEAT, FILL = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 ASK_S = 10.0
 DIAL_S = 3.0  # to find out whether a member can be dialled
 BEAT_S, SILENT_S = 5.0, 20.0  # on a connection that waits for calls
@@ -32,6 +32,7 @@ TOKEN_BYTES = 16
 CHUNK_BYTES = 256 * 1024
 MAX_SERVED = 32  # islands that one member relays for
 MAX_TUNNELS, MAX_TUNNELS_OF_ONE = 128, 32
+MEASURED_CHUNKS = 8  # of 256 KiB, by which a member measures its way to another
 MAX_ASKING = 64  # streams that have not yet said what they want
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Bucket:
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, time.monotonic(), threading.Lock()
+        self.sleep = time.sleep
 
     def pass_through(self, count: int) -> None:
         """Wait until so many more bytes may pass."""
@@ -51,7 +53,7 @@ class Bucket:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + count / self._bytes_per_s
             wait_s = self._free_at - now
-        time.sleep(wait_s)
+        self.sleep(wait_s)
 
 
 @dataclass
@@ -99,6 +101,15 @@ class Relay:
             return None
         finally:
             stream.close()
+
+    def bytes_per_s_from(self, member: PeerAddress) -> float:
+        """Measure how fast a member's bytes arrive here, with 2 MiB of them."""
+        with closing(self._ask(member, FILL, b"", ASK_S)) as stream:
+            stream.receive(_chunk, timeout_s=ASK_S)
+            started, count = time.monotonic(), 0
+            for _ in range(MEASURED_CHUNKS - 1):
+                count += len(stream.receive(_chunk, timeout_s=ASK_S).payload)
+            return count / max(1e-9, time.monotonic() - started)
 
     def be_served_by(self, relay: PeerAddress) -> bool:
         """Be reached through this member from now on; return whether it agrees."""
@@ -200,7 +211,10 @@ class Relay:
                 asked = stream.receive(_small, timeout_s=ASK_S)
             finally:
                 self._asking.release()  # from here on, what is asked for has bounds of its own
-            answers = {DIAL: self._tell_whether_dialled, SERVE: self._serve, OPEN: self._open, BACK: self._hand_over}
+            answers = {
+                DIAL: self._tell_whether_dialled, FILL: self._fill, SERVE: self._serve, OPEN: self._open,
+                BACK: self._hand_over,
+            }  # fmt: skip
             if (answer := answers.get(asked.kind)) is None:
                 raise FrameError(f"{stream.peer} asks a relay for {asked.kind}")
             answer(stream, asked.head)
@@ -222,6 +236,15 @@ class Relay:
             stream.send(YES, timeout_s=ASK_S)
         stream.close()
 
+    def _fill(self, stream: Stream, _: bytes) -> None:
+        """Send what somebody measures its link with, at this relay's rate."""
+        for _number in range(MEASURED_CHUNKS):
+            self._bucket.pass_through(CHUNK_BYTES)
+            stream.send(BYTES, b"", bytes(CHUNK_BYTES), timeout_s=ASK_S)
+        with suppress(TransportError):  # it hangs up when it has all
+            stream.receive(_small, timeout_s=ASK_S)
+        stream.close()
+
     def _serve(self, stream: Stream, _: bytes) -> None:
         peer = stream.peer
         with self._lock:
@@ -236,7 +259,7 @@ class Relay:
         if before is not None:
             before.close()
         stream.send(YES, timeout_s=ASK_S)
-        self._say(peer, "nobody can dial it: its streams go through this island")
+        self._say(peer, "others cannot dial it: its streams go through this island")
         with suppress(TransportError):
             while True:
                 stream.receive(_small, timeout_s=SILENT_S)

@@ -56,5 +56,5 @@ app.command("set", epilog="Example: diloco set islands inner.lr=1e-4 inner.steps
 app.command(epilog='Example: diloco sample quickstart "def main(" --tokens 100')(sample)
 app.add_typer(simulate, name="simulate")
 app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")(plan)
-app.command(epilog="Example: diloco doctor --dir /scratch/runs")(doctor)
+app.command(epilog="Example: diloco doctor runs/islands/ticket --port 31337")(doctor)
 app.add_typer(bench, name="bench")

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from diloco.cli.shared import Json
+from diloco.cli.shared import JoinHost, Json, Port
 from diloco.units import format_size
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -57,10 +57,21 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def doctor(
-    dir: Annotated[Path, typer.Option(help="Where runs will be kept.")] = Path("runs"), json: Json = False
+    ticket: Annotated[
+        str | None, typer.Argument(metavar="[TICKET]", help="Try how far one gets into this run, without joining it.")
+    ] = None,
+    dir: Annotated[Path, typer.Option(help="Where runs, or with a ticket this island, will be kept.")] = Path("runs"),
+    host: JoinHost = None,
+    port: Port = None,
+    json: Json = False,
 ) -> None:
     """Check what this machine can do, and what is missing."""
-    findings = examine(dir)
+    if ticket is None:
+        findings = examine(dir)
+    else:
+        from diloco.cli.reach import examine_way
+
+        findings = examine_way(ticket, dir, host, port or 0)
     show(findings, as_json=json)
     sys.exit(any(finding.state == "bad" for finding in findings))
 

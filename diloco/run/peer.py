@@ -75,6 +75,15 @@ class Connection:
         return self.up_bits_per_s, self.down_bits_per_s
 
 
+@dataclass(frozen=True)
+class WayTo:
+    """Describe the way to another member as it was found just now."""
+
+    through: str = ""  # its relay, where it has one
+    dials: bool | None = None  # whether it can open connections to this machine; None: it does not say
+    bytes_per_s: float = 0.0  # from there to here
+
+
 class LocalPeer:
     """Represent this machine in a run, as far as rounds need it. On its own it lets nobody else join: it opens no port
     and starts no daemon."""
@@ -223,6 +232,13 @@ class Peer(LocalPeer):
         record = self.records.get(peer)
         return record is not None and self._right(record) != Right.WATCH
 
+    def way_to(self, peer: str) -> "WayTo":
+        """Find out how a member is reached, how fast its bytes arrive, and whether it can dial this machine."""
+        address, relay = address_of(peer, self.records[peer]), self._relay
+        if address.relay:
+            return WayTo(through=address.relay)
+        return WayTo(dials=relay.can_be_dialled(address), bytes_per_s=relay.bytes_per_s_from(address))
+
     def _right(self, record: PeerRecord) -> Right:
         return check_admission(record.admission, self.run_id, record.public_key).invite.right
 
@@ -299,7 +315,7 @@ class Peer(LocalPeer):
         threading.Thread(target=self._stay_reachable, name="reachable", daemon=True).start()
 
     def _stay_reachable(self) -> None:
-        """Find out now and then whether others can dial this island; if none can, be reached through one of them."""
+        """Find out now and then whether others can dial this island; if some cannot, be reached through one of them."""
         told, wait_s = "", 0.0
         while not self._stop.wait(wait_s):
             wait_s = LOOK_S
@@ -307,11 +323,11 @@ class Peer(LocalPeer):
                 continue
             public = {peer: address_of(peer, record) for peer, record in self.records.items() if not record.relay}
             answers = [self._relay.can_be_dialled(public[peer]) for peer in sorted(public, key=hash)[:ASK_UP_TO]]
-            if True in answers:
-                wait_s = ASK_AGAIN_S
-            elif False in answers:
+            if False not in answers:
+                wait_s = ASK_AGAIN_S if True in answers else LOOK_S
+            else:
                 through = next((peer for peer, address in public.items() if self._relay.be_served_by(address)), None)
-                text = "nobody can dial this island: " + (
+                text = "others cannot dial this island: " + (
                     f"it is reached through {self.name_of(through)}" if through else
                     "forward its ports (--port), or ask a member that can be dialled to relay (--relay)"
                 )  # fmt: skip
