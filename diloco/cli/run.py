@@ -1,5 +1,6 @@
 """Declare `diloco run` and `diloco join`: take part in a run, and say how it ended."""
 
+import ctypes
 import os
 import shlex
 import sys
@@ -31,6 +32,9 @@ from diloco.units import parse_link, parse_rate
 if TYPE_CHECKING:
     from diloco.launch.fleet import Plan
     from diloco.train.trainer import Outcome
+
+
+VARIABLE = "env:"  # before the name of a variable that holds a ticket
 
 
 def run(
@@ -115,7 +119,9 @@ def many_islands(plan: "Plan", *, fresh: bool) -> None:
 def join(
     ticket: Annotated[
         str,
-        typer.Argument(metavar="TICKET", help="The run's ticket, a file that holds it, or - (standard input)."),
+        typer.Argument(
+            metavar="TICKET", help="The run's ticket, a file that holds it, - (standard input) or env:NAME."
+        ),
     ],
     set_: JoinOverrides = None,
     dir: Annotated[Path | None, typer.Option(help="This island's folder (default runs/RUN_ID-NAME).")] = None,
@@ -146,6 +152,8 @@ def join(
     own = overrides_tree([*(set_ or []), *mesh])
     island = own_island(own)
     text = read_ticket(ticket)
+    if ticket == text:
+        hide_argument(text)
     parsed = Ticket.parse_invitation(text)
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
@@ -169,11 +177,13 @@ def join(
 
 
 def read_ticket(given: str) -> str:
-    """Return the ticket's text: given as such, in a file, or on standard input (-)."""
+    """Return the ticket's text: given as such, in a file, on standard input (-) or in a variable (env:NAME)."""
     from diloco.comm.peers.ticket import OLD_PREFIX, PREFIX, TEXT_LIMIT
 
     if given.startswith((PREFIX, OLD_PREFIX)):
         return given
+    if given.startswith(VARIABLE):
+        return os.environ.get(given.removeprefix(VARIABLE), "")
     try:
         with sys.stdin if given == "-" else open(given) as file:
             return file.read(2 * TEXT_LIMIT)
@@ -182,6 +192,22 @@ def read_ticket(given: str) -> str:
         raise TicketError(
             f"{given[:60]!r}: a ticket begins with {PREFIX}, and no file holds one there ({why})"
         ) from None
+
+
+def hide_argument(text: str) -> None:
+    """Take a secret off this process's command line, where everybody on the machine can read it.
+
+    The processes that this one starts get it by their environment, which only its owner can read.
+    """
+    os.environ["DILOCO_TICKET"] = text
+    sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == text else word for word in sys.argv]
+    try:
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45])
+        offset = Path("/proc/self/cmdline").read_bytes().find(text.encode())
+    except (OSError, ValueError, IndexError):  # not Linux
+        return
+    if start and offset >= 0:
+        ctypes.memset(start + offset, ord("*"), len(text))
 
 
 def relay_rate(given: str | None) -> float | None:
