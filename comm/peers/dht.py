@@ -78,6 +78,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     is_cut: Callable[[str], bool] = staticmethod(lambda peer: False)
     check: Callable[[str, bytes], object] = staticmethod(lambda peer, admission: None)  # raises TicketError
     admission: bytes = b""  # this peer's own
+    _shown: set[str]  # to whom it has been shown
     refusal: str = ""  # why another one did not let this one in, as it says itself
 
     @staticmethod
@@ -136,15 +137,24 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         A ping's answer carries its time: the run's clock takes it in, and hivemind sees no other.
         """
         self._check_link(peer_id)
-        request.auth.signature = self.admission
         try:
-            response = await super()._call_unary_protobuf_handler(peer_id, name, request, *arguments)
+            response = await self._call(peer_id, name, request, *arguments)
         except P2PHandlerError as error:  # its text is the other's: a class and what it says
             kind, _, said = str(error).partition("(")
             self.refusal = said.strip("'\")") if kind == TicketError.__name__ else ""
             raise P2PDaemonError(f"{peer_id} refuses: {said[:200]!r}") from None
         if isinstance(response, PingResponse) and RUN_CLOCK.hear(response.dht_time):
             response.dht_time = RUN_CLOCK.now()
+        return response
+
+    async def _call(self, peer_id: PeerID, name: str, request: Any, *arguments: Any) -> Any:
+        """Call a peer; the admission goes with the first request, and again when the other has forgotten it."""
+        if str(peer_id) in self._shown:
+            with suppress(P2PHandlerError):
+                return await super()._call_unary_protobuf_handler(peer_id, name, request, *arguments)
+        request.auth.signature = self.admission
+        response = await super()._call_unary_protobuf_handler(peer_id, name, request, *arguments)
+        self._shown.add(str(peer_id))
         return response
 
     async def _add_protobuf_unary_handler(
@@ -304,12 +314,18 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
     )
     run_id = admission.invite.run_id
 
-    def check(peer: str, raw: bytes) -> None:
-        objection = options.objection(peer, check_admission(raw, run_id, public_key_in(peer)))
-        if objection:
-            raise TicketError(objection)
+    seen: dict[str, bytes] = {}  # who has shown its admission to this node need not do so again
 
-    p2p.is_cut, p2p.check, p2p.admission = options.is_cut, check, admission.pack()
+    def check(peer: str, raw: bytes) -> None:
+        shown = check_admission(raw or seen.get(peer, b""), run_id, public_key_in(peer))
+        if objection := options.objection(peer, shown):
+            raise TicketError(objection)
+        if raw:
+            if len(seen) >= MAX_RECORDS:
+                seen.clear()
+            seen[peer] = raw
+
+    p2p.is_cut, p2p.check, p2p.admission, p2p._shown = options.is_cut, check, admission.pack(), set()
     try:
         await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
         return await DHTNode.create(

@@ -119,12 +119,13 @@ class Directory:
             )
         return record
 
-    def peers(self) -> dict[bytes, PeerRecord]:
+    def peers(self, *, ask_others: bool = True) -> dict[bytes, PeerRecord]:
         """Return every peer with a valid record by its public key, this one included.
 
-        Bad records are left out and counted in `refusals`.
+        Bad records are left out and counted in `refusals`. Without `ask_others` it is what this node has been told: of
+        few peers, all that is new, and of many, what this one is to keep.
         """
-        entries = self.call(self._node.get(dht.dht_key(self.run_id), latest=True))
+        entries = self.call(self._node.get(dht.dht_key(self.run_id), latest=ask_others))
         found: dict[bytes, PeerRecord] = {}
         for subkey, entry in entries.value.items() if entries is not None else ():
             try:

@@ -50,6 +50,7 @@ class AllReduceConfig:
     codec: str
     line: LinkRate = UNSHAPED
     repeats: int = 11
+    relayed: bool = False
 
     @property
     def minimum_bytes(self) -> float:
@@ -58,8 +59,9 @@ class AllReduceConfig:
 
 
 def measure(
-    *, peers: int, values: int, codec: str, link: str, line: tuple[float, float], against: Sequence[str]
-) -> Report:
+    *, peers: int, values: int, codec: str, link: str, line: tuple[float, float], against: Sequence[str],
+    relay: bool = False,
+) -> Report:  # fmt: skip
     """Run all comparisons that were asked for. `link` is how `line`, its rate and its delay, was written."""
     if codec not in (names := [name for name, one in CODECS.items() if one.closed]):
         raise ConfigError(f"--codec {codec}: there are {', '.join(names)}")  # of the others the result is no mean
@@ -71,6 +73,9 @@ def measure(
     figures: dict[str, Any] = {"peers": peers, "values": values, "codec": codec, "unshaped": unshaped}
     figures["rounds"] = run(setting, _take_part_repeatedly)
     figures["allreduce.round_s"] = figures["rounds"]["seconds"]
+    if relay:
+        figures["relayed"] = run(replace(setting, relayed=True, repeats=3))
+        figures["allreduce.relay_share"] = unshaped["seconds"] / figures["relayed"]["seconds"]
     if "gloo" in against:
         more, figures["gloo"] = _against_gloo(setting, unshaped["seconds"])
         checks += more
@@ -134,7 +139,7 @@ def _one_repeat(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[str, Any]]:
     """Run the all-reduce alone, again and again, in one worker; check each result against the true mean."""
-    codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line)
+    codec, (plain, addresses) = CODECS[setting.codec], peer.connect(setting.line, relayed=setting.relayed)
     own, expected = contribution(peer.index, setting.count), average(peer.count, setting.count)
     mean = torch.zeros(setting.count)  # the same memory in every repeat, as theirs who reduce in place
     limit, rows, pages = _error_limit(setting), [], PageStore()

@@ -14,17 +14,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Literal, NoReturn, Self
 
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.link import Link, Path, Paths
+from diloco.comm.transport.relay import Relay
 from diloco.comm.transport.shaped import ShapedTransport
-from diloco.comm.transport.transport import PeerAddress, Transport
+from diloco.comm.transport.transport import Accepting, PeerAddress, Stream, Transport
 
 GRACE_S = 5.0  # to leave in good order
+NOWHERE = 9  # a port at which nobody listens
 WAIT_S = 120.0  # for the slowest of the others, at a barrier
 
 # (pipe, *arguments) -> result; a function of a module, for it must be found by its name
@@ -190,13 +192,40 @@ class BenchPeer:
         row |= {"seconds": time.monotonic() - started, "cpu_s": time.process_time() - started_cpu}
         self.barrier()
 
-    def connect(self, line: LinkRate) -> tuple[Transport, dict[str, PeerAddress]]:
-        """Return a transport over which all workers reach each other, and their addresses by name, in order."""
+    def connect(self, line: LinkRate, *, relayed: bool = False) -> tuple[Transport, dict[str, PeerAddress]]:
+        """Return a transport over which all workers reach each other, and their addresses by name, in order.
+
+        `relayed`: through the first of them, which alone can be dialled.
+        """
         plain = DirectTransport(f"peer-{self.index}", "127.0.0.1")
         addresses = {address.identity: address for address in self.exchange(plain.address("127.0.0.1"))}
         plain.allow(addresses.values())
         self.barrier()
-        return line.shape(plain), addresses
+        if not relayed:
+            return line.shape(plain), addresses
+        first, *others = addresses.values()
+        hidden = {other.identity: replace(other, port=NOWHERE, relay=first.identity) for other in others}
+        through = ThroughRelay(plain, {first.identity: first, **hidden})
+        if self.index and not through.relay.be_served_by(first):
+            raise WorkerFailed(f"{first.identity} does not relay")
+        self.barrier()
+        return line.shape(through), {first.identity: first, **hidden}
+
+
+class ThroughRelay(Accepting):
+    """Reach peers that nobody can dial through the one that relays for them."""
+
+    def __init__(self, direct: DirectTransport, addresses: dict[str, PeerAddress]) -> None:
+        super().__init__(direct.identity, direct.inbox)
+        self.direct, self.relay = direct, Relay(direct)
+        self.relay.know(addresses)
+
+    def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
+        return (self.relay if peer.relay else self.direct).connect(peer, channel, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.relay.close()
+        self.direct.close()
 
 
 def run_peers(count: int, work: WorkerFunction, *arguments: Any) -> list[Any]:

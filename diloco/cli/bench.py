@@ -85,6 +85,7 @@ def allreduce(
     ] = "int8",
     link: Annotated[str, typer.Option(help="Each peer's rate, and one-way delay.")] = "200mbit,20ms",
     against: Annotated[str, typer.Option(help="Compare with hivemind, gloo, both, or none.")] = "hivemind,gloo",
+    relay: Annotated[bool, typer.Option("--relay", help="Also through a relay: only one peer can be dialled.")] = False,
 ) -> Mapping[str, Any]:
     """Let peers average a vector (two minutes).
 
@@ -92,7 +93,17 @@ def allreduce(
     """
     line = parse_option("--link", link, parse_link)
     others = [] if against == "none" else [name.strip() for name in against.split(",")]
-    return {"peers": peers, "values": values, "codec": codec, "link": link, "line": line, "against": others}
+    fixed = {"peers": peers, "values": values, "codec": codec, "link": link}
+    return {**fixed, "line": line, "against": others, "relay": relay}
+
+
+@benchmark("trust --json")
+def trust(
+    islands: Annotated[int, typer.Option(min=2, max=16, help="Islands in the run.")] = 4,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long their control traffic is counted.")] = 30.0,
+    newcomers: Annotated[int, typer.Option(min=1, help="Newcomers with checks, and as many without.")] = 3,
+) -> None:
+    """Measure what admission costs (a minute)."""
 
 
 @benchmark("recover --json")

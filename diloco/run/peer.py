@@ -40,7 +40,7 @@ IDENTITY_KEY = "identity.key"  # in an island's folder
 NAMES = "names"
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
-LOOK_S = 1.0
+LOOK_S, ASK_OTHERS_S = 1.0, 15.0  # between looks into the directory: at what is here, and at what others have
 OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
 SAY_AGAIN_S = 60.0
@@ -162,7 +162,7 @@ class Peer(LocalPeer):
         self._ticket, self.admission = ticket, ticket.admission(self.identity.public_key)
         self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
         self._renewed_at: dict[str, float] = {}
-        self._publish_soon = threading.Event()
+        self._publish_soon, self._ask_soon = threading.Event(), threading.Event()
         self._kept_out: dict[str, str] = {}  # and why: told once
         self._let_in: set[str] = set()  # by this process, in time: what has expired since then does not matter
         self._redial = Redial()
@@ -259,6 +259,8 @@ class Peer(LocalPeer):
         if peer not in self._let_in and RUN_CLOCK.now() >= invite.expires_at:
             return "its ticket has expired"
         self._let_in.add(peer)
+        if peer not in self.records:
+            self._ask_soon.set()  # somebody new: its record may lie elsewhere
         return ""
 
     def publish(self) -> None:
@@ -273,12 +275,12 @@ class Peer(LocalPeer):
         )  # fmt: skip
         self.directory.publish(record, EXPIRES_S)
 
-    def find_peers(self) -> dict[str, PeerAddress]:
-        """Return the addresses of all others in the directory now.
+    def find_peers(self, *, ask_others: bool = True) -> dict[str, PeerAddress]:
+        """Return the addresses of all others in the directory now, or as far as this node has been told.
 
         They may connect, and so may members that were there before: a cut may outlast every record.
         """
-        found = {peer_id_of(key): record for key, record in self.directory.peers().items()}
+        found = {peer_id_of(key): record for key, record in self.directory.peers(ask_others=ask_others).items()}
         found.pop(self.id, None)
         found = {peer: record for peer, record in found.items() if self._admits(peer, record)}
         for peer, record in found.items():
@@ -340,7 +342,7 @@ class Peer(LocalPeer):
         self.report("relays", peer, text)
 
     def _watch(self, know: Know, fail: Fail) -> None:
-        published, said, said_at = -PUBLISH_S, "", 0.0
+        published, asked, said, said_at = -PUBLISH_S, -ASK_OTHERS_S, "", 0.0
         while not self._stop.wait(LOOK_S):
             try:
                 if not self.directory.running:
@@ -352,7 +354,10 @@ class Peer(LocalPeer):
                 if time.monotonic() - published > PUBLISH_S:
                     self.publish()
                     published = time.monotonic()
-                know(self.find_peers())
+                ask = time.monotonic() - asked > ASK_OTHERS_S or self._ask_soon.is_set()
+                self._ask_soon.clear()
+                know(self.find_peers(ask_others=ask))
+                asked = time.monotonic() if ask else asked
                 present = {peer: record.control for peer, record in self.records.items() if self._knows(peer)}
                 self._book.remember(present, self._is_member)
             except DaemonLost as lost:
