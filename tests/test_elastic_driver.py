@@ -18,11 +18,12 @@ from diloco.elastic.protocol.messages import Begin, Collect, Done, Heartbeat, Me
 from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Head, Key, Offer, Proposal, Settings
 from diloco.elastic.protocol.wire import encode_message
 from diloco.elastic.runtime import driver, reducing
-from diloco.elastic.runtime.fetching import fetch_state
+from diloco.elastic.runtime.fetching import check_contains, fetch_state
 from diloco.elastic.runtime.mailbox import CHANNEL, MESSAGE
 from diloco.elastic.runtime.reducing import Outcome, stall_after
 from diloco.elastic.runtime.restoring import Origin
 from diloco.elastic.runtime.work import PendingProgress, StepsDone
+from diloco.errors import MessageRefused
 
 
 def divide(change: Callable[[str, str], None]) -> None:
@@ -133,6 +134,23 @@ def test_a_newcomer_fetches_from_several_and_contributes():
         agree(islands)
         assert "E" in islands[0].state.roster
         assert contributions(islands[0], newcomer)[0][0] == 0
+
+
+def test_the_head_of_a_ticket_must_be_in_the_history_that_is_given():
+    with team() as (network, islands):
+        at_round(islands, 3)
+        earlier = islands[0].state.head
+        at_round(islands, earlier.round + 2)
+        transport, peer = network.transport("E"), PeerAddress("B")
+        head = islands[1].state.head
+        for contained in ((0, ""), (earlier.round, earlier.digest), (head.round, head.digest)):
+            check_contains(transport, peer, contained, head)
+        check_contains(transport, peer, (1, "e" * 64), head)  # of so long ago that nobody can tell
+        for other in ((head.round, "e" * 64), (head.round + 1, "e" * 64)):
+            with pytest.raises(MessageRefused, match="somebody has another history of this run"):
+                check_contains(transport, peer, other, head)
+        with pytest.raises(MessageRefused, match="another history"):
+            check_contains(transport, peer, (earlier.round, earlier.digest), head._replace(digest="f" * 64))
 
 
 def test_after_a_cut_all_agree_within_two_rounds():

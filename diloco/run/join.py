@@ -25,7 +25,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import Vectors
 from diloco.elastic.runtime.driver import EVICTED, Driver, RunContext, among_friends, open_island
-from diloco.elastic.runtime.fetching import FetchedState, fetch_state
+from diloco.elastic.runtime.fetching import FetchedState, check_contains, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin, kept_in, memory_of, restore
 from diloco.errors import Evicted, JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
@@ -133,6 +133,8 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
             found = fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
             if not found.state.admitted:
                 raise MessageRefused("in the state that a peer gives nobody was ever admitted")
+            if isinstance(peer, Peer) and found.state.latch:  # there is one history: the ticket's head is in it
+                check_contains(peer.plain, others[first], peer.ticket_head, found.state.head)
             return found
 
         try:

@@ -220,6 +220,11 @@ class Peer(LocalPeer):
         return places
 
     @property
+    def ticket_head(self) -> tuple[int, str]:
+        """Return how far the run was when this peer's ticket was printed: round and digest; 0 where it does not say."""
+        return self._ticket.head[0], self._ticket.head[1].hex()
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """Return this peer's multiaddrs, for a ticket's bootstrap."""
         return self.directory.addresses

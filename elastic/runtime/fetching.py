@@ -5,6 +5,7 @@ protocol has agreed on.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from diloco.checkpoint.log.store import PartialDownload
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
-from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
+from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode
 from diloco.errors import ItemMissing, MessageRefused, TransferFailed
@@ -34,6 +35,7 @@ ASK_S = 10.0
 REPIN_S = 30.0
 MAX_DONORS = 2 * MAX_WORKERS  # half of them step in for others
 
+log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
@@ -124,6 +126,34 @@ def fetch_missed(
         order = [_from(others, place) for place in range(len(missed))]
         fetch = partial(_fetch_result, transport, result_bytes)
         yield from zip(missed, pool.map(fetch, missed, order), strict=True)
+
+
+def check_contains(transport: Transport, peer: PeerAddress, earlier: tuple[int, str], head: Head) -> None:
+    """Raise MessageRefused unless a peer's history up to its head contains an earlier head: (round, digest).
+
+    A peer that no longer has the records in between cannot show it: then it is believed.
+    """
+    round_number, digest = earlier
+    if not round_number or (round_number, digest) == (head.round, head.digest):
+        return
+    if round_number < head.round:
+        try:
+            raw = request(transport, peer, f"after/{digest}", limit=SMALL_BYTES, timeout_s=ASK_S)
+        except ItemMissing:
+            log.warning("the run's history since the ticket was printed (round %d) cannot be checked", round_number)
+            return
+        link, found = digest, set[str]()
+        for logged in decode(tuple[LoggedRecord, ...], raw):
+            if logged.record.proposal.key.parent != link:
+                break
+            link = logged.record.digest
+            found.add(link)
+        if head.digest in found:
+            return
+    raise MessageRefused(
+        f"round {round_number} of the ticket ({digest[:12]}) is not in the history up to round {head.round} "
+        f"({head.digest[:12]}) that a peer gives: somebody has another history of this run; ask the owner for a ticket"
+    )
 
 
 def _from(donors: Addresses, place: int) -> Addresses:
