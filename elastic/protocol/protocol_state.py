@@ -39,6 +39,7 @@ class Term:
     done: dict[str, str] = field(default_factory=dict)
     enough_at: float | None = None  # when a quorum had stored the result
     store: msg.Begin | None = None  # for those who are to store it without having contributed
+    asked_to_store: set[str] = field(default_factory=set)  # once each: one that could not is left out
     failures: list[tuple[str, msg.Failed]] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # members that will not get the result, though others may
     settle_at: float = 0.0
