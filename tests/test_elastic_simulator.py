@@ -51,6 +51,7 @@ HARSH_ONCE_WRONG = [
     ("auto", 40037),  # a change of settings that an island had which was always a round behind
     ("auto", 9266),  # rounds of one fragment waited for an island that had work of the other one only
     ("auto", 17501),  # who had promised too late to be asked to store a result was never asked
+    ("auto", 15242),  # who had a record by hearsay took it for one without a quorum, and led nothing after the latch
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 

@@ -179,6 +179,11 @@ class ProtocolState:
         after = list(self.lineage)[list(self.lineage).index(digest) + 1 :]
         return all(self.lineage[record] for record in after)
 
+    def trust_in_latch(self) -> None:
+        """Take a peer's word that all records from the latched one to this island's head had a quorum."""
+        if self.latch is not None and not self.is_latched:
+            self.lineage = {self.latch.head.digest: True, self.state.head.digest: True}
+
     @property
     def rank(self) -> int:
         """Return by what branches are compared before their heads: those that obey the owner come first."""
