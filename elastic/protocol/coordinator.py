@@ -35,6 +35,7 @@ class Coordinator:
     def lead(self, now: float) -> None:
         """Start a term if this island is to lead, and take the next step of the term under way."""
         self._latch_if_due()
+        self.leading.look(now)
         self.own.follows = self.leading.coordinator(now)
         if self.own.term is None and self._may_lead(now):
             self.own.highest_term += 1
