@@ -101,6 +101,16 @@ def test_of_rounds_shorter_than_a_heartbeat_those_that_were_not_told_of_yet_do_n
     assert held_in_vain(Rounds(10.0, rounds_behind=3), 40) == []
 
 
+def test_who_was_waited_for_in_vain_with_one_fragment_may_have_work_of_another():
+    rounds = Rounds(behind_s=3.0)
+    rounds.node.own.options = options(fragments=2)
+    held = held_in_vain(rounds, 400)
+    of_0, of_1 = ([number for number in held if number % 2 == fragment] for fragment in (0, 1))
+    assert min(len(of_0), len(of_1)) > 2, "that it has nothing for one says nothing of the other"
+    gaps = [later - earlier for earlier, later in pairwise(of_1)]
+    assert gaps == sorted(gaps) and gaps[-1] > EVERY
+
+
 def test_without_the_rule_nobody_is_waited_for():
     rounds = Rounds(behind_s=3.0)
     rounds.node.own.rules = replace(rounds.node.own.rules, nobody_starves=False)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from nodes import OFFER, STATE, beat, begin, options, said
+from nodes import OFFER, STATE, beat, begin, options, said, those
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.leading import SPREAD, STUCK_SILENCES
@@ -131,3 +131,18 @@ def test_where_no_byte_moves_for_long_anybody_may_lead_and_be_promised():
     assert not third.leading.is_stuck(long), "the last byte counts"
     assert third.leading.is_stuck(long + 0.1) and third.leading.may_promise("B", long + 0.1)
     assert third.leading.may_lead(long + SPREAD * SILENCE_S)
+
+
+def test_while_no_quorum_is_there_nobody_is_stuck():
+    """Else all would be when it comes back: each would drop its term, and wait by chance, in place of the round."""
+    third = node("C", {"A": "ABC"}, partition="quorum")
+    third.offer(OFFER, 0.1)
+    alone = 2 * STUCK_SILENCES * SILENCE_S
+    for tenth in range(round(10 * alone) + 1):
+        for _ in those(third.tick(tenth / 10), msg.Remember):
+            third.remembered(tenth / 10)
+    assert not third.leading.is_stuck(alone)
+    third.receive("A", beat(sequence=2), alone)
+    third.tick(alone)
+    assert not third.leading.is_stuck(alone + STUCK_SILENCES * SILENCE_S)
+    assert third.leading.is_stuck(alone + STUCK_SILENCES * SILENCE_S + 0.2), "though it is back"

@@ -6,7 +6,8 @@ from nodes import OFFER, STATE, beat, begin, commit, from_disk, options, proposa
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Record
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Latch, Record
+from diloco.simulate.virtual.world import owner
 
 
 def node() -> Node:
@@ -498,3 +499,16 @@ def test_ones_own_done_that_comes_back_late_makes_no_peer_of_oneself():
     node = Node("A", STATE, options(), now=0.0, incarnation=1)
     node.receive("A", msg.Done(Key(9, "elsewhere"), Ballot(1, "A", 0), EMPTY), 0.1)
     assert "A" not in node.peers.views
+
+
+def test_whether_a_head_had_a_quorum_is_believed_of_one_that_has_the_same():
+    """B has appended by hearsay, and does not know whose *done* there was; A, which has led that round, does."""
+    state = replace(STATE, owner=owner().public_key.hex())
+    latch, record_ = Latch.sign(owner(), state.head), Record(proposal(), EMPTY)
+    made = Node("B", state, options(partition="auto"), now=0.0, incarnation=1)
+    made.member.append(record_, 0.1)
+    head = made.state.head
+    made.receive("C", beat(head._replace(round=9), rank=1, latch=latch), 0.2)
+    assert made.own.needs_quorum and made.own.rank == 0, "what another head had is nothing to it"
+    made.receive("A", beat(head, rank=1, latch=latch), 0.3)
+    assert made.own.rank == 1

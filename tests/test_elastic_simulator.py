@@ -51,6 +51,11 @@ HARSH_ONCE_WRONG = [
     ("auto", 1183),  # a coordinator fetched the result and hung up, and others had not its bytes yet
     ("auto", 40037),  # a change of settings that an island had which was always a round behind
     ("auto", 143),  # one that had fetched a record after the latch no longer knew that it counts, and went back
+    ("auto", 9266),  # rounds of one fragment waited for an island that had work of the other one only
+    ("auto", 17501),  # who had promised too late to be asked to store a result was never asked
+    ("auto", 15242),  # who had a record by hearsay took it for one without a quorum, and led nothing after the latch
+    ("quorum", 14913),  # all had waited too long when the quorum came back, but those who had nothing to wait with
+    ("quorum", 12711),  # a result was spoilt when the faults were over: of two islands, one was excluded for 40 s
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
 
@@ -60,7 +65,7 @@ CAUGHT = {
     "marks_decide": ("usual", 0),
     "wait_for_everybody": ("usual", 126),
     "anybody_may_lead": ("usual", 2),
-    "yield_to_higher_promises": ("usual", 109),
+    "yield_to_higher_promises": ("usual", 33),
     "leave_out_stuck_pairs": ("usual", 5),
     "follow_the_linked": ("harsh", 15),
     "marks_are_pruned": ("usual", 2),

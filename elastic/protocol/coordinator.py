@@ -35,6 +35,7 @@ class Coordinator:
     def lead(self, now: float) -> None:
         """Start a term if this island is to lead, and take the next step of the term under way."""
         self._latch_if_due()
+        self.leading.look(now)
         self.own.follows = self.leading.coordinator(now)
         if self.own.term is None and self._may_lead(now):
             self.own.highest_term += 1
@@ -183,7 +184,7 @@ class Coordinator:
         if failed.local and self.own.needs_quorum:
             term.excused.add(sender)
             return
-        if self._can_do_without(term, begin, sender):
+        if self._can_do_without(term, begin, sender, now):
             return
         if failed.kept:
             term.kept[sender] = failed.kept
@@ -201,12 +202,14 @@ class Coordinator:
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
 
-    def _can_do_without(self, term: Term, begin: msg.Begin, sender: str) -> bool:
-        """Leave out one that was asked to store a result and cannot get it, if the others are a quorum."""
+    def _can_do_without(self, term: Term, begin: msg.Begin, sender: str, now: float) -> bool:
+        """Leave out one that was asked to store a result and cannot get it, if the others that live are a quorum."""
         if term.store is None or sender in begin.members or sender not in term.store.members:
             return False
         others = tuple(peer for peer in term.store.members if peer != sender)
-        if not self.own.state.is_decided(begin.proposal.amendment, {*begin.members, *others, self.own.me}):
+        there = self.liveness.alive(now) | term.done.keys()
+        present = {*begin.members, *there.intersection(others), self.own.me}
+        if not self.own.state.is_decided(begin.proposal.amendment, present):
             return False
         term.store = replace(term.store, members=others)
         return True
@@ -355,6 +358,7 @@ class Coordinator:
         if begin.bytes_per_s:
             self.own.tried = begin
         term.store, term.enough_at = None, None
+        term.asked_to_store.clear()
         term.begun.clear()
         term.done.clear()
         term.failures.clear()
@@ -475,15 +479,19 @@ class Coordinator:
     def _have_it_stored(self, term: Term, begin: msg.Begin, payload: str) -> None:
         """Ask those who have promised and do not contribute to store the result: it needs a quorum.
 
-        They get it from this island, which reaches all of them, once it has it itself.
+        They get it from this island, which reaches all of them, once it has it itself. Who promises later is asked
+        then: those who were asked first may be gone.
         """
-        others = tuple(sorted(term.promised().keys() - set(begin.members) - {self.own.me}))
+        others = term.promised().keys() - set(begin.members) - {self.own.me}
         if self.own.me not in term.done:
             if not self.own.holds(Record(begin.proposal, payload).digest):
                 self._fetch_to_commit(term, Record(begin.proposal, payload))
-        elif term.store is None and others:
-            term.store = replace(begin, members=others, bytes_per_s=(), adopted=payload, holder=self.own.me)
-            for peer in others:
+        elif new := sorted(others - term.asked_to_store):
+            term.asked_to_store.update(new)
+            before = () if term.store is None else term.store.members
+            members = tuple(sorted((*before, *new)))
+            term.store = replace(begin, members=members, bytes_per_s=(), adopted=payload, holder=self.own.me)
+            for peer in new:
                 self.own.send(peer, term.store)
 
     def _commit(self, term: Term, record: Record, now: float) -> None:

@@ -1,7 +1,8 @@
 """Nobody starves: now and then a round waits for islands that are nearly there.
 
 Where catching up takes about as long as a round, a newcomer, or one that comes back, would always be one round late.
-Several that are late have begun to catch up at the same commit: waiting for all of them takes little longer.
+Several that are late have begun to catch up at the same commit: waiting for all of them takes little longer. Fragments
+are counted apart: an island whose samples are all behind one of them has nothing for rounds of the others.
 """
 
 from collections import deque
@@ -17,6 +18,8 @@ BEHIND = 2  # rounds, at most
 SHARE = 0.1  # of the time, at most, is spent so
 KNOWN = 3  # rounds must have been timed
 
+Turn = tuple[str, int]  # an island in rounds of a fragment
+
 
 @dataclass
 class Hold:
@@ -25,6 +28,7 @@ class Hold:
     peers: tuple[str, ...]
     until: float
     updates: int  # that there were when it began
+    fragment: int
     since: float | None = None  # None: nobody is missing now
 
 
@@ -34,9 +38,9 @@ class Holding:
 
     own: ProtocolState
     _hold: Hold | None = None
-    _intervals: dict[str, int] = field(default_factory=dict)  # rounds to let pass for one that was waited for in vain
-    _failures: dict[str, int] = field(default_factory=dict)
-    _not_before: dict[str, int] = field(default_factory=dict)
+    _intervals: dict[Turn, int] = field(default_factory=dict)  # rounds to let pass for one that was waited for in vain
+    _failures: dict[Turn, int] = field(default_factory=dict)
+    _not_before: dict[Turn, int] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # updates there were when one was first near, and at the head
     _spent_s: float = 0.0
     _began: float | None = None
@@ -89,31 +93,31 @@ class Holding:
             self._hold = None
             self._pause(hold, now)
             for peer in hold.peers:
-                self._waited_for(peer, there=peer in there)
+                self._waited_for((peer, hold.fragment), there=peer in there)
 
-    def _waited_for(self, peer: str, *, there: bool) -> None:
+    def _waited_for(self, turn: Turn, *, there: bool) -> None:
         """Take in that a round has waited for an island, which is there now, or not: then it has to wait longer."""
-        failures = self._failures[peer] = 0 if there else self._failures.get(peer, 0) + 1
+        failures = self._failures[turn] = 0 if there else self._failures.get(turn, 0) + 1
         if failures and failures % 2 == 0:
-            self._intervals[peer] = min(LONGEST_INTERVAL, 2 * self._intervals.get(peer, EVERY))
+            self._intervals[turn] = min(LONGEST_INTERVAL, 2 * self._intervals.get(turn, EVERY))
         if there:
-            self._intervals.pop(peer, None)
+            self._intervals.pop(turn, None)
         # the first time it may have been late by little: it is given one more chance
-        rounds = 1 if failures == 1 else self._intervals.get(peer, EVERY)
-        self._not_before[peer] = self.own.state.head.round + rounds
+        rounds = 1 if failures == 1 else self._intervals.get(turn, EVERY)
+        self._not_before[turn] = self.own.state.head.round + rounds
 
     def _choose(self, ready: Collection[str], now: float) -> Hold | None:
-        usual, turn = median(self._lengths), self.own.state.head.round
+        usual, number, due = median(self._lengths), self.own.state.head.round, self.own.due
         budget_s = SHARE * (now - (self._began or now)) - self._spent_s
         if budget_s < 0:
             return None
         near = [peer for peer in sorted(self.own.peers.views) if peer not in ready and self._is_near(peer, usual, now)]
         late = [peer for peer in near if self._may_be_late(peer, usual)]
-        allowed = tuple(peer for peer in late if turn >= self._not_before.get(peer, 0))
+        allowed = tuple(peer for peer in late if number >= self._not_before.get((peer, due), 0))
         if not allowed:
             return None
         wanted_s = max(usual, self.own.options.silence_s) + 2 * max(map(self.own.write_s, allowed))
-        return Hold(allowed, now + min(wanted_s, max(usual, budget_s)), self.own.state.updates)
+        return Hold(allowed, now + min(wanted_s, max(usual, budget_s)), self.own.state.updates, due)
 
     def _may_be_late(self, peer: str, usual: float) -> bool:
         """Return whether an island may well miss a round that does not wait for it: one has passed it over, or will.

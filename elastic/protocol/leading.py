@@ -19,6 +19,16 @@ class Leading:
 
     def __init__(self, own: ProtocolState, liveness: Liveness) -> None:
         self.own, self.liveness = own, liveness
+        self._quorum_at: float | None = None  # since when a quorum has been linked; None: it is not
+
+    def look(self, now: float) -> None:
+        """Note since when this island, or one that it could follow, has been linked with a quorum, or needs none."""
+        own = self.own
+        free = not own.needs_quorum or not self.liveness.are_few() or bool(own.state.kept(own.next_amendment))
+        if not free and not any(self._is_quorum(self.links(peer, now)) for peer in (own.me, *self.linked(now))):
+            self._quorum_at = None
+        elif self._quorum_at is None:
+            self._quorum_at = now
 
     def links(self, peer: str, now: float) -> frozenset[str]:
         """Return with whom of the roster an island is linked, itself included, as far as is known here."""
@@ -129,11 +139,15 @@ class Leading:
         return started_at < self._stuck_at() < now
 
     def _stuck_at(self) -> float:
-        """Return when a wait is too long: by the last byte, what exchanges take, and what a phase has taken here."""
+        """Return when a wait is too long: by the last byte, what exchanges take, and what a phase has taken here.
+
+        While no quorum was there, nothing could move.
+        """
         own = self.own
         ready_at = own.ready_at or 0.0
         phase_s = ready_at - max(own.commit_at)
-        waiting_since = max(own.moved_at, ready_at + max(0.0, phase_s))
+        quorum_at = own.now if self._quorum_at is None else self._quorum_at
+        waiting_since = max(own.moved_at, ready_at + max(0.0, phase_s), quorum_at)
         write_s = max(map(own.write_s, (own.me, *own.state.roster)))
         silences_s = STUCK_SILENCES * own.options.silence_s
         return waiting_since + silences_s + STUCK_EXCHANGES * own.exchange_s + STUCK_WRITES * write_s

@@ -57,6 +57,8 @@ class Member:
             self._believe(beat.rank)
         self._meet(sender, beat.head, now, rank=beat.rank)
         if beat.head == self.own.state.head:
+            if beat.rank > self.own.rank:
+                self.own.trust_in_latch()  # who appends by hearsay does not know whose *done* there was
             self.own.highest_term = max(self.own.highest_term, beat.promise.term)
             self._compare_digests()
             if self.own.term is not None and beat.promise > self.own.term.ballot:

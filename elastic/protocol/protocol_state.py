@@ -42,6 +42,7 @@ class Term:
     done: dict[str, str] = field(default_factory=dict)
     enough_at: float | None = None  # when a quorum had stored the result
     store: msg.Begin | None = None  # for those who are to store it without having contributed
+    asked_to_store: set[str] = field(default_factory=set)  # once each: one that could not is left out
     failures: list[tuple[str, msg.Failed]] = field(default_factory=list)
     excused: set[str] = field(default_factory=set)  # members that will not get the result, though others may
     settle_at: float = 0.0
@@ -190,6 +191,11 @@ class ProtocolState:
             return False
         after = list(self.lineage)[list(self.lineage).index(digest) + 1 :]
         return all(self.lineage[record] for record in after)
+
+    def trust_in_latch(self) -> None:
+        """Take a peer's word that all records from the latched one to this island's head had a quorum."""
+        if self.latch is not None and not self.is_latched:
+            self.lineage = {self.latch.head.digest: True, self.state.head.digest: True}
 
     @property
     def rank(self) -> int:

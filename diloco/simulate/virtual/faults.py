@@ -231,6 +231,7 @@ def _run(world: World, plan: Disaster) -> None:
         world.timeline.at(when, partial(world.amend, names))
     world.timeline.run(faulty_s(plan.setup) + 6 * SILENCE_S)
     _end_of_faults(world, all_return=plan.all_return)
+    world.timeline.run(world.now + _bans_s(world))
     made = {name: (life.node.incarnation, life.trainer.made) for name, life in world.lives.items()}
     round_then = max((disk.states[-1].head.round for disk in world.disks.values() if disk.states), default=0)
     world.timeline.run(world.now + quiet_s(world))
@@ -238,6 +239,18 @@ def _run(world: World, plan: Disaster) -> None:
         _check_liveness(world, round_then)
         _check_amendments(world, plan.apart)
         _check_no_loss(world, {name: life for name, life in made.items() if name not in plan.apart})
+
+
+def _bans_s(world: World) -> float:
+    """Return for how long islands still exclude others that live: where one of two does, no round can come about."""
+    now = {name: world.costs.clock(name) for name in world.lives}
+    rests = (
+        view.banned_until - now[name]
+        for name, life in world.lives.items()
+        for peer, view in life.node.peers.views.items()
+        if peer in world.lives
+    )
+    return max((0.0, *rests))
 
 
 def quiet_s(world: World) -> float:
@@ -353,10 +366,14 @@ def _strike_exchange(world: World, fault: Fault, _: str) -> None:
 
 
 def _end_of_faults(world: World, *, all_return: bool) -> None:
-    """Heal the network and resume all islands; those that crashed come back only with `all_return`."""
+    """Heal the network and resume all islands; those that crashed come back only with `all_return`.
+
+    Blows that wait for their moment, and results that were to be spoilt, are called off.
+    """
     world.note("* the faults are over")
     world.costs.calm = True
     world.watchers.clear()
+    world.reductions.spoilt.clear()
     world.heal()
     if all_return:
         _all_back(world)
