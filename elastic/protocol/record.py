@@ -107,7 +107,7 @@ class Amendment:
         try:
             force = json.loads(self.changes)[FORCE]
             key, keep = Key(int(force["round"]), str(force["parent"])), tuple(map(str, force["keep"]))
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):  # 1e999 is no round
             return None
         return key, keep
 
