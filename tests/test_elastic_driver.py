@@ -326,7 +326,7 @@ def test_with_error_feedback_late_pieces_are_joined_and_what_that_loses_comes_wi
         work.cut(torch.tensor([0.5, 3.0]), StepsDone(5, ((number, number + 1),)))()
         work.rebase(0)  # rounds of the others
     late = work.cut(torch.zeros(count), StepsDone(0, ()), usual_norm=1.0)()
-    assert (late.lo, late.hi) == (0, 2) and late.norm == 2.0
+    assert (late.lo, late.hi) == (0, 2) and late.norm == 1.0
     sent = decode(work.payload(late))
     assert residual.tolist() == [0.5, 0.0], "as long as nothing contains it, nothing is lost"
     work.rebase(2)

@@ -11,7 +11,7 @@ from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culprits, forced
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
-from diloco.elastic.protocol.ranges import is_normal, size
+from diloco.elastic.protocol.ranges import is_normal
 from diloco.elastic.protocol.record import Ballot, Key, Record, voters
 from diloco.elastic.protocol.salvage import Salvage
 
@@ -168,7 +168,8 @@ class Coordinator:
             if self.own.rules.marks_decide and not self.own.state.fits(sender, offer):
                 self.own.ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
                 return
-            if not is_normal(offer.samples) or max(size(offer.samples), offer.steps) > offer.tokens:
+            known = is_normal(offer.samples) and self.own.state.ledger.reaches(offer.samples)
+            if not known or not offer.is_possible:
                 self.own.ban(sender, "offers samples or steps that cannot be right", now)
                 return
         term.ready[sender] = ready

@@ -344,6 +344,7 @@ class Member:
             # only with that rule switched off: what would happen without it
             head, proposal = self.own.state.head_after(record), record.proposal
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
+        self.own.note_norms(record.proposal)
         if record.proposal.contributions:
             self.own.last_contributors = frozenset(record.proposal.present)
         self.own.effects.append(msg.Append(record, stored_by))
@@ -409,6 +410,7 @@ class Member:
         own.amendments = {a.number: a for a in own.state.amendments} | own.amendments  # a new branch may lack them
         if state.amendments != own.state.amendments:
             own.options = own.options.amended(own.options, state)
+            own.norms.clear()  # under other settings, others are usual
         own.stop_attempt()
         parent = own.state
         own.move_to(state)

@@ -5,7 +5,7 @@ First come pure functions over offers, the state, and who is alive; then the `Pr
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 from diloco.elastic.protocol.holding import Holding
@@ -23,6 +23,7 @@ from diloco.errors import RecordInvalid
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
+GREEDY = 100  # times the median of what islands want to hold: the rest of the data is for others
 MANY_LACK_SAMPLES = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
 LONG_WAIT = 2  # times the usual deadline, where nobody who trains is ready: late progress goes on without
@@ -46,13 +47,22 @@ def weigh(offers: dict[str, Offer]) -> dict[str, int]:
     return {peer: max(1, min(offer.tokens, int(cap))) for peer, offer in offers.items()}
 
 
-def outsize(offers: dict[str, Offer]) -> list[str]:
+def outsize(offers: dict[str, Offer], last: Collection[float] = (), me: str = "") -> list[str]:
     """Return the peers whose progress is far larger than the others' (100 times the median norm).
 
-    One that has diverged would take the rest along. Nobody is outsize among one or two.
+    One that has diverged would take the rest along. One or two are compared with `last`, the norms of the last rounds,
+    unless this island's own progress is as large by now: then these say nothing any more.
     """
-    usual = median([offer.norm for offer in offers.values()]) if len(offers) > 2 else 0.0
-    return [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
+    usual = median([offer.norm for offer in offers.values()] if len(offers) > 2 else last or [0.0])
+    found = [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
+    return [] if me in found and len(offers) <= 2 else found
+
+
+def fair(wants: dict[str, int]) -> dict[str, int]:
+    """Return the samples that each may hold: what it wants, but not far more than the others want."""
+    wants = {peer: want for peer, want in wants.items() if want > 0}
+    most = GREEDY * median_low(wants.values()) if wants else 0
+    return {peer: min(want, most) for peer, want in wants.items()}
 
 
 def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:
@@ -167,7 +177,7 @@ class Proposer:
         ready = {peer: offer for peer, offer in offered if peer in able}
         rates = {peer: term.ready[peer].bytes_per_s for peer in ready}
         offers = self._without_separated_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
-        for peer in outsize(offers):
+        for peer in outsize(offers, own.norms.get(fragment, ()), own.me):
             own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
             del offers[peer]
         if (amendment := self._amendment(promised)) is not None:
@@ -183,7 +193,7 @@ class Proposer:
         views = own.peers.views.items()
         alive = {peer: view.incarnation for peer, view in views if self.liveness.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
-        wants = {peer: promise.want for peer, promise in promised.items() if promise.want and not promise.witness}
+        wants = fair({peer: promise.want for peer, promise in promised.items() if not promise.witness})
         self.note_lost(set(own.state.roster) - alive.keys())
         witnesses, kept = self._witnesses(promised), own.state.kept(amendment)
         answered = (term.answers.keys() | term.elsewhere.keys()) & own.state.places.keys()
