@@ -50,6 +50,11 @@ def _later(offer: Offer) -> Offer:
     return replace(offer, lo=offer.lo + 1, hi=offer.hi + 1)
 
 
+def _accuse_in_turn(begun: m.Begun) -> m.Failed:
+    blamed = "ACDE"[(begun.ballot.term + begun.ballot.attempt) % 4]
+    return m.Failed(begun.key, begun.ballot, blamed, "garbage", refused=True)
+
+
 LIES: dict[str, Lie] = {
     "marks": _of_offers(_later),
     "nothing": _of_offers(lambda offer: replace(offer, hi=offer.lo)),
@@ -58,6 +63,7 @@ LIES: dict[str, Lie] = {
     "amendments": _of(m.Promise, lambda promise: replace(promise, amendment=FORGED)),
     "heads": _of(m.Heartbeat, lambda beat: replace(beat, head=beat.head._replace(tokens=10**9))),
     "refusals": _of(m.Begun, lambda begun: m.Failed(begun.key, begun.ballot, "A", "garbage", refused=True)),
+    "accusations": _of(m.Begun, _accuse_in_turn),
     "promises": _of(m.Heartbeat, lambda beat: replace(beat, promise=beat.promise._replace(term=10**9))),
     "terms": _of(m.Collect, lambda collect: replace(collect, term=10**9)),
     "ballots": _of(m.Begin, lambda begin: replace(begin, ballot=begin.ballot._replace(coordinator=SOMEBODY))),
