@@ -115,7 +115,7 @@ class ReduceCancelled(ReduceFailed):
 
 
 class ContributionRefused(ReduceFailed):
-    """Signal that a member's contribution holds NaN or infinity: try again without that member."""
+    """Signal that a member's contribution is not finite, or larger than its offer says: try without that member."""
 
     code = "contribution"
 

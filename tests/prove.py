@@ -163,7 +163,7 @@ CLAIMS = [
     Claim("virtual time says what real islands do", bench("virtual")),
     Claim("any PyTorch loop takes part", tests("tests/test_api.py", "tests/test_api_restart.py")),
     Claim("an exported model is the same model", tests("tests/test_export.py", "tests/test_sample.py")),
-    Claim("100,000 mutated inputs for each decoder", tests("tests/test_comm_fuzz.py", DILOCO_FUZZ="100000")),
+    Claim("100,000 mutated inputs for each decoder", tests("tests/test_fuzz.py", DILOCO_FUZZ="100000")),
     Claim("the wheel installs beside Jupyter's comm", tests("tests/test_packaging.py")),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ GENESIS = RunState(Head(0, 0, "0" * 64), ("A", "B"), Ledger(epoch=100))
 
 def record(state: RunState, *parts: Contribution, **changes) -> Record:
     fragment = parts[0].offer.fragment if parts else -1
-    proposal = Proposal(state.key, fragment, parts, state.roster, (), (), Settings(), state.step)
+    proposal = Proposal(state.key, fragment, parts, state.roster, (), (), Settings(), state.step, answered=state.roster)
     return Record(replace(proposal, **changes), EMPTY)
 
 

@@ -260,7 +260,7 @@ def test_a_chain_with_a_change_that_does_not_work_here_ends_the_island_with_one_
 
 
 def test_what_may_be_decided_already_is_confirmed(small):
-    island = Node("B", STATE, options_for(small()), now=0.0, incarnation=1)
+    island = member(options_for(small()))
     proposal = record(STATE, signed('["newer"]')).proposal
     adopted = replace(begin(Ballot(2, "A", 0)), key=STATE.key, proposal=proposal, adopted=EMPTY, holder="A")
     effects = island.receive("A", adopted, 0.1)

@@ -228,3 +228,11 @@ def test_error_feedback_brings_back_what_was_lost_once_committed():
         feedback.commit()
     plain = CODECS["int4"].bound(whole_units(values, BLOCK)).max()
     assert (total / 200 - values).abs().max() < plain / 50
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e30])
+@pytest.mark.parametrize("name", CODECS)
+def test_the_norm_of_bytes_is_that_of_what_they_decode_to(name, scale):
+    codec, count = CODECS[name], 18 * PAGE + 300
+    payload = codec.encode(torch.randn(count) * scale, NoiseKey(1, 0, "a"))
+    assert codec.norm(payload, count) == pytest.approx(float(codec.decode(payload, count).double().norm()), rel=1e-4)

@@ -20,7 +20,7 @@ from diloco.elastic.protocol.node import Node, Options
 from diloco.elastic.protocol.record import NO_BALLOT, Ballot, Contribution, Head, Offer, Proposal, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import (
-    MAX_UNPACKED,
+    MAX_MESSAGE,
     PACK_BYTES,
     PACKED,
     decode,
@@ -224,7 +224,7 @@ def test_packed_messages_that_are_damaged_or_swell_are_refused(damage):
     raw = encode_message(large())
     bad = {
         "cut": raw[:-9], "more": raw + b"x", "noise": PACKED + b"\xff" * 99,
-        "bomb": PACKED + lzma.compress(b" " * (MAX_UNPACKED + 1)),
+        "bomb": PACKED + lzma.compress(b'["Goodbye",' + b" " * MAX_MESSAGE),
     }[damage]  # fmt: skip
     with pytest.raises(MessageRefused):
         decode_message(bad)

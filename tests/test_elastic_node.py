@@ -193,6 +193,7 @@ def test_heartbeats_say_what_the_disk_takes_the_write_under_way_included():
 
 def test_an_attempt_whose_coordinator_has_given_it_up_is_not_followed_any_more():
     member = node()
+    member.own.promise = Ballot(3, "C", 0)
     member.receive("C", begin(Ballot(3, "C", 0), members=("B", "C")), 0.4)
     assert member.leading.coordinator(0.4) == "C", "it takes part"
     member.receive("C", beat(sequence=2, leading=True), 0.5)

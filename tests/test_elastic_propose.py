@@ -85,13 +85,24 @@ some_pairs = st.lists(st.sets(st.sampled_from("ABCDEF"), min_size=2, max_size=2)
 
 
 @given(some_pairs, members)
-def test_those_kept_reach_each_other_and_everybody_has_a_turn(pairs, members):
+def test_those_kept_reach_each_other_and_everybody_has_a_turn_who_reaches_anybody(pairs, members):
     turns = [set(together(pairs, members, turn)) for turn in range(len(members))]
     for kept in turns:
         assert not any(pair <= kept for pair in pairs)
         for left_out in members - kept:
             assert any(left_out in pair and pair & kept for pair in pairs), "nobody is left out without need"
-    assert set().union(*turns) == members
+    reached = {one for one in members for other in members - {one} if frozenset((one, other)) not in pairs}
+    assert set().union(*turns) >= reached
+
+
+@given(st.sets(st.sampled_from("ABCDEF"), min_size=3), st.integers(0, 9))
+def test_nobody_is_alone_because_it_accused_all_others_nor_because_all_others_accused_it(members, turn):
+    one, *others = sorted(members)
+    pairs = [frozenset((one, other)) for other in others]
+    assert set(together(pairs, members, turn)) == set(others)
+    assert set(together(pairs, members, turn, dict.fromkeys(pairs, one))) == set(others)
+    assert set(together(pairs, members, turn, dict(zip(pairs, others, strict=True)))) == set(others)
+    assert together(pairs[:1], {one, others[0]}, turn, {pairs[0]: one}) == [others[0]]
 
 
 def failed(blamed: str) -> Failed:

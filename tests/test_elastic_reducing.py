@@ -26,7 +26,7 @@ COUNT = 9 * PAGE + 123
 def begin(codec: str, rates: tuple[int, ...] = (0, 0, 0, 0)) -> Begin:
     key = Key(1, "p" * 64)
     contributions = tuple(
-        Contribution(member, Offer(0, 0, 1, weight, ()), weight)
+        Contribution(member, Offer(0, 0, 1, weight, (), norm=COUNT), weight)
         for member, weight in zip(MEMBERS, WEIGHTS, strict=True)
     )
     proposal = Proposal(key, 0, contributions, MEMBERS, (), (), Settings(codec=codec), 1)

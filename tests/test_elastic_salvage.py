@@ -33,7 +33,7 @@ CODEC = CODECS["int8"]
 def begin(members: tuple[str, ...] = MEMBERS) -> Begin:
     key = Key(1, "p" * 64)
     parts = tuple(
-        Contribution(member, Offer(0, 0, 1, weight, ()), weight)
+        Contribution(member, Offer(0, 0, 1, weight, (), norm=COUNT), weight)
         for member, weight in zip(MEMBERS, WEIGHTS, strict=True)
         if member in members
     )

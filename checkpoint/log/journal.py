@@ -9,11 +9,13 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeVar, get_type_hints
 
 from diloco.checkpoint.log.segments import ByteRange, Damage, Frame, read_body, scan, segment_paths
 from diloco.checkpoint.log.writing import canonical
 from diloco.errors import SaveError
 
+T = TypeVar("T")
 FORMAT = 1
 NOTHING = hashlib.sha256(b"").hexdigest()  # the result of a record that changes no vector
 
@@ -95,19 +97,25 @@ class Journal:
 
     def take(self, kind: int, head: bytes, body: ByteRange) -> None:
         """Add a frame that is whole to the index; frames come in the order of writing."""
+        try:
+            self._take(kind, head, body)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # whole, and yet no diloco has written it
+            raise SaveError(f"{body.path} is no log of a diloco run ({type(error).__name__})") from None
+
+    def _take(self, kind: int, head: bytes, body: ByteRange) -> None:
         match kind:
             case Kind.HEADER:
                 tree = json.loads(head)
                 if (was := tree["format"]) != FORMAT:
                     raise SaveError(f"{body.path} has format {was}, this diloco writes {FORMAT}: use the same version")
-                self.headers[body.path] = Header(**tree)
+                self.headers[body.path] = _checked(Header(**tree))
             case Kind.MEMORY:
                 self.memory = head
             case Kind.PAYLOAD:
                 self.payloads[head.decode()] = body
             case Kind.RECORD:
                 if (raw := read_body(body)) is not None:
-                    self.add(Entry(header=raw, **json.loads(head)))
+                    self.add(_checked(Entry(header=raw, **json.loads(head))))
             case Kind.STATE:
                 version, digest = head.decode().split()
                 self.states[version] = digest
@@ -135,7 +143,7 @@ class Journal:
         found: list[Entry] = []
         while (digest := self.children.get(version)) is not None:
             entry = self.entries[digest]
-            if not self.has(entry.payload):
+            if not self.has(entry.payload) or len(found) == len(self.entries):  # records that follow each other
                 break
             found.append(entry)
             version = digest
@@ -144,7 +152,7 @@ class Journal:
     def leading_to(self, head: str) -> list[Entry]:
         """List the records that end with this head, oldest first, as far back as there are any."""
         found: list[Entry] = []
-        while (entry := self.entries.get(head)) is not None:
+        while (entry := self.entries.get(head)) is not None and len(found) < len(self.entries):
             found.append(entry)
             head = entry.parent
         return found[::-1]
@@ -173,6 +181,13 @@ class Journal:
             del self.payloads[digest]
 
 
+def _checked(frame: T) -> T:
+    """Return a frame's content; raise TypeError unless its values have their types."""
+    if any(type(getattr(frame, name)) is not hint for name, hint in get_type_hints(type(frame)).items()):
+        raise TypeError("a value has another type")
+    return frame
+
+
 def header_frame(header: Header) -> bytes:
     """Encode a segment's header, as the head of the segment's first frame."""
     return canonical(vars(header))
@@ -183,13 +198,21 @@ def record_frame(entry: Entry) -> bytes:
     return canonical({name: value for name, value in vars(entry).items() if name != "header"})
 
 
+def _round_of(head: bytes) -> int | None:
+    try:
+        number = json.loads(head)["round"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return number if type(number) is int else None
+
+
 def _trouble(damage: Damage, rounds: dict[str, int], newest: int) -> Trouble:
     path, where = damage.path, f"damaged at byte {damage.offset}"
     match damage.frame:
         case None:
             return Trouble(path, f"{where}, after the record of round {newest}")
         case Frame(Kind.PAYLOAD, head):
-            return Trouble(path, f"the bytes of a result are {where}", rounds.get(head.decode()))
+            return Trouble(path, f"the bytes of a result are {where}", rounds.get(head.decode(errors="replace")))
         case Frame(Kind.RECORD, head):
-            return Trouble(path, f"a record is {where}", json.loads(head)["round"])
+            return Trouble(path, f"a record is {where}", _round_of(head))
     return Trouble(path, where)

@@ -113,14 +113,33 @@ def read_manifest(snapshot: Path) -> Manifest:
         tree = json.loads(raw)
         del tree["digest"]
         shards = [Shard(**shard) for shard in tree["shards"]]
-        manifest = Manifest(**{**tree, "order": tuple(tree["order"]), "shards": shards})
+        fields = {"order": tuple(tree["order"]), "vectors": dict(tree["vectors"]), "shards": shards}
+        manifest = Manifest(**{**tree, **fields})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({type(error).__name__})") from None
-    if manifest.encode() != raw:
+    if not _is_sound(manifest) or manifest.encode() != raw:
         raise SnapshotDamaged(f"{path} is not what was written: its digest does not fit")
     if manifest.format != FORMAT:
         raise SnapshotDamaged(f"{path} has format {manifest.format}, this diloco writes {FORMAT}: use the same version")
     return manifest
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    """Return whether values have their types, and each vector is in its shards once, in order: a bucket may lie."""
+    shards = manifest.shards
+    numbers = (manifest.round, *manifest.order, *manifest.vectors.values())
+    numbers += tuple(number for shard in shards for number in (shard.start, shard.count))
+    texts = (manifest.version, manifest.state, *(text for s in shards for text in (s.file, s.vector, s.sha256)))
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        return False
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    ends = dict.fromkeys(manifest.vectors, 0)
+    for shard in manifest.shards:
+        if ends.get(shard.vector) != shard.start or "\0" in shard.file:
+            return False
+        ends[shard.vector] += shard.count
+    return ends == manifest.vectors
 
 
 def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
@@ -134,6 +153,14 @@ def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
 
 def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
     """Read a snapshot's vectors and compare every byte with its digest; raise SnapshotDamaged where they differ."""
+    for shard in manifest.shards:  # before anything of that size is allocated
+        path = snapshot / shard.file
+        try:
+            right_size = path.stat().st_size >= 4 * shard.count
+        except OSError as error:
+            raise SnapshotDamaged(f"{path} cannot be read ({error.strerror})") from None
+        if not right_size:
+            raise SnapshotDamaged(f"{path} is not what was written: its digest does not fit")
     vectors = {name: torch.empty(count) for name, count in manifest.vectors.items()}
     for shard in manifest.shards:
         _read_shard(snapshot / shard.file, shard, vectors[shard.vector][shard.start : shard.start + shard.count])

@@ -224,10 +224,16 @@ def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
     return None
 
 
+def _is_inside(name: str) -> bool:
+    """Return whether an object lies in a folder of the store: another name could lead out of ours."""
+    folder, _, file = name.partition("/")
+    return folder not in ("", ".", "..") and Path(file).name == file
+
+
 def _manifests(folder: Path, remote: Remote, there: dict[str, int], report: Report) -> dict[str, Manifest]:
     """Return all manifests that can be read, not only the newest: a heavier branch may have fewer rounds."""
     found, draft = {}, folder / "manifest.part"
-    for name in sorted(name for name in there if name.endswith(f"/{MANIFEST}")):
+    for name in sorted(name for name in there if _is_inside(name) and name.endswith(f"/{MANIFEST}")):
         draft.mkdir(exist_ok=True)
         try:
             remote.pull(name, draft / MANIFEST)
@@ -251,6 +257,7 @@ def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
 
 def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
     """Download the log that leads furthest on, and return by how many rounds. Its writer's promises stay behind."""
+    there = {name: size for name, size in there.items() if _is_inside(name)}
     islands = sorted({name.split("/")[0] for name in there if "/log-" in name})
     best, draft = 0, folder / "log.part"
     for island in islands:

@@ -11,6 +11,7 @@ does encoding, unless a codec says otherwise.
 
 import importlib
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from diloco.errors import CodecError
 REFUSED = "the vector holds NaN or infinity, or numbers beyond {}: it was not encoded"
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
+SQUARED_PAGES = 16  # decoded at a time for their norm: 2 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
 
@@ -167,6 +169,23 @@ class Codec(ABC):
         """
         if not self._is_finite(payload, count):
             raise CodecError(f"{self.name}: {what_then}")
+
+    def sum_of_squares(self, payload: Tensor, count: int) -> float:
+        """Return the squared norm of what a payload encodes that has passed `refuse_bad`; pages are decoded in turn."""
+        total, group = 0.0, SQUARED_PAGES if payload.device.type == "cpu" else max(count, 1)
+        room = torch.empty(min(group * PAGE, count), device=payload.device)
+        for pages, lo, hi in cuts(count, group):
+            first, values = lo // PAGE * self.size(PAGE), room[: hi - lo].view(pages, -1)
+            self._add(payload[first : first + self.size(hi - lo)], room[: hi - lo], 1.0, fresh=True)
+            norms = torch.linalg.vector_norm(values, dim=1).double()  # a page is short enough for fp32
+            if not torch.isfinite(norms).all():
+                norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)  # squares beyond fp32
+            total += float(norms.square().sum())
+        return total
+
+    def norm(self, payload: Tensor, count: int) -> float:
+        """Return the norm of what a payload encodes that has passed `refuse_bad`: what an offer says of it."""
+        return math.sqrt(self.sum_of_squares(payload, count))
 
     @abstractmethod
     def bound(self, rows: Tensor) -> Tensor:

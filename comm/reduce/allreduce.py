@@ -43,6 +43,7 @@ from diloco.comm.transport.transport import Addresses, BufferFor, Stream, Transp
 
 CONTRIBUTION, RESULT, LACKING = 1, 2, 3
 CHUNK_NUMBER = struct.Struct("<I")
+ROUNDING_MARGIN = 1 + 2**-10  # of norms: squares are added up in another order here
 WINDOW = 2  # chunks of each member in memory, where none are kept
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
@@ -91,6 +92,9 @@ class Reduction:
         self._wanted: dict[tuple[str, int], list[Span]] = {}  # and what others lack of ours
         self._got: dict[str, list[Span]] = {peer: [] for peer in plan.members}  # of each contribution, and the mean
         self.kept: dict[str, KeptPages] = {}  # after a failure: what has come of each member
+        norms = zip(plan.members, plan.norms, strict=False)
+        self._norms = {peer: norm for peer, norm in norms if peer != self.me}
+        self._squares = dict.fromkeys(plan.members, 0.0)  # of what came of each contribution
         self._told = {peer: Count() for peer in self.others}
         self._reduced = Count()
         self._streams: list[Stream] = []
@@ -352,10 +356,17 @@ class Reduction:
         return KeptPages(joined(chunks), joined(part for chunk in chunks for part in overlap(means, chunk)), whole)
 
     def _refuse_bad(self, peer: str, payload: Tensor, chunk: Span) -> None:
+        """Refuse what is not finite, or larger than its offer says, before it is added."""
+        codec, count = self.plan.codec, chunk.hi - chunk.lo
         try:
-            self.plan.codec.refuse_bad(payload, chunk.hi - chunk.lo)
+            codec.refuse_bad(payload, count)
         except errors.CodecError as bad:
             raise errors.ContributionRefused(peer, bad) from None
+        if peer in self._norms:
+            self._squares[peer] += codec.sum_of_squares(payload, count)
+            if self._squares[peer] > (self._norms[peer] * ROUNDING_MARGIN) ** 2:
+                reason = f"its norm is above {self._norms[peer]:.6g}, which its offer names: nothing was added"
+                raise errors.ContributionRefused(peer, reason)
 
     def _refuse_bad_result(self, owner: str, chunk: Span, payload: Tensor) -> None:
         try:

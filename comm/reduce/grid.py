@@ -68,11 +68,14 @@ class TwoLevelPlan(Coded):
     codec_name: str
     key: NoiseKey
     result_codec_name: str = ""
+    norms: tuple[float, ...] = ()  # that contributions have, as their offers say; empty: nobody says
 
     def __post_init__(self) -> None:
         n = len(self.members)
         if not 1 < n <= MAX_MEMBERS or len(set(self.members)) != n:
             raise PlanRefused(f"{self.channel}: a plan of two levels has 2 to {MAX_MEMBERS} members, each once")
+        if len(self.norms) not in (0, n):
+            raise PlanRefused(f"{self.channel}: each contribution has a norm")
         if not len(self.weights) == len(self.bytes_per_s) == n or min(self.bytes_per_s) <= 0 or self.count <= 0:
             raise PlanRefused(f"{self.channel}: each member has a weight and a rate, and there is something to reduce")
         try:
@@ -98,17 +101,17 @@ class TwoLevelPlan(Coded):
         owns = column is not None and self.parts[column].lo < self.parts[column].hi
         result = self.result_codec.name
         return Levels(
-            self._in_group(row, "scatter", self.codec_name, EXACT),
+            self._in_group(row, "scatter", self.codec_name, EXACT, self.norms),
             self._in_column(column) if column is not None and owns else None,
             self._in_group(row, "gather", result, result),
         )
 
-    def _in_group(self, row: int, step: str, codec: str, result: str) -> ReducePlan:
+    def _in_group(self, row: int, step: str, codec: str, result: str, norms: tuple[float, ...] = ()) -> ReducePlan:
         group = self.grid.groups[row]
         spans = self.parts + (Span(self.count, self.count),) * (len(group) - len(self.parts))
         names, weights = _of(group, self.members), _of(group, self.weights)
-        pages = chunk_pages_for(self.parts)
-        return ReducePlan(f"{self.channel}/{step}", names, weights, spans, codec, self.key, pages, result)
+        pages, norms = chunk_pages_for(self.parts), _of(group, norms) if norms else ()
+        return ReducePlan(f"{self.channel}/{step}", names, weights, spans, codec, self.key, pages, result, norms=norms)
 
     def _in_column(self, k: int) -> ReducePlan:
         part, column = self.parts[k], self.grid.columns[k]

@@ -1,5 +1,6 @@
 """The plan of an all-reduce: who reduces which part of a vector. Pure: one member makes it, the same for all."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +63,7 @@ class ReducePlan(Coded):
     resumes: bool = False  # members may hold pages of an earlier attempt, and say first what they lack
     lost: str = ""  # a member that is gone: of its contribution, the others hold all pages but those of the hole
     hole: tuple[Span, ...] = ()  # where the mean is over the others; each is one of `spans`
+    norms: tuple[float, ...] = ()  # that contributions have, as their offers say; empty: nobody says
 
     def __post_init__(self) -> None:
         if reason := _what_is_wrong(self):
@@ -201,6 +203,8 @@ def _what_is_wrong(plan: ReducePlan) -> str:
         return "each member has one weight, and each span one owner"
     if not all(0 <= owner < n for owner in plan.owners) or len(plan.names) not in (0, n):
         return "owners are members, and each contribution has a name"
+    if len(plan.norms) not in (0, n) or not all(0 <= norm < math.inf for norm in plan.norms):
+        return "each contribution has a norm"
     if plan.lost and (plan.lost not in plan.members or not plan.names or not plan.resumes or n < 3):
         return "a lost member was one, and the others have kept its pages"
     if not all(isinstance(weight, int) for weight in plan.weights):

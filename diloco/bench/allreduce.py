@@ -162,8 +162,8 @@ def _reduce_repeatedly(peer: BenchPeer, setting: AllReduceConfig) -> list[dict[s
 
 def _begin(members: tuple[str, ...], setting: AllReduceConfig, number: int) -> Begin:
     """Make what a coordinator sends when each member has an offer, and none has measured its link."""
-    key = Key(number, DIGEST)
-    contributions = tuple(Contribution(member, Offer(0, number, number + 1, 1, ()), 1) for member in members)
+    key, norm = Key(number, DIGEST), float(setting.count)  # at most: values are about 1
+    contributions = tuple(Contribution(member, Offer(0, number, number + 1, 1, (), norm), 1) for member in members)
     proposal = Proposal(key, 0, contributions, members, (), (), Settings(codec=setting.codec), number)
     return Begin(key, Ballot(1, members[0], 0), proposal, members, (0,) * len(members))
 

@@ -80,7 +80,9 @@ class Genesis:
                 str(tree["data"]), int(tree["samples"]), str(tree["founder"]), str(tree.get("owner", "")),
                 from_plain(Parent | None, tree.get("parent")), str(tree.get("signature", "")),
             )  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MessageRefused) as error:
+        except (
+            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, MessageRefused,
+        ) as error:  # fmt: skip
             raise JoinRefused(
                 f"the run's first record cannot be read ({error!r}): use the same diloco as its founder"
             ) from None

@@ -11,7 +11,7 @@ from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culprits, forced
 from diloco.elastic.protocol.protocol_state import ProtocolState, Term
-from diloco.elastic.protocol.ranges import is_normal, size
+from diloco.elastic.protocol.ranges import is_normal
 from diloco.elastic.protocol.record import Ballot, Key, Record, voters
 from diloco.elastic.protocol.salvage import Salvage
 
@@ -20,6 +20,7 @@ RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
 LATCH_FROM = 3  # members of the roster
 RECENT_HEARTBEATS = 1.25  # whoever was heard within so many is there
+MAX_REASON = 200  # characters of what others say that people are told
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
 
 
@@ -173,7 +174,8 @@ class Coordinator:
             if self.own.rules.marks_decide and not self.own.state.fits(sender, offer):
                 self.own.ban(sender, f"offers progress from {offer.lo} on, which is not its mark", now)
                 return
-            if not is_normal(offer.samples) or max(size(offer.samples), offer.steps) > offer.tokens:
+            known = is_normal(offer.samples) and self.own.state.ledger.reaches(offer.samples)
+            if not known or not offer.is_possible:
                 self.own.ban(sender, "offers samples or steps that cannot be right", now)
                 return
         term.ready[sender] = ready
@@ -197,7 +199,8 @@ class Coordinator:
             if sender in amendment.evicts:
                 return  # it is not asked
             self.proposer.add_objection(term.promised(), sender, amendment, failed.reason)
-        term.failures.append((sender, failed))
+        if sender not in (reporter for reporter, _ in term.failures):  # one accusation of each
+            term.failures.append((sender, failed))
         term.settle_at = term.settle_at or now + self.own.options.silence_s / SETTLE
         if failed.blamed == sender:  # it cannot give what it offered
             term.ready.pop(sender, None)
@@ -392,10 +395,12 @@ class Coordinator:
             return True
         for peer in deaf:
             term.answers.pop(peer, None)  # until it answers anew
-        accused = ((failed.blamed, failed.reason) for _, failed in term.failures if failed.refused)
-        refused = [(blamed, reason) for blamed, reason in accused if blamed != self.own.me]
-        for blamed, reason in refused:
-            self.own.ban(blamed, f"its contribution was refused: {reason}", now)
+        refused = [(one, said) for one, said in term.failures if said.refused and said.blamed not in ("", one)]
+        for reporter, said in refused:
+            if reporter == self.own.me:
+                self.own.ban(said.blamed, f"its contribution was refused: {said.reason}", now)
+            else:  # it may be wrong, or lie
+                self.proposer.separate(reporter, said.blamed, refused=said.reason[:MAX_REASON])
         halted = term.halted_at is not None  # who has given up has hung up on others
         if not lost and not refused and not halted and (pair := culprits(term.failures)) is not None:
             self.proposer.separate(*pair)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 
+FAR_AHEAD = 2**40  # of what was handed out here: another branch is not
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -71,6 +73,11 @@ class Ledger:
 
     def _reach(self, end: int) -> "Ledger":
         return self if end <= self.next else replace(self, next=end, free=normal((*self.free, (self.next, end))))
+
+    def reaches(self, ranges: Ranges) -> bool:
+        """Return whether positions can have been handed out on any branch: not beyond the limit, nor far ahead."""
+        end = self.next + FAR_AHEAD if self.limit is None else max(self.limit, self.next)
+        return not ranges or ranges[-1][1] <= end
 
     def release(self, holder: str) -> "Ledger":
         """Count a holder's whole lease as lost, because the holder is gone."""

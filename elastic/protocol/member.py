@@ -4,8 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 from diloco.elastic.protocol import messages as msg
+from diloco.elastic.protocol.checking import dropped_at_once, what_is_wrong, what_is_wrong_for
 from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
+from diloco.elastic.protocol.proposer import outsize
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
 from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.salvage import MAX_PIECES
@@ -204,6 +206,10 @@ class Member:
             self.own.ban(sender, reason, now)
         elif refusal := self._refusal(begin):
             self.own.send(sender, refusal)
+        elif begin.ballot[:2] != self.own.promise[:2] and not self.leading.may_promise(sender, now):
+            self._refuse(sender, self.own.heartbeat(), now)  # to whom it would not have promised
+        elif self._contradicts(sender, begin, now):
+            self.count_misfit(sender, now)
         else:
             self._promise(begin.ballot, now)
             if sender != self.own.me:
@@ -249,7 +255,25 @@ class Member:
             self.own.state.after(Record(proposal, EMPTY))
         except RecordInvalid as invalid:
             return f"it proposed what cannot follow: {invalid}"
-        return ""
+        wrong = what_is_wrong(self.own.state, begin, self.own.options.decide, self.own.due)
+        if not wrong and not begin.adopted:
+            wrong = what_is_wrong_for(self.own.me, self.own.incarnation, self.own.state, begin)
+        if not wrong and not begin.adopted and sender != self.own.me:
+            offers = {part.island: part.offer for part in proposal.contributions}
+            large = outsize(offers, self.own.norms.get(proposal.fragment, ()), self.own.me)
+            wrong = f"a contribution of {large[0]} that is far larger than usual" if large else ""
+        return f"it began a ballot with {wrong}" if wrong else ""
+
+    def _contradicts(self, sender: str, begin: msg.Begin, now: float) -> bool:
+        """Return whether this island knows better, for now: it hears a member that is said to be gone.
+
+        Where a quorum decides only a goodbye makes the roster smaller at once. It may be on its way here.
+        """
+        own = self.own
+        if not own.needs_quorum or not own.rules.roster_has_a_floor or sender == own.me or begin.adopted:
+            return False
+        gone = dropped_at_once(own.state, begin.proposal) & own.peers.views.keys()
+        return any(own.peers.hears(peer, now) and not own.peers.views[peer].said_goodbye for peer in gone)
 
     def _refusal(self, begin: msg.Begin) -> msg.Failed | None:
         """Return why this island takes no part: it has not offered that, or could not follow the new settings.
@@ -348,6 +372,7 @@ class Member:
             # only with that rule switched off: what would happen without it
             head, proposal = self.own.state.head_after(record), record.proposal
             state = replace(self.own.state, head=head, roster=proposal.roster, step=proposal.step)
+        self.own.note_norms(record.proposal)
         if record.proposal.contributions:
             self.own.last_contributors = frozenset(record.proposal.present)
             self.own.updated_at.append(now)
@@ -420,6 +445,7 @@ class Member:
         own.amendments = {a.number: a for a in own.state.amendments} | own.amendments  # a new branch may lack them
         if state.amendments != own.state.amendments:
             own.options = own.options.amended(own.options, state)
+            own.norms.clear()  # under other settings, others are usual
         own.stop_attempt()
         parent = own.state
         own.move_to(state)

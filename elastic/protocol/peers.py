@@ -101,7 +101,7 @@ class Peers:
             self.reports = {peer: one for peer, one in self.reports.items() if said.at - one.at <= self.silence_s}
 
     def banned(self, peer: str, now: float) -> bool:
-        """Return whether a peer is excluded at this time, so that its messages are ignored."""
+        """Return whether a peer is excluded at this time, so that its messages are ignored. Any thread may ask."""
         view = self.views.get(peer)
         return view is not None and now < view.banned_until
 

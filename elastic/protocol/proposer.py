@@ -3,9 +3,11 @@
 First come pure functions over offers, the state, and who is alive; then the `Proposer`, which uses them.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from statistics import median
+from itertools import permutations
+from statistics import median, median_low
+from types import MappingProxyType
 from typing import NamedTuple
 
 from diloco.elastic.protocol.holding import Holding
@@ -23,6 +25,7 @@ from diloco.errors import RecordInvalid
 ABSENT_RECORDS = 3  # in a row without an answer: then a member leaves the roster
 WEIGHT_CAP = 2  # times the round's median
 OUTSIZE = 100  # times the median norm of a round's offers: refused
+GREEDY = 100  # times the median of what islands want to hold: the rest of the data is for others
 MANY_LACK_SAMPLES = 8  # of many islands, the part that must lack samples before a record of its own leases them some
 MAX_ROUNDS_APART = 8  # two islands that could not reach each other are kept apart for 2, then 4, then 8 rounds
 LONG_WAIT = 2  # times the usual deadline, where nobody who trains is ready: late progress goes on without
@@ -46,25 +49,49 @@ def weigh(offers: dict[str, Offer]) -> dict[str, int]:
     return {peer: max(1, min(offer.tokens, int(cap))) for peer, offer in offers.items()}
 
 
-def outsize(offers: dict[str, Offer]) -> list[str]:
+def outsize(offers: dict[str, Offer], last: Collection[float] = (), me: str = "") -> list[str]:
     """Return the peers whose progress is far larger than the others' (100 times the median norm).
 
-    One that has diverged would take the rest along. Nobody is outsize among one or two.
+    One that has diverged would take the rest along. One or two are compared with `last`, the norms of the last rounds,
+    unless this island's own progress is as large by now: then these say nothing any more.
     """
-    usual = median([offer.norm for offer in offers.values()]) if len(offers) > 2 else 0.0
-    return [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
+    usual = median([offer.norm for offer in offers.values()] if len(offers) > 2 else last or [0.0])
+    found = [peer for peer, offer in sorted(offers.items()) if usual and offer.norm > OUTSIZE * usual]
+    return [] if me in found and len(offers) <= 2 else found
 
 
-def together(pairs: Iterable[frozenset[str]], members: Iterable[str], turn: int) -> list[str]:
+def fair(wants: dict[str, int]) -> dict[str, int]:
+    """Return the samples that each may hold: what it wants, but not far more than the others want."""
+    wants = {peer: want for peer, want in wants.items() if want > 0}
+    most = GREEDY * median_low(wants.values()) if wants else 0
+    return {peer: min(want, most) for peer, want in wants.items()}
+
+
+def together(
+    pairs: Iterable[frozenset[str]],
+    members: Iterable[str],
+    turn: int,
+    accused: Mapping[frozenset[str], str] = MappingProxyType({}),
+) -> list[str]:
     """Return many members that can all reach each other; `pairs` are those that cannot.
 
-    The member whose turn it is comes first, so that nobody is left out for ever.
+    The member whose turn it is comes first, so that nobody is left out for ever. But one that is apart from all others
+    comes last, and so does one that refuses more than half of their contributions, or of which they refuse it: nobody
+    is alone in a round because it accused all others. Of two, the one that accuses comes last.
     """
     order, kept = sorted(members), dict[str, None]()
-    apart = [tuple(pair) for pair in pairs]
-    for index in range(len(order)):
-        peer = order[(turn + index) % len(order)]
-        if not any(peer in pair and kept.keys() & pair for pair in apart):
+    turn %= max(1, len(order))
+    inside = (pair for pair in pairs if pair <= set(order))
+    apart = [(one, other, accused.get(pair, "")) for pair in inside for one, other in permutations(pair)]
+    others = {peer: {other for one, other, _ in apart if one == peer} for peer in order}
+    refused = {peer: {other for one, other, accuser in apart if one == peer and accuser} for peer in order}
+
+    def comes_last(peer: str) -> tuple[bool, bool]:
+        last = len(others[peer]) >= len(order) - 1 or 2 * len(refused[peer]) >= len(order)
+        return last, last and peer in accused.values()
+
+    for peer in sorted(order[turn:] + order[:turn], key=comes_last):
+        if not kept.keys() & others[peer]:
             kept[peer] = None
     return list(kept)
 
@@ -148,6 +175,7 @@ class Separation(NamedTuple):
 
     until: int  # round
     rounds: int
+    accuser: str = ""  # that refuses what the other one contributes
 
 
 class Proposer:
@@ -167,7 +195,7 @@ class Proposer:
         ready = {peer: offer for peer, offer in offered if peer in able}
         rates = {peer: term.ready[peer].bytes_per_s for peer in ready}
         offers = self._without_separated_pairs(self.pacing.in_turn(ready, rates, self.holding.usual_s))
-        for peer in outsize(offers):
+        for peer in outsize(offers, own.norms.get(fragment, ()), own.me):
             own.ban(peer, f"its contribution is more than {OUTSIZE} times as large as the others'", now)
             del offers[peer]
         if (amendment := self._amendment(promised)) is not None:
@@ -183,7 +211,7 @@ class Proposer:
         views = own.peers.views.items()
         alive = {peer: view.incarnation for peer, view in views if self.liveness.is_alive(peer, now)}
         alive |= {peer: promise.incarnation for peer, promise in promised.items()}
-        wants = {peer: promise.want for peer, promise in promised.items() if promise.want and not promise.witness}
+        wants = fair({peer: promise.want for peer, promise in promised.items() if not promise.witness})
         self.note_lost(set(own.state.roster) - alive.keys())
         witnesses, kept = self._witnesses(promised), own.state.kept(amendment)
         answered = (term.answers.keys() | term.elsewhere.keys()) & own.state.places.keys()
@@ -331,7 +359,8 @@ class Proposer:
         if not self.own.rules.leave_out_stuck_pairs:
             return offers
         recent = (pairs[forgotten:] for forgotten in range(len(pairs)))
-        choices = (together(apart, offers, turn + shift) for apart in recent for shift in range(len(offers)))
+        accused = {pair: accuser for pair in pairs if (accuser := self._separations[pair].accuser)}
+        choices = (together(apart, offers, turn + shift, accused) for apart in recent for shift in range(len(offers)))
         chosen = next((choice for choice in choices if self._are_enough(choice)), offers)
         return {peer: offer for peer, offer in offers.items() if peer in chosen}
 
@@ -340,13 +369,19 @@ class Proposer:
         turn = self.own.state.head.round
         return [pair for pair, apart in self._separations.items() if turn < apart.until and pair <= offers.keys()]
 
-    def separate(self, one: str, other: str) -> None:
-        """Keep two islands that cannot reach each other apart for 2 rounds, the next time for 4, then for 8."""
-        self.own.note("cut off", one, f"{one} and {other} cannot reach each other")
+    def separate(self, one: str, other: str, *, refused: str = "") -> None:
+        """Keep two islands that cannot reach each other apart for 2 rounds, the next time for 4, then for 8.
+
+        `refused` is why the first will not take what the other one contributes: which of them is right is not known.
+        """
+        if refused:
+            self.own.note("refused", other, f"{one} refuses its contribution: {refused}")
+        else:
+            self.own.note("cut off", one, f"{one} and {other} cannot reach each other")
         pair = frozenset((one, other))
         before = self._separations.pop(pair, None)  # the newest comes last
         rounds = min(2 * before.rounds, MAX_ROUNDS_APART) if before is not None else 2
-        self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds)
+        self._separations[pair] = Separation(self.own.state.head.round + rounds, rounds, one if refused else "")
 
     def reunite(self, islands: set[str]) -> None:
         """Forget the separations among islands that have just been in one round."""

@@ -9,13 +9,14 @@ from statistics import median
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.peers import Peers
-from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Latch, Offer, Record
+from diloco.elastic.protocol.record import NO_BALLOT, Amendment, Ballot, Head, Key, Latch, Offer, Proposal, Record
 from diloco.elastic.protocol.rules import Rules
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.writes import Writes
 
 LONGEST_BACKOFF = 16  # times the shortest
 BAN = 20  # times silence_s
+LAST_NORMS = 64  # contributions
 LONGEST_WRITE = 8  # times silence_s: whose disk takes longer is not waited for
 
 
@@ -135,6 +136,7 @@ class ProtocolState:
     latch: Latch | None = None  # the owner's, as soon as it is seen
     lineage: dict[str, bool] = field(default_factory=dict)  # the last records here: whether each had a quorum
     caught_up_at: float = 0.0  # when it will have caught up, as its driver thinks
+    norms: dict[int, deque[float]] = field(default_factory=dict)  # of each fragment's last contributions
     last_contributors: frozenset[str] = frozenset()  # of the last round that had any
     updated_at: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # the last rounds, whoever led them
     ready_at: float | None = None  # when this island had its offers for the present round
@@ -303,6 +305,12 @@ class ProtocolState:
         self.state = state
         vow = self.vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))
         self.promise, self.held = vow.promise, vow.held
+
+    def note_norms(self, proposal: Proposal) -> None:
+        """Keep the norms of a round's contributions in mind: an offer that is far larger is not begun with."""
+        if proposal.contributions:
+            norms = self.norms.setdefault(proposal.fragment, deque(maxlen=LAST_NORMS))
+            norms.extend(contribution.offer.norm for contribution in proposal.contributions)
 
     def forget_vows(self) -> None:
         """Drop the vows for heads that a durable one lies beyond."""

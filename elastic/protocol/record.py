@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from diloco.comm.peers.identity import Identity, verify
-from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.ranges import Ranges, size
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # the payload of a record without contributions
 CONTEXT = b"diloco amendment 1\0"  # what one key signs for one purpose can never pass for another
 EVICT, FORCE, REVOKE = "evict", "force", "revoke"  # in an amendment's changes
 LATCH_CONTEXT = b"diloco latch 1\0"
+MAX_TOKENS = 2**40  # behind one offer: sums of many stay below 2^53
 VOTE_UP_TO = 64  # members of a roster all vote; of more, only the first do
 VOTERS = 32
 
@@ -107,7 +108,7 @@ class Amendment:
         try:
             force = json.loads(self.changes)[FORCE]
             key, keep = Key(int(force["round"]), str(force["parent"])), tuple(map(str, force["keep"]))
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):  # 1e999 is no round
             return None
         return key, keep
 
@@ -141,6 +142,12 @@ class Offer:
     late: bool = False  # of an earlier phase: ready without having trained
     steps: int = 0  # inner steps behind it
     step_ms: int = 0  # what an inner step took; 0: not known
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether its numbers can be true of any island: no more samples or steps than tokens, none negative."""
+        least = min(self.fragment, self.lo, self.norm, self.incarnation, self.steps, self.step_ms)
+        return least >= 0 and max(size(self.samples), self.steps) <= self.tokens <= MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -280,6 +287,12 @@ def holder_name(island: str, incarnation: int) -> str:
     Leases belong to an incarnation: what an island held when it died returns to the pool, although the island is back.
     """
     return f"{island}#{incarnation}"
+
+
+def is_holder(name: str) -> bool:
+    """Return whether this is the name of an incarnation of an island, under which it leases samples."""
+    island, _, incarnation = name.rpartition("#")
+    return bool(island) and incarnation.isascii() and incarnation.isdecimal()
 
 
 def voters(roster: tuple[str, ...]) -> tuple[str, ...]:

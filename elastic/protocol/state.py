@@ -22,6 +22,7 @@ from diloco.elastic.protocol.record import (
     Proposal,
     Record,
     holder_name,
+    is_holder,
     quorum,
 )
 from diloco.errors import IdentityError, RecordInvalid, TicketError
@@ -201,6 +202,8 @@ class RunState:
             offer = contribution.offer
             if offer.fragment != proposal.fragment:
                 raise RecordInvalid(f"{contribution.island}: fragment {offer.fragment} in a round of another")
+            if not offer.is_possible or not self.ledger.reaches(offer.samples):
+                raise RecordInvalid(f"{contribution.island}: numbers that cannot be right")
             if not self.fits(contribution.island, offer):
                 raise RecordInvalid(f"{contribution.island}: progress from {offer.lo} on, which is not its mark")
             marks[contribution.island, offer.incarnation, offer.fragment] = offer.hi
@@ -208,6 +211,8 @@ class RunState:
         ledger = self.settled(proposal.contributions, proposal.releases)
         for grant in proposal.grants:
             ledger, granted = ledger.grant(grant.holder, size(grant.samples))
+            if not is_holder(grant.holder):
+                raise RecordInvalid(f"{grant.holder} is nobody who could hold samples")
             if granted != grant.samples:  # the ledger decides which positions come next
                 raise RecordInvalid(f"{grant.holder} is granted samples that are not next in line")
         return replace(

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 import sys
 import types
 import typing
@@ -14,13 +15,19 @@ from diloco.errors import MessageRefused
 
 PACKED = b"\0"  # no JSON begins so
 PACK_BYTES = 16 << 10
-MAX_UNPACKED = 16 << 20
-MAX_UNPACK_MEMORY = 16 << 20
+MAX_MESSAGE = 1 << 20  # unpacked
+MAX_MESSAGES = {"Begin": 8 << 20, "Promise": 8 << 20}  # a proposal of 1000 islands takes 0.5 MB, of much data 1.2
+MAX_RATIO = 64  # of unpacked to packed bytes: proposals of 1000 islands have 3 to 7
+HARMLESS = 256 << 10  # unpacked, at whatever ratio
+MAX_UNPACK_MEMORY = 4 << 20  # what we pack takes less than 1 MiB to unpack
 MAX_TEXT = 8192
 MAX_ITEMS = 100_000
-MAX_INTEGER = 2**63
+MAX_INTEGER = 2**53  # up to here a float is exact, too
+FEW_LISTS, BYTES_OF_A_LIST = 1000, 8  # a list takes 20 times the memory of its three bytes: ours have 25 and more each
 LARGEST_FLOAT = sys.float_info.max
 KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}
+LONGEST_OPENING = 16
+OPENING = re.compile(rb'\["([A-Z][a-z]+)",')
 
 T = TypeVar("T")
 
@@ -35,17 +42,35 @@ def encode_message(message: Message) -> bytes:
 
 
 def unpack(raw: bytes) -> bytes:
-    """Decompress a message if it is compressed; raise MessageRefused if it is damaged or larger than 16 MiB."""
+    """Return a message's JSON, decompressed if it is compressed; raise MessageRefused before it gets too long.
+
+    Each kind of message has a limit of its own, so the first few bytes are looked at before all others.
+    """
     if not raw.startswith(PACKED):
+        _limit_of(raw)
         return raw
     unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_UNPACK_MEMORY)
     try:
-        unpacked = unpacker.decompress(raw[len(PACKED) :], max_length=MAX_UNPACKED)
-    except lzma.LZMAError as error:
+        opening = unpacker.decompress(raw[len(PACKED) :], max_length=LONGEST_OPENING)
+        most = min(_limit_of(opening), max(HARMLESS, MAX_RATIO * len(raw)))
+        rest = b"" if unpacker.eof else unpacker.decompress(b"", max_length=most)
+    except (lzma.LZMAError, EOFError) as error:
         raise MessageRefused(f"cannot be unpacked: {error}") from None
     if not unpacker.eof or unpacker.unused_data:
         raise MessageRefused("unpacked, it is too long, or cut off")
-    return unpacked
+    return opening + rest
+
+
+def _limit_of(raw: bytes) -> int:
+    """Return how many bytes of JSON a message may have that opens so; raise MessageRefused for more."""
+    opening = OPENING.match(raw)
+    kind = opening[1].decode() if opening is not None else ""
+    if kind not in KINDS:
+        raise MessageRefused("no message of ours")
+    limit = MAX_MESSAGES.get(kind, MAX_MESSAGE)
+    if len(raw) > limit:
+        raise MessageRefused(f"{kind} of {len(raw)} bytes, at most {limit} are accepted")
+    return limit
 
 
 def decode_message(raw: bytes) -> Message:
@@ -72,15 +97,24 @@ def dump(plain: object) -> bytes:
 
 
 def parse(raw: bytes) -> Any:
-    """Return the plain values in a JSON text, and raise MessageRefused if it is none."""
+    """Return the plain values in a JSON text of lists, and raise MessageRefused if it is none.
+
+    What it takes in memory is bounded by its length: there are no objects, and not more lists than values fill.
+    """
+    if raw.count(b"[") > FEW_LISTS + len(raw) // BYTES_OF_A_LIST:
+        raise MessageRefused("it has too many lists")
     try:
-        return json.loads(raw, parse_constant=_no_number)
+        return json.loads(raw, parse_constant=_no_number, object_hook=_no_object)
     except (ValueError, RecursionError) as error:
         raise MessageRefused(f"not JSON: {type(error).__name__}") from None
 
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
+
+
+def _no_object(found: dict[str, object]) -> None:
+    raise ValueError("an object, and ours are lists")
 
 
 def to_plain(value: object) -> Any:
@@ -133,6 +167,6 @@ def _scalar(kind: Any, plain: Any) -> Any:
         raise MessageRefused(f"{type(plain).__name__} where {getattr(kind, '__name__', kind)} was due")
     if kind is str and (len(plain) > MAX_TEXT or not plain.isprintable()):
         raise MessageRefused("a text is too long, or cannot be printed")
-    if kind is int and abs(plain) >= MAX_INTEGER:
+    if kind is int and abs(plain) > MAX_INTEGER:
         raise MessageRefused("a number is too large")
     return plain

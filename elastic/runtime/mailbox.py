@@ -149,6 +149,8 @@ class Mailbox:
                 frame = stream.receive(_message)
                 heard = True  # who hangs up before that was only looking whether we live
                 self._hear(stream.peer)
+                if self.node.peers.banned(stream.peer, time.monotonic()):
+                    continue  # its bytes are not even unpacked
                 self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))
         except (FrameError, MessageRefused) as bad:
             self.post(partial(self.node.ban, stream.peer, f"sent garbage: {bad}"))

@@ -160,8 +160,9 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     channel = f"reduce/{key.round}/{key.parent[:16]}/{ballot.term}.{ballot.attempt}/{ballot.coordinator}"
     noise = NoiseKey(key.round, proposal.fragment, "result")
     codec, result = proposal.settings.codec, proposal.settings.result
+    norms = tuple(contribution.offer.norm for contribution in proposal.contributions)
     if len(begin.members) > FLAT_UP_TO:
-        return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result)
+        return TwoLevelPlan(channel, begin.members, weights, rates, count, codec, noise, result, norms)
     spans, owners, in_hole = spans_by_bandwidth(count, rates), tuple[int, ...](), tuple[Span, ...]()
     first, hole = [(name, float(rate or UNKNOWN_RATE)) for name, rate in begin.first], proposal.hole
     if hole is not None:
@@ -176,7 +177,7 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     return ReducePlan(
         channel, proposal.islands, weights, spans, codec, noise, chunk_pages_for(spans), result,
         owners=owners, names=names, result_name=result_name, resumes=bool(begin.first),
-        lost=hole.island if hole is not None else "", hole=in_hole,
+        lost=hole.island if hole is not None else "", hole=in_hole, norms=norms,
     )  # fmt: skip
 
 

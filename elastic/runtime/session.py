@@ -92,7 +92,10 @@ class Session:
 
         decode = partial(self.codec.decode, count=count)
         keep_bytes = KEEP_BYTES // len(self.fragments)
-        work = partial(PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill)
+        work = partial(
+            PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill,
+            measure=partial(self.codec.norm, count=count),
+        )  # fmt: skip
         if feedback is None:
             return work(plain, decode)
         return work(feeding_back, decode, join=plain, on_loss=on_loss)

@@ -45,7 +45,7 @@ def trained(plain: list[Any]) -> StepsDone:
 
 
 class Encoded(NamedTuple):
-    """Hold the bytes of a piece, and the norm that its vector had before it was encoded."""
+    """Hold the bytes of a piece, and the norm of what they decode to: whoever adds it up compares."""
 
     payload: Tensor  # uint8
     norm: float
@@ -64,7 +64,7 @@ class EncodedCut:
     spilled: bool = False  # its bytes are in a file, and mapped
     carried: Tensor | None = None  # progress of an earlier piece that did not count, to be encoded with it
 
-    def encoded(self, encode: Encode) -> Encoded:
+    def encoded(self, encode: Callable[[Tensor, int], Encoded]) -> Encoded:
         """Return the bytes of this piece, encoded by the first call only. Any thread may call it."""
         with self._lock:
             if self._encoded is None:
@@ -72,8 +72,7 @@ class EncodedCut:
                 if self.carried is not None:
                     self.vector = self.vector + self.carried.to(self.vector.device)
                     self.carried = None
-                norm = float(torch.linalg.vector_norm(self.vector))
-                self._encoded, self.vector = Encoded(encode(self.vector, self.hi), norm), None
+                self._encoded, self.vector = encode(self.vector, self.hi), None
             return self._encoded
 
     def spill(self, path: Path) -> None:
@@ -90,8 +89,9 @@ class EncodedCut:
 class PendingProgress:
     """Keep this island's pieces of progress for one fragment, and make offers of those not contained yet.
 
-    `encode` and `decode` are the codec's; two late pieces are joined in one offer. Contained pieces are kept until
-    nothing can undo them; those beyond `keep_bytes` go to the folder `spill`, or are lost where there is none.
+    `encode`, `decode` and `measure`, the norm of what bytes decode to, are the codec's; two late pieces are joined in
+    one offer. Contained pieces are kept until nothing can undo them; those beyond `keep_bytes` go to the folder
+    `spill`, or are lost where there is none.
 
     With error feedback, joined pieces are encoded by `join` instead, and what that lost is handed to `on_loss` when the
     state contains them: whether a joined offer ever enters the log is not known before.
@@ -106,12 +106,13 @@ class PendingProgress:
         *,
         join: Encode | None = None,
         on_loss: Callable[[Tensor], None] | None = None,
+        measure: Callable[[Tensor], float] | None = None,
         keep_bytes: int = KEEP_BYTES,
         spill: Path | None = None,
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
-        self._encode, self._decode = encode, decode
-        self._join, self._on_loss = join or encode, on_loss
+        self._decode, self._measure = decode, measure or (lambda raw: float(torch.linalg.vector_norm(decode(raw))))
+        self._encode, self._join, self._on_loss = self._measured(encode), self._measured(join or encode), on_loss
         self._keep_bytes, self._spill = keep_bytes, spill
         self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
@@ -153,7 +154,14 @@ class PendingProgress:
         norm = float(torch.linalg.vector_norm(vector))
         scale = MAX_NORM * usual_norm / norm if usual_norm and norm > MAX_NORM * usual_norm else 1.0
         self._scales[late[0].lo, late[-1].hi] = scale
-        return Encoded(self._join(vector * scale, late[-1].hi), norm * scale)
+        return self._join(vector * scale, late[-1].hi)
+
+    def _measured(self, encode: Encode) -> Callable[[Tensor, int], Encoded]:
+        def measured(vector: Tensor, hi: int) -> Encoded:
+            payload = encode(vector, hi)
+            return Encoded(payload, self._measure(payload))
+
+        return measured
 
     def payload(self, offer: Offer) -> Tensor:
         """Return the bytes of an offer, which are the same in every ballot."""

@@ -50,6 +50,16 @@ def _later(offer: Offer) -> Offer:
     return replace(offer, lo=offer.lo + 1, hi=offer.hi + 1)
 
 
+def _weighs_itself_most(proposal: Proposal) -> Proposal:
+    first, *others = proposal.contributions
+    return replace(proposal, contributions=(replace(first, weight=10**6), *others))
+
+
+def _accuse_in_turn(begun: m.Begun) -> m.Failed:
+    blamed = "ACDE"[(begun.ballot.term + begun.ballot.attempt) % 4]
+    return m.Failed(begun.key, begun.ballot, blamed, "garbage", refused=True)
+
+
 LIES: dict[str, Lie] = {
     "marks": _of_offers(_later),
     "nothing": _of_offers(lambda offer: replace(offer, hi=offer.lo)),
@@ -58,6 +68,7 @@ LIES: dict[str, Lie] = {
     "amendments": _of(m.Promise, lambda promise: replace(promise, amendment=FORGED)),
     "heads": _of(m.Heartbeat, lambda beat: replace(beat, head=beat.head._replace(tokens=10**9))),
     "refusals": _of(m.Begun, lambda begun: m.Failed(begun.key, begun.ballot, "A", "garbage", refused=True)),
+    "accusations": _of(m.Begun, _accuse_in_turn),
     "promises": _of(m.Heartbeat, lambda beat: replace(beat, promise=beat.promise._replace(term=10**9))),
     "terms": _of(m.Collect, lambda collect: replace(collect, term=10**9)),
     "ballots": _of(m.Begin, lambda begin: replace(begin, ballot=begin.ballot._replace(coordinator=SOMEBODY))),
@@ -68,6 +79,14 @@ LIES: dict[str, Lie] = {
     "orders": _of_begins(lambda proposal: replace(proposal, amendment=FORGED)),
     "contained": _of_contributions(_later),
     "turns": _of_contributions(lambda offer: replace(offer, fragment=offer.fragment + 1)),
+    "settings": _of_begins(lambda proposal: replace(proposal, settings=replace(proposal.settings, lr=1e30))),
+    "codecs": _of_begins(lambda proposal: replace(proposal, settings=replace(proposal.settings, codec="fp32"))),
+    "clocks": _of_begins(lambda proposal: replace(proposal, step=10**9)),
+    "weights": _of_begins(_weighs_itself_most),
+    "strangers": _of_begins(lambda proposal: replace(proposal, roster=(*proposal.roster, SOMEBODY))),
+    "rosters": _of_begins(lambda proposal: replace(proposal, roster=proposal.roster[:1], contributions=())),
+    "answers": _of_begins(lambda proposal: replace(proposal, answered=())),
+    "releases": _of_begins(lambda proposal: replace(proposal, releases=(f"{SOMEBODY}#1",))),
     "witnesses": _of_begins(lambda proposal: replace(proposal, witnesses=proposal.islands[:1])),
     "latches": _of_begins(lambda proposal: replace(proposal, latch=Latch(Head(0, 0, ""), "00" * 64))),
     "leases": _of_begins(lambda proposal: replace(proposal, grants=(Grant("A#1", ((10**6, 10**6 + 8),)),))),
