@@ -31,7 +31,8 @@ FILES = {"run.yaml": CONFIG, "blocking.yaml": CONFIG, "streaming.yaml": STREAMIN
 STAND_INS = {
     r"\bCONFIG\b": "run.yaml",
     r"\bADDRESS\b|192\.0\.2\.2": "127.0.0.1",
-    r"\bTICKET\b|diloco1-\S+( …)?": "runs/NAME/ticket",
+    r"\bTICKET\b|diloco2-\S+( …)?": "runs/NAME/ticket",
+    r"--for KEY": "--for 12D3KooW9vqpp6fbxbhXwxgybSRKRJprpbHvzHFcxpdUDTWXKZJV",
     r"s3://BUCKET/FOLDER": "file://{folder}/bucket",
     r"fsdp([= ])\d": r"fsdp\g<1>2",  # as many processes as this machine has cores
     r"island\.tp=2": "island.tp=1",
@@ -54,7 +55,10 @@ BEFORE = {  # what a reader has done before, by the command that builds on it
     "diloco rewind NAME 12 --set inner.lr=1e-4": ["diloco run run.yaml"],
     "diloco evict NAME island-2": ["diloco run run.yaml --islands 3"],
 }
-NOT_RUN = ("diloco join runs/NAME/ticket --dir runs/restored",)  # its run has ended, and no other test does it
+NOT_RUN = (
+    "diloco join runs/NAME/ticket --dir runs/restored",  # its run has ended, and no other test does it
+    "diloco ticket revoke NAME ID",  # the id is chance
+)
 
 
 class Reader:
@@ -77,8 +81,8 @@ class Reader:
         for earlier in BEFORE.get(command.partition(" #")[0].strip(), ()):
             self._run(earlier)
         kind = words_of(command)[1]
-        if kind in ("join", "set") and self._founder is None:
-            alone = " --set elastic.min_islands=1 --set inner.steps=100000" if kind == "set" else ""
+        if (kind in ("join", "set") or command.startswith("diloco doctor runs")) and self._founder is None:
+            alone = " --set elastic.min_islands=1 --set inner.steps=100000" if kind != "join" else ""
             self._found("diloco run run.yaml --islands 1" + alone)
         if kind == "run" and "--islands 1 " in f"{command} ":
             self._found(command)
