@@ -41,7 +41,7 @@ from diloco.train.schedule import Schedule, schedule_of
 from diloco.version import PROTOCOL
 
 FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
-FREE = ("data.epochs", "data.path", "data.tokenizer")
+FREE = ("data.epochs", "data.path", "data.tokenizer", "model.hf")  # the same lies elsewhere: digests tell
 NEW = "outer.new"  # in an island's folder: a branch that is not in force yet
 READY = "ready"  # a file in it: it is whole
 
@@ -125,6 +125,7 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     if own is None:
         raise SaveError(f"{outer} holds no snapshot that can be read: diloco log --verify says what is damaged")
     state = own.state
+    old.check(part.layout, part.samples, part.frozen)
     before = amended(old.configure({}), state.amendments)
     refuse_other_state(before, part.config, f"the state of round {state.head.round}")
     refuse_ended(part.config, state.step, f"round {state.head.round}")

@@ -5,6 +5,7 @@ What `Trainer` is for the built-in model, `Run` is for a user's: the loop belong
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
+from diloco.model.frozen import Frozen, frozen_of
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
@@ -114,6 +116,10 @@ class Run(Participant):
         """Evaluate inside this context: the model holds what all islands agree on, and gets its own values back after
         it."""
         return self.sync.exchange.outer_parameters()
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        return frozen_of(self._model.module)
 
     def inner_state(self) -> dict[str, Any]:
         return inner_state(self._model.module, self.optimizer)
