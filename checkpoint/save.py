@@ -2,23 +2,18 @@
 
 Training does not wait for it: `Saver` writes a copy, in a thread of its own.
 
-`DIR/save-00000400/` holds `inner/` (torch distributed checkpoint: each process writes its shards, any mesh can load
-them), `outer.safetensors` (the outer state) and `facts.json`, written last.
+`DIR/save-00000400/` holds `inner/` (each process writes its shards, any mesh can load them: `inner.py`),
+`outer.safetensors` (the outer state) and `facts.json`, written last.
 """
 
-import io
 import json
 import math
-import os
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,19 +21,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.log.writing import PIECE, Rest, WritePace, make_way, no_rest, write_tensors
+from diloco.checkpoint.inner import SavedInner, StagedInner, write_rank
+from diloco.checkpoint.log.writing import Rest, WritePace, make_way, no_rest, write_tensors
 from diloco.errors import SaveError, first_line
 
 KEEP = 2
 FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
-OF_ALONE = ("launched", "position", "together")  # the first two of an island alone, as diloco 0.1.0 wrote it
+TOGETHER = "together"  # a save of an outer state by itself has none
+MALFORMED = ValueError, KeyError, TypeError, AttributeError, OverflowError  # by what a damaged index leads to
 PATIENCE = timedelta(days=1)  # of processes that wait for each other, as everywhere
 
 Written = Callable[[int, Path, float], None]  # step, where, and how many seconds it took
@@ -58,13 +50,17 @@ class Saver:
     def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Wait for the save before this one, copy the state, and start to write it; then the tensors may change."""
         self.wait()
-        inner = BlockingAsyncStager().stage(inner)
+        try:
+            staged = StagedInner.of(inner, copy=True)
+        except SaveError as error:
+            self._failed(error)
+            return
         outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
         if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pace = WritePace(self._time_to_spare())
         # not a daemon: a program that ends meanwhile ends when this is on disk
-        self._thread = threading.Thread(target=self._write, args=(step, inner, outer, facts), name="save")
+        self._thread = threading.Thread(target=self._write, args=(step, staged, outer, facts), name="save")
         self._thread.start()
 
     def _time_to_spare(self) -> float:
@@ -72,7 +68,7 @@ class Saver:
         before, self._begun_at = self._begun_at, time.monotonic()
         return (self._begun_at - before) / 2
 
-    def _write(self, step: int, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _write(self, step: int, inner: StagedInner, outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
         make_way()
         self._pace.begin()
         started = time.perf_counter()
@@ -106,7 +102,7 @@ def write_save(
     folder: Path,
     step: int,
     *,
-    inner: dict[str, Any],
+    inner: dict[str, Any] | StagedInner,
     outer: dict[str, Tensor],
     facts: dict[str, Any],
     group: dist.ProcessGroup | None = None,
@@ -120,10 +116,15 @@ def write_save(
     """
     final = folder / f"save-{step:08}"
     part = folder / (final.name + PART)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def prepare() -> None:
         _clean(folder)
-        part.mkdir(parents=True)
+        (part / "inner").mkdir(parents=True)
+
+    def write_own() -> None:
+        staged = inner if isinstance(inner, StagedInner) else StagedInner.of(inner)
+        write_rank(part / "inner", rank, ranks, staged, rest)
 
     def finish() -> None:
         write_tensors(part / "outer.safetensors", outer, rest)
@@ -135,64 +136,37 @@ def write_save(
 
     try:
         _by_leader(prepare, group)
-        with _one_process_is_fine():
-            writer = FileSystemWriter(part / "inner")
-            writer.fs = _RestingFiles(rest)
-            save(inner, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        _by_all(write_own, group)
         _by_leader(finish, group)
-    except (OSError, SafetensorError, CheckpointException) as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+    except (OSError, SafetensorError) as error:
+        if rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # the log needs the space
         raise SaveError(
-            f"{final} could not be written ({_reason(error)}): free some space; earlier saves are whole"
+            f"{final} could not be written ({first_line(error)}): free some space; earlier saves are whole"
         ) from None
     return final
 
 
-class _RestingFiles(FileSystem):
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with _RestingFile(path, self._rest) if mode == "wb" else super().create_stream(path, mode) as stream:
-            yield stream
-
-
-class _RestingFile(io.BufferedWriter):
-    """Rest after every few megabytes: a tensor is written in many small writes."""
-
-    def __init__(self, path: str | os.PathLike[str], rest: Rest) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._rest, self._since = rest, 0
-
-    def write(self, data: Any, /) -> int:
-        written = super().write(data)
-        self._since += written
-        if self._since >= PIECE:
-            self._since = 0
-            self._rest()
-        return written
-
-    def fileno(self) -> int:
-        """Flush first: whoever asks is about to sync."""
-        self.flush()
-        return super().fileno()
-
-
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Let the leader do the work; if it fails, it fails on every process, so nobody waits for one that has given up."""
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    _by_all(work if leads else lambda: None, group, "the leader process says why")
+
+
+def _by_all(
+    work: Callable[[], None], group: dist.ProcessGroup | None = None, elsewhere: str = "another process says why"
+) -> None:
+    """Let every process do its work; if it fails on one, it fails on all of them."""
     error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as failed:  # noqa: BLE001 -- raised below, when the others know
-            error = failed
+    try:
+        work()
+    except Exception as failed:  # noqa: BLE001 -- raised below, when the others know
+        error = failed
     if dist.is_initialized():
         failures = torch.tensor([int(error is not None)])
         dist.all_reduce(failures, group=group)
         if failures.item() and error is None:
-            error = OSError("the leader process says why")
+            error = OSError(elsewhere)
     if error is not None:
         raise error
 
@@ -242,7 +216,7 @@ def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: d
             write_tensors(part / "outer.safetensors", outer)
             (part / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
     except (OSError, SafetensorError) as error:
-        raise SaveError(f"{final} could not be written ({_reason(error)})") from None
+        raise SaveError(f"{final} could not be written ({first_line(error)})") from None
     return final
 
 
@@ -253,10 +227,10 @@ def saves(folder: Path) -> list[Path]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the entries of a save's `facts.json`; those of `OF_ALONE` are None where it has none."""
+    """Return the entries of a save's `facts.json`; `together` is None where it has none."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
-        return {name: facts[name] for name in FACTS} | {name: facts.get(name) for name in OF_ALONE}
+        return {name: facts[name] for name in FACTS} | {TOGETHER: facts.get(TOGETHER)}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SaveError(
             f"{folder}/facts.json cannot be used ({error!r}): delete {folder} to fall back to an older save"
@@ -273,29 +247,31 @@ def read_outer(folder: Path) -> dict[str, Tensor]:
 
 
 def read_inner(folder: Path, into: dict[str, Any]) -> None:
-    """Fill the tensors of `into`, each process its own shards, whatever mesh wrote them.
+    """Fill the tensors of `into`, each process its own shards, whatever mesh wrote them. All processes call it.
 
     `rng.*` entries that the save lacks are removed from `into`: they belong to processes that did not exist when it was
-    written. The files are the island's own, never a peer's: their index is a pickle.
+    written.
     """
-    try:
-        known = FileSystemReader(folder / "inner").read_metadata().state_dict_metadata
+
+    def fill() -> None:
+        saved = SavedInner(folder / "inner")
+        known = {path[0] for path in saved.leaves}
         for name in [name for name in into if name.startswith("rng.") and name not in known]:
             del into[name]
-        with _one_process_is_fine():
-            load(into, checkpoint_id=folder / "inner", no_dist=not dist.is_initialized())
-    except (OSError, RuntimeError, ValueError, UnpicklingError, CheckpointException) as error:
-        raise SaveError(f"{folder}/inner cannot be loaded ({_reason(error)}): delete {folder} to fall back") from None
+        saved.fill(into)
+
+    _read_inner(folder, lambda: _by_all(fill))
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # one error for each process; the first tells enough
-        error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+def read_whole_inner(folder: Path) -> dict[str, Any]:
+    """Return all of a save's inner state, whatever it holds, in this process' memory."""
+    return _read_inner(folder, lambda: SavedInner(folder / "inner").whole())
 
 
-@contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _read_inner(folder: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (OSError, SafetensorError, RuntimeError, *MALFORMED) as error:
+        raise SaveError(
+            f"{folder}/inner cannot be loaded ({first_line(error)}): delete {folder} to fall back"
+        ) from None

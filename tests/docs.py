@@ -22,7 +22,7 @@ from typer.models import ParameterInfo
 
 from diloco.cli.app import app
 from diloco.config.schema import Config, OneOf
-from diloco.run.genesis import OWN_DATA, SHARED, SUGGESTED
+from diloco.run.genesis import OWN, SHARED, SUGGESTED
 from diloco.train.amend import CHANGEABLE, RENAMED
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +98,11 @@ def who_sets(section: str) -> str:
         suggested = section == "island"
         return "Each island sets these for itself" + (f"; {listed(SUGGESTED)} default to the run's." * suggested or ".")
     if section == "data":
-        return f"{shared}, except for {listed(OWN_DATA)}, which say where the same data lies on this machine."
+        return f"{shared}, except for {listed(OWN['data'])}, which say where the same data lies on this machine."
+    if section == "model":
+        return (
+            f"{shared}, except for {listed(OWN['model'])}, which says where the same base model lies on this machine."
+        )
     return f"{shared}. `diloco set` changes {listed(changeable)} while it trains." if changeable else f"{shared}."
 
 

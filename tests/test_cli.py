@@ -23,11 +23,11 @@ from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
     "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "evict", "force-roster", "set", "sample",
-    "plan", "doctor", "simulate", "bench",
+    "plan", "doctor", "ticket", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "recover", "join", "soak", "checkpoint", "virtual", "mutants", "overlap",
-    "plan", "quality", "link",
+    "overhead", "speed", "codec", "allreduce", "trust", "recover", "join", "soak", "checkpoint", "virtual", "mutants",
+    "overlap", "plan", "quality", "link",
 ]  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def genesis() -> Genesis:
     settings = {"run": "golden", "seed": 7, "model": {"preset": "tiny", "blocks": 1}}
     config = parse_config({**settings, "data": {"source": "text", "path": "text.txt", "sequence": 32}})
     layout = Layout(("embed.weight", "norm.weight"), ((2, 1), (1,)))
-    founded = Genesis.of(config, layout, None, A)
+    founded = Genesis.of(config, layout, None, A, (("head.weight", hashlib.sha256(b"frozen").hexdigest()),))
     return replace(founded, data="text 4096 0123456789abcdef", samples=96).signed(OWNER)
 
 

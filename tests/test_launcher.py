@@ -105,10 +105,10 @@ def test_who_is_saving_is_given_its_time(tmp_path):
     assert not is_saving(tmp_path)
     part = tmp_path / "save-00000003.part" / "inner"
     part.mkdir(parents=True)
-    (part / "__0_0.distcp").write_bytes(b"half")
+    (part / "rank-00000.safetensors").write_bytes(b"half")
     assert is_saving(tmp_path)
     before = time.time() - SAVING_S - 1
-    for path in (part, part / "__0_0.distcp"):
+    for path in (part, part / "rank-00000.safetensors"):
         os.utime(path, (before, before))
     assert not is_saving(tmp_path)
     (tmp_path / "outer" / "snapshot-00000002-abc.part").mkdir(parents=True)

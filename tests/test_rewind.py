@@ -188,7 +188,7 @@ def test_an_island_alone_goes_back_like_any_other(run, command):
 
 def test_what_an_earlier_diloco_left_without_a_log_is_told_how_to_be_taken_over(run, command):
     shutil.rmtree(run / OUTER)
-    assert "takes it over" in command.refused("rewind", run, 1)
+    assert "`diloco export` reads it" in command.refused("rewind", run, 1)
 
 
 def test_samples_that_somebody_had_leased_are_to_be_had_again(log, monkeypatch):

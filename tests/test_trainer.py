@@ -176,7 +176,7 @@ def test_a_run_of_another_model_is_refused(small):
         train(small(checkpoint={"dir": "/nonexistent"}), resume=True)
 
 
-@pytest.mark.parametrize("damaged", ["outer.safetensors", "inner/.metadata"])
+@pytest.mark.parametrize("damaged", ["outer.safetensors", "inner/rank-00000.json", "inner/rank-00000.safetensors"])
 def test_a_damaged_save_is_named(small, tmp_path, damaged):
     train(small(), until=2)
     (tmp_path / "run" / "save-00000002" / damaged).write_bytes(b"rubbish")

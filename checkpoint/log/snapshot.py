@@ -153,18 +153,31 @@ def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
 
 def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
     """Read a snapshot's vectors and compare every byte with its digest; raise SnapshotDamaged where they differ."""
-    for shard in manifest.shards:  # before anything of that size is allocated
-        path = snapshot / shard.file
-        try:
-            right_size = path.stat().st_size >= 4 * shard.count
-        except OSError as error:
-            raise SnapshotDamaged(f"{path} cannot be read ({error.strerror})") from None
-        if not right_size:
-            raise SnapshotDamaged(f"{path} is not what was written: its digest does not fit")
+    _refuse_misfit(snapshot, manifest)
     vectors = {name: torch.empty(count) for name, count in manifest.vectors.items()}
     for shard in manifest.shards:
         _read_shard(snapshot / shard.file, shard, vectors[shard.vector][shard.start : shard.start + shard.count])
     return vectors
+
+
+def _refuse_misfit(snapshot: Path, manifest: Manifest) -> None:
+    """Raise SnapshotDamaged unless the shards make up the vectors and the files are that long, before any memory is
+    taken: whoever wrote the manifest may have lied."""
+    ends = dict.fromkeys(manifest.vectors, 0)
+    try:
+        for shard in manifest.shards:
+            path = snapshot / shard.file
+            if path.stat().st_size <= 4 * shard.count:
+                raise SnapshotDamaged(f"{path} is not what was written: it is too short")
+            if shard.start != ends[shard.vector] or shard.count < 1:
+                raise ValueError("the shards do not make up the vectors")
+            ends[shard.vector] += shard.count
+        if ends != manifest.vectors:
+            raise ValueError("the shards do not make up the vectors")
+    except OSError as error:
+        raise SnapshotDamaged(f"{path} cannot be read ({error.strerror})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotDamaged(f"{snapshot}/manifest.json is not what an island writes ({error})") from None
 
 
 def _read_shard(path: Path, shard: Shard, out: Tensor) -> None:

@@ -4,8 +4,12 @@ Snapshots are the same bytes on every island, so all islands share them and whoe
 comes after its shards, so a snapshot that has one is whole. Each island's log lies in a folder of its own
 (`URL/ISLAND/log-….seg`). Only segments that are closed are copied: what a remote store lacks is the log since the last
 one. The run's genesis (`genesis.json`) lies beside them; keys never leave their machine.
+
+Whoever can write to a store may not write to our disk: what is restored keeps inside its folder, so names there are
+refused unless they are as plain as those that we give.
 """
 
+import re
 import shutil
 import threading
 import time
@@ -18,7 +22,7 @@ from typing import Any, TypeVar
 from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
-from diloco.checkpoint.log.snapshot import Manifest, part_of, read_manifest, read_vectors, snapshots
+from diloco.checkpoint.log.snapshot import MAX_MANIFEST, Manifest, part_of, read_manifest, read_vectors, snapshots
 from diloco.errors import RemoteError, SnapshotDamaged, first_line
 
 EVERY_S = 10.0
@@ -26,6 +30,10 @@ MANIFEST = "manifest.json"
 GENESIS = "genesis.json"
 TRIES = 5
 FIRST_WAIT_S = 0.5  # doubled each time
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # each part of a name: neither hidden nor `..`
+OF_SNAPSHOT = re.compile(rf"snapshot-[0-9]+-[0-9a-z]+/{re.escape(MANIFEST)}")
+OF_LOG = re.compile(r"[^/]+/log-[0-9]+\.seg")
+OF_SHARD = re.compile(r"[A-Za-z0-9_]+-[0-9]+\.safetensors")
 HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "NoSuchBucket", "InvalidAccessKeyId", "AccessDenied")
 
 Report = Callable[[str, str], None]
@@ -65,9 +73,19 @@ class Remote:
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every object, by name."""
-        return self._do("be read", self._list)
+        return {name: int(about["size"]) for name, about in self._do("be read", self._list).items()}
 
-    def _list(self) -> dict[str, int]:
+    def plain_sizes(self) -> dict[str, int]:
+        """Return what `sizes` returns, for whoever writes files of these names; raise RemoteError if any name is one
+        that no island has given, or if it is that of a link."""
+        listed = self._do("be read", self._list)
+        for name, about in listed.items():
+            if about.get("islink") or not all(map(PLAIN.fullmatch, name.split("/"))):
+                what = "a link" if about.get("islink") else "not a name that an island gives"
+                raise RemoteError(f"{self.url} holds {name!r}, which is {what}: nothing was restored; remove it there")
+        return {name: int(about["size"]) for name, about in listed.items()}
+
+    def _list(self) -> dict[str, dict[str, Any]]:
         self._files.invalidate_cache()
         try:
             found = self._files.find(self._root, detail=True)
@@ -77,7 +95,7 @@ class Remote:
                 raise
             return {}
         cut = len(self._root.rstrip("/")) + 1
-        return {path[cut:]: int(info["size"]) for path, info in found.items() if not path.endswith("/.check")}
+        return {path[cut:]: about for path, about in found.items() if not path.endswith("/.check")}
 
     def push(self, local: Path, name: str) -> None:
         """Upload a file as this object, in several tries; raise RemoteError when they have all failed."""
@@ -207,8 +225,8 @@ class Mirror:
 def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
     """Restore the newest state that the store holds into a folder that has none: a snapshot, and the log that leads
     furthest on from it. Return the manifest; None where nothing is whole."""
+    there = remote.plain_sizes()
     folder.mkdir(parents=True, exist_ok=True)
-    there = remote.sizes()
     if GENESIS in there:
         remote.pull(GENESIS, folder / GENESIS)
     found = _manifests(folder, remote, there, report)
@@ -224,18 +242,14 @@ def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
     return None
 
 
-def _is_inside(name: str) -> bool:
-    """Return whether an object lies in a folder of the store: another name could lead out of ours."""
-    folder, _, file = name.partition("/")
-    return folder not in ("", ".", "..") and Path(file).name == file
-
-
 def _manifests(folder: Path, remote: Remote, there: dict[str, int], report: Report) -> dict[str, Manifest]:
     """Return all manifests that can be read, not only the newest: a heavier branch may have fewer rounds."""
     found, draft = {}, folder / "manifest.part"
-    for name in sorted(name for name in there if _is_inside(name) and name.endswith(f"/{MANIFEST}")):
+    for name in sorted(filter(OF_SNAPSHOT.fullmatch, there)):
         draft.mkdir(exist_ok=True)
         try:
+            if there[name] > MAX_MANIFEST:
+                raise SnapshotDamaged(f"{name} is too long")
             remote.pull(name, draft / MANIFEST)
             found[name.split("/")[0]] = read_manifest(draft)
         except SnapshotDamaged:
@@ -249,7 +263,7 @@ def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
         part.mkdir()
         (part / MANIFEST).write_bytes(manifest.encode())  # the very bytes that are there
         for shard in manifest.shards:
-            if Path(shard.file).name != shard.file:
+            if not OF_SHARD.fullmatch(shard.file):
                 raise SnapshotDamaged(f"{path.name}/{MANIFEST} names a file outside of it: {shard.file!r}")
             remote.pull(f"{path.name}/{shard.file}", part / shard.file)
         read_vectors(part, manifest)
@@ -257,13 +271,13 @@ def _pull_snapshot(path: Path, remote: Remote, manifest: Manifest) -> None:
 
 def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Manifest) -> int:
     """Download the log that leads furthest on, and return by how many rounds. Its writer's promises stay behind."""
-    there = {name: size for name, size in there.items() if _is_inside(name)}
-    islands = sorted({name.split("/")[0] for name in there if "/log-" in name})
+    segments = list(filter(OF_LOG.fullmatch, there))
+    islands = sorted({name.split("/")[0] for name in segments})
     best, draft = 0, folder / "log.part"
     for island in islands:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        for name in [name for name in there if name.startswith(f"{island}/log-")]:
+        for name in [name for name in segments if name.startswith(f"{island}/")]:
             remote.pull(name, draft / name.partition("/")[2])
         best = _take_over(folder, Journal.read(draft), manifest, best)
     shutil.rmtree(draft, ignore_errors=True)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pickle import PickleError
+from pickle import PickleError  # to catch it: Numba keeps compiled code so, in caches like Python's own
 from typing import Any
 
 import numba

@@ -114,10 +114,10 @@ def _unchecked() -> Iterator[None]:
     """Take every admission for good, as if there were none to check."""
     check = dht.check_admission  # type: ignore[attr-defined]
 
-    def believe(raw: bytes, run_id: bytes, island: bytes) -> admissions.Admission:
+    def take_for_good(raw: bytes, run_id: bytes, island: bytes) -> admissions.Admission:
         return admissions.Admission(admissions.read_invite(Reader(raw)), raw[-64:])
 
-    dht.check_admission = believe  # type: ignore[assignment,attr-defined]
+    dht.check_admission = take_for_good  # type: ignore[assignment,attr-defined]
     try:
         yield
     finally:

@@ -115,7 +115,9 @@ def _as_it_came(trained: TrainedModel) -> Any:
     """Return a Hugging Face model with its own cache setting: training switched the key-value cache off."""
     transformers = load_transformers("diloco export")
     model: Any = trained.module
-    own = transformers.AutoConfig.from_pretrained(trained.config.model.hf, local_files_only=True)
+    own = transformers.AutoConfig.from_pretrained(
+        trained.config.model.hf, local_files_only=True, trust_remote_code=False
+    )
     model.config.use_cache = getattr(own, "use_cache", True)
     return model
 

@@ -60,7 +60,7 @@ def find_logs(name: str) -> list[Path]:
     if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
         raise SaveError(
             f"{name}: an earlier diloco trained an island alone there, without a log of its rounds: "
-            "`diloco run CONFIG --resume` takes it over, and keeps one from then on"
+            "`diloco export` reads it"
         )
     raise SaveError(
         f"{name}: no log there, neither as a folder nor under {RUNS}/: give the folder that checkpoint.dir named"

@@ -11,7 +11,7 @@ from diloco.atomic import appearing
 from diloco.checkpoint.log.journal import Header, Kind, header_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import Manifest
-from diloco.checkpoint.transfer.mirror import Remote, restore
+from diloco.checkpoint.transfer.mirror import PLAIN, Remote, restore
 from diloco.config.file import render_config
 from diloco.errors import RemoteError, SaveError
 from diloco.history.log import Findings, verify
@@ -45,6 +45,7 @@ def _run_at(url: str) -> Remote:
     if any(parts[0].startswith("snapshot-") for parts in names):
         return Remote(url)
     runs = sorted({parts[0] for parts in names if len(parts) > 1 and parts[1].startswith("snapshot-")})
+    runs = list(filter(PLAIN.fullmatch, runs))
     if len(runs) == 1:
         return Remote(f"{url}/{runs[0]}")
     if runs:

@@ -28,6 +28,7 @@ from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
 from diloco.island.parallel import blocks_of, gradient_norm, local, retie, shard, tied_names, whole
 from diloco.model.build import Network
+from diloco.model.frozen import Frozen, buffers_of, tensor_digest
 
 
 class Island:
@@ -55,7 +56,9 @@ class Island:
         self.layout = self.shards.layout
         self.tune(inner)
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
-        self._fill_everything(network.initial)
+        filled = self._fill_everything(network.initial)
+        # the leader alone has seen the values; all processes refuse a run together
+        self.frozen: Frozen = place.share((*network.settings, *filled, *buffers_of(self.module)))
 
     def step(self, micro_batches: Sequence[Tensor], lr: float) -> Tensor:
         """Do one inner step on this process' part of the batch, each micro-batch [rows, sequence + 1]. Return its mean
@@ -123,8 +126,8 @@ class Island:
         if (cuda := state.get(f"rng.{self.place.rank}.cuda")) is not None:
             torch.cuda.set_rng_state(cuda, self.place.device)
 
-    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        """Set the first values of every parameter, frozen ones too."""
+    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> Frozen:
+        """Set the first values of every parameter, frozen ones too; return the digests of those, on the leader."""
         values: list[Iterator[tuple[str, Tensor]]] = []
 
         def open_values() -> None:
@@ -132,13 +135,17 @@ class Island:
             values.append(chain([next(source)], source))  # the first one loads the files, and may fail
 
         self.place.leader_first(open_values)
+        frozen = []
         for name, parameter in self.module.named_parameters():
             vector = None
             if values:
                 given, value = next(values[0])
                 assert given == name, f"{given} came where {name} was due"
                 vector = value.flatten()
+                if not parameter.requires_grad:
+                    frozen.append((name, tensor_digest(value)))
             Shards({name: parameter}, self.place).write(vector)
+        return tuple(frozen)
 
     def _computing(self) -> AbstractContextManager[Any]:
         """Set the compute type where FSDP does not, and the loss over a vocabulary split by tensor parallelism."""

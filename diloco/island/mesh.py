@@ -59,7 +59,11 @@ class ProcessMesh:
         return value.item()
 
     def share(self, value: Any) -> Any:
-        """Return the leader's value on every process; what the others pass is ignored."""
+        """Return the leader's value on every process; what the others pass is ignored.
+
+        Torch pickles it on the way. That stays inside one island: its processes are one program of one owner, started
+        together, and neither files nor other islands get here.
+        """
         if self.mesh is None:
             return value
         box = [value]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError, MissingExtra, ModelError
 from diloco.model.build import HF_LLAMA, Anatomy, Network, parameters_on_meta
+from diloco.model.frozen import settings_of
 
 
 def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
@@ -35,7 +36,8 @@ def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed:
         for name, parameter in whole.named_parameters():
             yield name, parameter.detach().float()
 
-    return Network(module, _anatomy(module), initial, f"{config.model_type} ({'weights loaded' if load else 'fresh'})")
+    name = f"{config.model_type} ({'weights loaded' if load else 'fresh'})"
+    return Network(module, _anatomy(module), initial, name, settings_of(Path(path)))
 
 
 def load_transformers(needed_for: str) -> Any:

@@ -1,7 +1,7 @@
 """A run that begins where another one was: a genesis that names its parent, and that state as its first snapshot.
 
 `diloco rewind` makes one in a folder of its own. An island alone makes one in its own folder, when it is resumed with
-other settings, or when its saves were left there by an earlier diloco, which kept no log of an island alone.
+other settings.
 """
 
 import json
@@ -18,11 +18,10 @@ from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import SnapshotContents, write_snapshot
-from diloco.checkpoint.save import read_facts, read_outer, saves
+from diloco.checkpoint.save import saves
 from diloco.comm.peers.identity import Identity, run_id_of
-from diloco.config.file import first_difference, flat
+from diloco.config.file import flat
 from diloco.config.schema import Config
-from diloco.data.samples import OWN_LOOP
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.ranges import Ranges, minus, normal
 from diloco.elastic.protocol.record import holder_name
@@ -37,13 +36,12 @@ from diloco.train.amend import amended
 from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
 from diloco.train.participant import Participant
-from diloco.train.resume import CONTAINED, save_digest
+from diloco.train.resume import CONTAINED
 from diloco.train.schedule import Schedule, schedule_of
-from diloco.train.sync import samples_ahead
 from diloco.version import PROTOCOL
 
 FIXED = ("model", "seed", "data", "sync.fragments", "sync.pattern")  # the outer state was made with them
-FREE = ("data.epochs", "data.path", "data.tokenizer")
+FREE = ("data.epochs", "data.path", "data.tokenizer", "model.hf")  # the same lies elsewhere: digests tell
 NEW = "outer.new"  # in an island's folder: a branch that is not in force yet
 READY = "ready"  # a file in it: it is whole
 
@@ -99,8 +97,8 @@ def write_branch(home: Path, draft: Genesis, vectors: dict[str, Tensor], fragmen
 
 
 def branch_if_needed(folder: Path, part: Participant) -> str:
-    """Found a run of one once more in the folder of an island alone, where its settings are others now or an earlier
-    diloco wrote it. Return a note for the user; empty where nothing was done."""
+    """Found a run of one once more in the folder of an island alone, where its settings are others now. Return a note
+    for the user; empty where nothing was done."""
     _put_in_force(folder)
     me = Identity.load(folder / "identity.key").peer_id
     holder = holder_name(me, int(time.time() * 1000))
@@ -111,8 +109,10 @@ def branch_if_needed(folder: Path, part: Participant) -> str:
             _branch_of_log(folder, part, genesis, holder)
             text = f"{change}: a new run of this island begins here, the log up to now is kept beside it"
     elif found := saves(folder):
-        _branch_of_save(folder, part, found[-1], me, holder)
-        text = f"{found[-1]} was written by an earlier diloco: a run of one island begins here at that step"
+        raise SaveError(
+            f"{found[-1]} has no log beside it (diloco 0.1.0 wrote none): nothing can be resumed from it; `diloco "
+            "export` reads it, --fresh starts over"
+        )
     if text:
         _put_in_force(folder)
     return text
@@ -125,6 +125,7 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     if own is None:
         raise SaveError(f"{outer} holds no snapshot that can be read: diloco log --verify says what is damaged")
     state = own.state
+    old.check(part.layout, part.samples, part.frozen)
     before = amended(old.configure({}), state.amendments)
     refuse_other_state(before, part.config, f"the state of round {state.head.round}")
     refuse_ended(part.config, state.step, f"round {state.head.round}")
@@ -147,56 +148,6 @@ def refuse_ended(config: Config, step: int, where: str) -> None:
 
 def _leased(ledger: Ledger, holder: str, ranges: Ranges) -> Ledger:
     return replace(ledger, leases=((holder, ranges),)) if ranges else ledger
-
-
-def _branch_of_save(folder: Path, part: Participant, save: Path, me: str, holder: str) -> None:
-    facts, config = read_facts(save), part.config
-    _refuse_other_run(facts, save, part)
-    kept = optimizer_named(config.outer.optimizer).vectors
-    vectors = {name: vector for name, vector in read_outer(save).items() if name in kept}
-    draft = Genesis.of(config, part.layout, part.samples, me)
-    used = [part for _, _, samples, _ in [*facts["launched"], (0, 0, facts["exchange"]["used"], 0)] for part in samples]
-    ledger = _with_samples(draft, config, facts["position"], holder, normal((lo, hi) for lo, hi in used))
-    updates = updates_at(config, facts["outer_step"], facts["round"])
-    tokens = facts["outer_step"] * config.island.batch * config.data.sequence
-    parent = Parent(
-        "an island alone", facts["round"], save_digest(save), vectors_digest(vectors), tokens, facts["outer_step"],
-        updates, ledger,
-    )  # fmt: skip
-    _write_new(folder, replace(draft, parent=parent), vectors, part, {"marks": [], "versions": []})
-
-
-def _with_samples(draft: Genesis, config: Config, position: int, holder: str, used: Ranges) -> Ledger:
-    """Return the ledger of an island that took samples one after the other: those that no round contains yet are its
-    own, and as many more as it wants to hold, so that it trains on at once."""
-    ledger = replace(draft.state().ledger, next=position)
-    ledger, more = ledger.grant(holder, samples_ahead(config, config.island.batch))
-    return _leased(replace(ledger, limit=None), holder, normal(used + more))
-
-
-def _refuse_other_run(facts: dict[str, Any], save: Path, part: Participant) -> None:
-    """Refuse a save of another model, data, seed, optimizers or fragments; all else may change."""
-    own_loop = part.data == OWN_LOOP
-    again = "undo that, or start again with fresh=True" if own_loop else "undo that or use --fresh"
-    if facts["data"] == OWN_LOOP and not own_loop:
-        raise SaveError(f"{save} is of a program of its own (diloco.connect): start that program to go on with it")
-    if own_loop and facts["data"] != OWN_LOOP:
-        raise SaveError(f"{save} is of the built-in trainer: go on with `diloco run --resume`, or name another dir")
-    now, then = part.config.model_dump(mode="json"), facts["config"]
-    whole, single = ["seed"], ["outer.optimizer", "sync.fragments", "sync.pattern"]
-    if not own_loop:
-        whole, single = [*whole, "model", "data"], ["inner.optimizer", *single]
-    pairs = {name: (then.get(name), now[name]) for name in whole}
-    for name in single:
-        section, key = name.split(".")
-        pairs[name] = then[section].get(key), now[section][key]
-    for name, (before, after) in pairs.items():
-        if difference := first_difference(name, before, after):
-            raise SaveError(f"{save} was made with {difference}: {again}")
-    if facts["data"] != part.data:
-        assert part.samples is not None
-        raise SaveError(f"{save}: {part.samples.source.name} has changed since then: bring it back or use --fresh")
-    refuse_ended(part.config, facts["step"], str(save))
 
 
 def _write_new(

@@ -22,12 +22,13 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.island.layout import Layout
+from diloco.model.frozen import Frozen
 from diloco.version import PROTOCOL, refusal
 
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
 SUGGESTED = ("batch", "accumulate")  # what an island does unless its owner says otherwise
-OWN_DATA = ("path", "tokenizer")  # where the same data lies differs from machine to machine
+OWN = {"data": ("path", "tokenizer"), "model": ("hf",)}  # where the same lies differs from machine to machine
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Parent:
 
 @dataclass(frozen=True)
 class Genesis:
-    """Hold what defines a run for good: settings, parameter names and shapes, and a fingerprint of the data."""
+    """Hold what defines a run for good: settings, parameter names and shapes, and digests of the data and of what is
+    not trained."""
 
     protocol: int
     config: dict[str, Any]
@@ -58,16 +60,19 @@ class Genesis:
     data: str  # fingerprint: length and digest; or OWN_LOOP
     samples: int  # of one epoch; 0: not known
     founder: str
+    frozen: Frozen = ()  # digests of frozen parameters, buffers, and a base model's settings
     owner: str = ""  # public key of whoever may change settings later; "": nobody may
     parent: Parent | None = None
     signature: str = ""  # of the owner, in hex
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, samples: Samples | None, founder: str) -> "Genesis":
+    def of(
+        cls, config: Config, layout: Layout, samples: Samples | None, founder: str, frozen: Frozen = ()
+    ) -> "Genesis":
         """Build a new run's genesis, unsigned. `samples` is None for a loop with its own (diloco.connect)."""
         shared = shared_of(config)
         data, count = (OWN_LOOP, 0) if samples is None else (samples.source.fingerprint(), samples.train_count)
-        return cls(PROTOCOL, shared, layout.names, layout.shapes, data, count, founder)
+        return cls(PROTOCOL, shared, layout.names, layout.shapes, data, count, founder, frozen)
 
     @classmethod
     def parse(cls, raw: bytes) -> "Genesis":
@@ -75,9 +80,10 @@ class Genesis:
         try:
             tree = json.loads(raw)
             names, shapes = tuple(map(str, tree["names"])), tuple(tuple(map(int, s)) for s in tree["shapes"])
+            frozen = tuple((str(name), str(digest)) for name, digest in tree.get("frozen", ()))
             return cls(
                 int(tree["protocol"]), dict(tree["config"]), names, shapes,
-                str(tree["data"]), int(tree["samples"]), str(tree["founder"]), str(tree.get("owner", "")),
+                str(tree["data"]), int(tree["samples"]), str(tree["founder"]), frozen, str(tree.get("owner", "")),
                 from_plain(Parent | None, tree.get("parent")), str(tree.get("signature", "")),
             )  # fmt: skip
         except (
@@ -122,6 +128,8 @@ class Genesis:
     def _unsigned(self) -> dict[str, Any]:
         tree = {**asdict(self), "parent": None if self.parent is None else to_plain(self.parent)}
         del tree["signature"]
+        if not self.frozen:
+            del tree["frozen"]
         return tree
 
     @property
@@ -152,8 +160,8 @@ class Genesis:
                 tree["island"] = tree["island"] | value
             elif name not in SHARED:
                 tree[name] = value
-            elif name == "data" and isinstance(value, dict) and set(value) <= set(OWN_DATA):
-                tree["data"] = tree["data"] | value
+            elif isinstance(value, dict) and self._may_lie_elsewhere(name, value):
+                tree[name] = tree[name] | value
             else:
                 raise JoinRefused(f"{name} is the run's own setting, the same for all: leave it out")
         try:
@@ -161,8 +169,13 @@ class Genesis:
         except ConfigError as error:
             raise JoinRefused(f"the run's configuration does not work here: {error}") from None
 
-    def check(self, layout: Layout, samples: Samples | None) -> None:
-        """Raise JoinRefused unless this island would train the same model on the same data."""
+    def _may_lie_elsewhere(self, section: str, own: Mapping[str, Any]) -> bool:
+        """Tell whether an island's settings only say where its copy of the same data or base model lies."""
+        base = section != "model" or (self.config["model"].get("hf") is not None and own.get("hf") is not None)
+        return base and set(own) <= set(OWN.get(section, ()))
+
+    def check(self, layout: Layout, samples: Samples | None, frozen: Frozen = ()) -> None:
+        """Raise JoinRefused unless this island would train the same model, frozen parts included, on the same data."""
         if samples is None and self.data != OWN_LOOP:
             raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")
         if samples is not None and self.data == OWN_LOOP:
@@ -172,6 +185,7 @@ class Genesis:
                 raise JoinRefused(f"the model differs: {own_name} {list(own_shape)} here, {name} {list(shape)} there")
         if len(self.names) != len(layout.names):
             raise JoinRefused(f"the model differs: {len(layout.names)} parameters here, {len(self.names)} there")
+        self._refuse_other_base(dict(frozen))
         if samples is not None and samples.source.fingerprint() != self.data:
             hint = "the standard library differs between Python versions: use the same Python as the founder, "
             hint = hint if self.config["data"]["source"] == "stdlib" else ""
@@ -180,13 +194,27 @@ class Genesis:
                 "or set data.path to the same data"
             )
 
+    def _refuse_other_base(self, here: dict[str, str]) -> None:
+        there = dict(self.frozen)
+        different = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        if not different:
+            return
+        if self.data == OWN_LOOP:
+            hint = "load the same weights, and freeze the same parameters, before diloco.connect"
+        elif self.config["model"].get("hf") is not None:
+            hint = "set model.hf to a copy of the founder's folder"
+        else:
+            hint = "it is drawn from the seed: use the founder's torch, on the same kind of processor"
+        raise JoinRefused(f"what is not trained differs: {different[0]} is not that of the run; {hint}")
+
     def first_change(self, config: Config) -> str:
         """Describe the first of the run's own settings in which a configuration differs; empty where none does."""
         founded, tree = (one.model_dump(mode="json") for one in (self.configure({}), config))
         for name in SHARED:
             then, now = founded[name], tree[name]
-            if name == "data":
-                then, now = ({key: value for key, value in data.items() if key not in OWN_DATA} for data in (then, now))
+            for key in OWN.get(name, ()):
+                if name != "model" or None not in (then[key], now[key]):
+                    then, now = ({**section, key: None} for section in (then, now))
             if changed := first_difference(name, then, now):
                 return f"the run was founded with {changed}"
         return ""
@@ -210,8 +238,11 @@ def own_sections(config: Config) -> dict[str, Any]:
     """Return those settings of a configuration that were given and are an island's own business."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     own = {name: section for name, section in tree.items() if name not in SHARED}
-    data = {name: value for name, value in tree.get("data", {}).items() if name in OWN_DATA}
-    return {**own, "data": data} if data else own
+    for section, names in OWN.items():
+        given = tree.get(section, {})
+        if places := {name: given[name] for name in names if given.get(name) is not None}:
+            own[section] = places
+    return own
 
 
 FILE = "genesis.json"

@@ -271,7 +271,7 @@ def alone(part: Participant) -> Iterator[None]:
         yield
         return
     transport = MemoryNetwork().transport("alone")
-    genesis = Genesis.of(config, part.layout, part.samples, transport.identity)
+    genesis = Genesis.of(config, part.layout, part.samples, transport.identity, part.frozen)
     run, origin = run_of(genesis, config, part.fragments), Origin(genesis.state(), vectors)
     options = options_for(config, alone=True)
     with closing(transport), open_island(run, origin, options, among_friends(transport)) as driver:

@@ -116,7 +116,7 @@ class RunEntry:
         if self.place.leader:
             peer = self._founding_peer(folder, config.run)
             owner = Identity.load(folder / OWNER_KEY)
-            genesis = Genesis.of(config, part.layout, part.samples, peer.id).signed(owner)
+            genesis = Genesis.of(config, part.layout, part.samples, peer.id, part.frozen).signed(owner)
             store, state = open_store(peer, genesis, config, self.events), genesis.state()
             store.begin(genesis.digest, state.head.digest, state.head.round, known=False)
             start = Start(genesis, Origin(state, vectors), store, returns=False)
@@ -176,7 +176,7 @@ class RunEntry:
         genesis = self.place.share(genesis)
         config = genesis.configure(own)
         part = build(config)
-        genesis.check(part.layout, part.samples)
+        genesis.check(part.layout, part.samples, part.frozen)
         if not self.closed:
             self._open_folder(config, resume=True)
         # its founder was killed before it had saved anything: the run begins again, on all processes of the island

@@ -24,6 +24,7 @@ from diloco.island.flat import Shards
 from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh, describe_device
 from diloco.model.flops import Meter
+from diloco.model.frozen import Frozen
 from diloco.report.events import Events
 from diloco.train.amend import in_words
 from diloco.train.outer import outer_vectors
@@ -56,7 +57,12 @@ class Participant(ABC):
         self._resumed_from: Path | None = None
         self.meter = Meter(0.0, None)
 
-    # what differs: how a model's own state is saved and loaded, and what is done after each pass
+    # what differs: what is not trained, how a model's own state is saved and loaded, and what is done after each pass
+
+    @property
+    @abstractmethod
+    def frozen(self) -> Frozen:
+        """Return the digests of what this island does not train and every other must have alike."""
 
     @abstractmethod
     def inner_state(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ taken; its parameters are those that all agree on.
 Where the run was founded anew since (`moved`), nobody knows what was on offer: that progress counts as not cut yet.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -57,11 +56,6 @@ class EarlierSave:
 
     def uncontained(self, vectors: Mapping[str, Tensor], fragments: Fragments) -> Uncontained:
         """Return the progress that was launched and that the outer state does not contain."""
-        if self.facts["together"] is None:  # of an island alone, as diloco 0.1.0 wrote it
-            return [
-                (fragment, vectors[f"launched.{number}"], trained(done))
-                for number, (fragment, *done) in enumerate(self.facts["launched"])
-            ]
         assert self.paused is not None and self.moved is not None
         codec, session = codec_named(self.facts["config"]["sync"]["codec"]), self.paused["session"]
         marks = {fragment: mark for life, fragment, mark in self.moved["marks"] if life == session["incarnation"]}
@@ -105,25 +99,12 @@ def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str
         if together is not None and together["head"] in known:
             return EarlierSave(path, read_facts(path), None if (path / TAKEN).exists() else together["paused"])
     for path in newest_first if parent else ():
-        facts = read_facts(path)
-        if parent in (save_digest(path), (facts["together"] or {}).get("head")):
+        together = among_others(path)
+        if together is not None and together["head"] == parent:
             contained = json.loads((folder / "outer" / CONTAINED).read_text())
-            return EarlierSave(path, facts, None if (path / TAKEN).exists() else _left_by(facts), contained)
+            paused = None if (path / TAKEN).exists() else together["paused"]
+            return EarlierSave(path, read_facts(path), paused, contained)
     return None
-
-
-def _left_by(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a pause has left. Every save of an island alone that diloco 0.1.0 wrote counts as one."""
-    if facts["together"] is not None:
-        paused: dict[str, Any] | None = facts["together"]["paused"]
-        return paused
-    membership = {"synced": facts["step"], "phase_steps": 0, "step_ms": 0, "left": [], "phase_s": 0.0, "since_s": 0.0}
-    return {"membership": membership}
-
-
-def save_digest(save: Path) -> str:
-    """Return the SHA-256 of a save's `facts.json`, which names the save."""
-    return hashlib.sha256((save / "facts.json").read_bytes()).hexdigest()
 
 
 def among_others(save: Path) -> dict[str, Any] | None:

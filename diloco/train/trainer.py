@@ -28,6 +28,7 @@ from diloco.island.layout import fragments_of
 from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops
+from diloco.model.frozen import Frozen
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.schedule import learning_rate
@@ -164,6 +165,10 @@ class Trainer(Participant):
                 "(with other islands: diloco rewind RUN ROUND --set inner.lr=…)"
             )
         self._checked_at = steps, skipped
+
+    @property
+    def frozen(self) -> Frozen:
+        return self.island.frozen
 
     def inner_state(self) -> dict[str, Any]:
         return self.island.state()

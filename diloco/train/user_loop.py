@@ -5,19 +5,16 @@ What `Trainer` is for the built-in model, `Run` is for a user's: the loop belong
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import default_collate
 
+from diloco.checkpoint.save import read_whole_inner
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import over_epochs
@@ -25,6 +22,7 @@ from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
+from diloco.model.frozen import Frozen, frozen_of
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
@@ -119,6 +117,10 @@ class Run(Participant):
         it."""
         return self.sync.exchange.outer_parameters()
 
+    @cached_property
+    def frozen(self) -> Frozen:
+        return frozen_of(self._model.module)
+
     def inner_state(self) -> dict[str, Any]:
         return inner_state(self._model.module, self.optimizer)
 
@@ -171,7 +173,7 @@ def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
 
 def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Load what `inner_state` collected, except for the optimizer's settings. Another model or optimizer is refused."""
-    state = _read_inner(save)
+    state = read_whole_inner(save)
     if state["optimizer"] != _name(optimizer):
         raise SaveError(f"{save} was made with optimizer={state['optimizer']}, now it is {_name(optimizer)}: {AGAIN}")
     try:
@@ -179,22 +181,11 @@ def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimize
     except RuntimeError as error:
         raise SaveError(f"{save} is of another model ({str(error).splitlines()[-1].strip()}): {AGAIN}") from None
     if optimizer is not None:
-        moments = {int(number): moments for number, moments in state.get("moments", {}).items()}
+        moments = state.get("moments", {})
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(state["rng"]["cpu"])
     if "cuda" in state["rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["rng"]["cuda"])
-
-
-def _read_inner(save: Path) -> dict[str, Any]:
-    """Load all of a save's inner state, whatever it holds: the state of a user's optimizer has a shape of its own."""
-    state: dict[str, Any] = {}
-    reader, planner = FileSystemReader(save / "inner"), _EmptyStateDictLoadPlanner()
-    try:
-        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)  # as dcp_to_torch_save does it
-    except (OSError, RuntimeError, ValueError, UnpicklingError, CheckpointException) as error:
-        raise SaveError(f"{save}/inner cannot be loaded ({error}): delete {save} to fall back") from None
-    return state
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
