@@ -52,7 +52,10 @@ def help_of(*command: str) -> str:
     return done.stdout
 
 
-GROUPS = {"": COMMANDS, "simulate": ["islands", "protocol", "virtual"], "bench": BENCHES}
+GROUPS = {
+    "": COMMANDS, "simulate": ["islands", "protocol", "virtual"], "bench": BENCHES,
+    "ticket": ["create", "key", "list", "revoke", "show"],
+}  # fmt: skip
 ALL = [f"{group} {name}".strip() for group, names in GROUPS.items() for name in names if name not in GROUPS]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diloco.elastic.protocol.state import RunState
 
 ticket = typer.Typer(
-    help="Make, list, revoke and show the tickets by which others come into a run. Whoever holds one can use it.",
+    help="Make, list and revoke tickets to a run.",
     no_args_is_help=True,
 )
 ID_LETTERS = 8  # of an invite's key, by which people name it
@@ -58,7 +58,10 @@ def create(
 def key(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that this island has, or will have (--dir).")],
 ) -> None:
-    """Print an island's public key, for `diloco ticket create --for`; the key is made if there is none."""
+    """Print an island's key for `create --for`.
+
+    The key is made if there is none.
+    """
     from diloco.comm.peers.identity import Identity
     from diloco.run.peer import IDENTITY_KEY
 
@@ -67,7 +70,10 @@ def key(
 
 @ticket.command("list", epilog="Example: diloco ticket list islands")
 def list_(run: RunName) -> None:
-    """List the tickets that were made where the run was founded: who came in with each, and whether it still works."""
+    """List the tickets of a run.
+
+    Those that were made where it was founded: who came in with each, and until when others can.
+    """
     from diloco.history.log import find_logs, names_of, newest_state
     from diloco.run.folder import OUTER
     from diloco.run.invites import made_tickets
@@ -118,8 +124,9 @@ def revoke(
 
 @ticket.command(epilog="Example: diloco ticket show islands")
 def show(run: RunName) -> None:
-    """Print the ticket of an island, with the addresses of those that answer now.
+    """Print the ticket of an island.
 
+    It has the addresses of those that answer now.
     It works in the folder of any island of the run, whether or not the founder is there. If nobody answers, it has the
     addresses that were known last.
     """

@@ -28,7 +28,7 @@ from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
 from diloco.island.parallel import blocks_of, gradient_norm, local, retie, shard, tied_names, whole
 from diloco.model.build import Network
-from diloco.model.frozen import Frozen, buffers_of, tensor_digest
+from diloco.model.frozen import FrozenDigests, buffers_of, tensor_digest
 
 
 class Island:
@@ -58,7 +58,7 @@ class Island:
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
         filled = self._fill_everything(network.initial)
         # the leader alone has seen the values; all processes refuse a run together
-        self.frozen: Frozen = place.share((*network.settings, *filled, *buffers_of(self.module)))
+        self.frozen: FrozenDigests = place.share((*network.settings, *filled, *buffers_of(self.module)))
 
     def step(self, micro_batches: Sequence[Tensor], lr: float) -> Tensor:
         """Do one inner step on this process' part of the batch, each micro-batch [rows, sequence + 1]. Return its mean
@@ -126,7 +126,7 @@ class Island:
         if (cuda := state.get(f"rng.{self.place.rank}.cuda")) is not None:
             torch.cuda.set_rng_state(cuda, self.place.device)
 
-    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> Frozen:
+    def _fill_everything(self, initial: Callable[[], Iterator[tuple[str, Tensor]]]) -> FrozenDigests:
         """Set the first values of every parameter, frozen ones too; return the digests of those, on the leader."""
         values: list[Iterator[tuple[str, Tensor]]] = []
 

@@ -28,7 +28,7 @@ class OwnShards(Shards):
 
 @dataclass(eq=False)
 class OwnModel:
-    """Wrap a user's model, which is held by one process. Frozen parameters stay out of its vector."""
+    """Wrap a user's model, which is held by one process. FrozenDigests parameters stay out of its vector."""
 
     module: nn.Module
     trainable: dict[str, nn.Parameter]

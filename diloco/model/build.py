@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from diloco.config.schema import ModelConfig
 from diloco.errors import ConfigError, ModelError
 from diloco.model.decoder import Decoder, initial_parameters, shape_of
-from diloco.model.frozen import Frozen
+from diloco.model.frozen import FrozenDigests
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Network:
     anatomy: Anatomy
     initial: Callable[[], Iterator[tuple[str, Tensor]]]  # every parameter's first value, fp32, one at a time
     name: str
-    settings: Frozen = ()  # digest of what else makes it this model and no other
+    settings: FrozenDigests = ()  # digest of what else makes it this model and no other
 
 
 def build_network(config: ModelConfig, *, data_vocab: int, sequence: int, seed: int) -> Network:

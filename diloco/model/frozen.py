@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Frozen = tuple[tuple[str, str], ...]  # by name, the SHA-256 of each
+FrozenDigests = tuple[tuple[str, str], ...]  # by name, the SHA-256 of each
 
 PIECE = 1 << 20  # values at once
 SETTINGS = "config.json"  # of a Hugging Face model; no parameter is called so
@@ -30,19 +30,19 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def frozen_of(module: nn.Module) -> Frozen:
+def frozen_of(module: nn.Module) -> FrozenDigests:
     """Compute the digests of a module's frozen parameters and of its buffers."""
     parameters = ((name, one) for name, one in module.named_parameters() if not one.requires_grad)
     return (*((name, tensor_digest(one)) for name, one in parameters), *buffers_of(module))
 
 
-def buffers_of(module: nn.Module) -> Frozen:
+def buffers_of(module: nn.Module) -> FrozenDigests:
     """Compute the digests of a module's persistent buffers."""
     kept = module.state_dict().keys()
     return tuple((name, tensor_digest(buffer)) for name, buffer in module.named_buffers() if name in kept)
 
 
-def settings_of(path: Path) -> Frozen:
+def settings_of(path: Path) -> FrozenDigests:
     """Compute the digest of a Hugging Face model's settings: shapes alone do not tell its rotary base or its norms."""
     tree: dict[str, Any] = json.loads((path / SETTINGS if path.is_dir() else path).read_text(encoding="utf-8"))
     plain = {name: value for name, value in tree.items() if name not in ELSEWHERE}

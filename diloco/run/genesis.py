@@ -22,7 +22,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.island.layout import Layout
-from diloco.model.frozen import Frozen
+from diloco.model.frozen import FrozenDigests
 from diloco.version import PROTOCOL, refusal
 
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
@@ -60,14 +60,14 @@ class Genesis:
     data: str  # fingerprint: length and digest; or OWN_LOOP
     samples: int  # of one epoch; 0: not known
     founder: str
-    frozen: Frozen = ()  # digests of frozen parameters, buffers, and a base model's settings
+    frozen: FrozenDigests = ()  # digests of frozen parameters, buffers, and a base model's settings
     owner: str = ""  # public key of whoever may change settings later; "": nobody may
     parent: Parent | None = None
     signature: str = ""  # of the owner, in hex
 
     @classmethod
     def of(
-        cls, config: Config, layout: Layout, samples: Samples | None, founder: str, frozen: Frozen = ()
+        cls, config: Config, layout: Layout, samples: Samples | None, founder: str, frozen: FrozenDigests = ()
     ) -> "Genesis":
         """Build a new run's genesis, unsigned. `samples` is None for a loop with its own (diloco.connect)."""
         shared = shared_of(config)
@@ -174,7 +174,7 @@ class Genesis:
         base = section != "model" or (self.config["model"].get("hf") is not None and own.get("hf") is not None)
         return base and set(own) <= set(OWN.get(section, ()))
 
-    def check(self, layout: Layout, samples: Samples | None, frozen: Frozen = ()) -> None:
+    def check(self, layout: Layout, samples: Samples | None, frozen: FrozenDigests = ()) -> None:
         """Raise JoinRefused unless this island would train the same model, frozen parts included, on the same data."""
         if samples is None and self.data != OWN_LOOP:
             raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")

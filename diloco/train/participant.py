@@ -24,7 +24,7 @@ from diloco.island.flat import Shards
 from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh, describe_device
 from diloco.model.flops import Meter
-from diloco.model.frozen import Frozen
+from diloco.model.frozen import FrozenDigests
 from diloco.report.events import Events
 from diloco.train.amend import in_words
 from diloco.train.outer import outer_vectors
@@ -61,7 +61,7 @@ class Participant(ABC):
 
     @property
     @abstractmethod
-    def frozen(self) -> Frozen:
+    def frozen(self) -> FrozenDigests:
         """Return the digests of what this island does not train and every other must have alike."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ from diloco.island.layout import fragments_of
 from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops
-from diloco.model.frozen import Frozen
+from diloco.model.frozen import FrozenDigests
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.schedule import learning_rate
@@ -167,7 +167,7 @@ class Trainer(Participant):
         self._checked_at = steps, skipped
 
     @property
-    def frozen(self) -> Frozen:
+    def frozen(self) -> FrozenDigests:
         return self.island.frozen
 
     def inner_state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
-from diloco.model.frozen import Frozen, frozen_of
+from diloco.model.frozen import FrozenDigests, frozen_of
 from diloco.report.events import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
@@ -118,7 +118,7 @@ class Run(Participant):
         return self.sync.exchange.outer_parameters()
 
     @cached_property
-    def frozen(self) -> Frozen:
+    def frozen(self) -> FrozenDigests:
         return frozen_of(self._model.module)
 
     def inner_state(self) -> dict[str, Any]:
