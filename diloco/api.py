@@ -110,7 +110,7 @@ def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnM
 
 
 def _join(enter: Callable[[Connection], RunEntry], connection: Connection, text: str, dir: str | Path | None) -> Run:
-    ticket = Ticket.parse_invitation(text)
+    ticket = Ticket.parse(text, 0.0)
     name, host = connection.name or own_name(), connection.host or host_towards(ticket.addresses)
     folder = Path(dir or Path("runs") / f"{ticket.run_id.hex()[:8]}-{name}")
     entrance = enter(replace(connection, name=name, host=host))

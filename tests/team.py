@@ -69,7 +69,7 @@ def own_loop_driver(name: str, names: tuple[str, ...], config: Config, model: Ow
     genesis = Genesis.of(config, model.layout, None, names[0])
     vector = torch.empty(model.layout.size)
     model.shards.read(vector)
-    origin = Origin(replace(genesis.state(), roster=names), outer_vectors(config.outer, vector))
+    origin = Origin(replace(genesis.state(), roster=names, admitted=()), outer_vectors(config.outer, vector))
     chain, options = run_of(genesis, config, model.fragments(config.sync)), replace(options_for(config), want=0)
     return open_island(chain, origin, options, among_friends(network.transport(name)))
 

@@ -136,7 +136,7 @@ def test_a_ticket_that_a_terminal_has_wrapped_can_be_pasted(ticket: Ticket) -> N
 
 
 def test_a_ticket_of_an_earlier_version_says_so() -> None:
-    with pytest.raises(TicketError, match=r"of diloco 0\.2 with protocol 6 or before"):
+    with pytest.raises(TicketError, match="of diloco with protocol 6 or before"):
         Ticket.parse(OLD_PREFIX + "A" * 200, NOW)
 
 

@@ -103,7 +103,7 @@ def test_a_folder_of_another_protocol_is_refused_in_one_line_before_anything_is_
     assert said.code == 2 and said.out == ""
     (line,) = said.err.strip().splitlines()
     if asked.startswith("join"):  # its ticket says so already
-        assert "of diloco 0.2 with protocol 6 or before" in line
+        assert "of diloco with protocol 6 or before" in line
     else:
         assert "pair/island-" in line and f"speaks protocol {REFUSED[version]}, this diloco {PROTOCOL}" in line
         assert line.endswith(f"diloco {version} reads it")

@@ -141,7 +141,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
             response = await self._call(peer_id, name, request, *arguments)
         except P2PHandlerError as error:  # its text is the other's: a class and what it says
             kind, _, said = str(error).partition("(")
-            self.refusal = said.strip("'\")") if kind == TicketError.__name__ else ""
+            self.refusal = said.strip("'\")") if kind == TicketError.__name__ else self.refusal
             raise P2PDaemonError(f"{peer_id} refuses: {said[:200]!r}") from None
         if isinstance(response, PingResponse) and RUN_CLOCK.hear(response.dht_time):
             response.dht_time = RUN_CLOCK.now()

@@ -66,6 +66,11 @@ class Directory:
         return self._node.p2p
 
     @property
+    def refusal(self) -> str:
+        """Return why another peer did not let this one in, as that one says; "" where none has refused."""
+        return "".join(filter(str.isprintable, self.p2p.refusal))[:200]  # no control characters on a terminal
+
+    @property
     def running(self) -> bool:
         """Tell whether p2pd is alive; if not, `reopen` starts it again."""
         return bool(self.p2p.running)

@@ -80,16 +80,22 @@ class Ticket:
             raise TicketError(f"the ticket expired at {ticket.expiry}: ask the run's owner for a new one")
         return ticket
 
-    @classmethod
-    def parse_invitation(cls, text: str) -> "Ticket":
-        """Return the ticket with which this machine wants to join; if it expired within a day, there is a warning only.
+    def refuse_newcomer(self, *, as_witness: bool) -> None:
+        """Raise TicketError if nobody can come in with it as this: not today, or not with its right.
 
-        This machine's clock may be wrong: the members judge by the run's time.
+        If it expired within a day, there is a warning only: this machine's clock may be wrong, and the members judge by
+        the run's time. Who was in the run before needs no valid ticket.
         """
-        ticket = cls.parse(text, time.time() - MAX_OFF_S)
-        if time.time() >= ticket.expires_at:
+        late_s = time.time() - self.expires_at
+        if late_s >= MAX_OFF_S:
+            raise TicketError(f"the ticket expired at {self.expiry}: ask the run's owner for a new one")
+        if late_s >= 0:
             log.warning("by this machine's clock the ticket has expired: the run's members decide by theirs")
-        return ticket
+        right = self.invite.right
+        if right == Right.WITNESS and not as_witness:
+            raise TicketError("the ticket lets an island witness only: add --witness, or ask for one to contribute")
+        if right in (Right.OBSERVE, Right.WATCH):
+            raise TicketError(f"the ticket lets one {right.name.lower()} only: ask the owner for one to contribute")
 
     @property
     def run_id(self) -> bytes:
@@ -149,7 +155,7 @@ def _unpack(raw: bytes) -> Ticket:
 
 def _decode(text: str) -> bytes:
     if text.startswith(OLD_PREFIX):
-        raise packing.Malformed("it is of diloco 0.2 with protocol 6 or before")
+        raise TicketError("the ticket is of diloco with protocol 6 or before: ask the run's owner for a new one")
     if not text.startswith(PREFIX):
         raise packing.Malformed(f"it does not start with {PREFIX}")
     if len(text) > TEXT_LIMIT:

@@ -154,7 +154,7 @@ def join(
     text = read_ticket(ticket)
     if ticket == text:
         hide_argument(text)
-    parsed = Ticket.parse_invitation(text)
+    parsed = Ticket.parse(text, 0.0)
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
     start_if_several(island)

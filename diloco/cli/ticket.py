@@ -1,5 +1,6 @@
 """Declare `diloco ticket`: by which tickets others come into a run, and how one is taken back."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,6 +142,8 @@ def show(run: RunName) -> None:
         raise SaveError(f"{folders[0]} holds no ticket: nobody else can join this run")
     held = Ticket.parse((folder / TICKET).read_text(), 0.0)
     state = newest_state(folder / OUTER)
+    if held.invite.key.hex() in state.revoked or held.expires_at <= time.time():
+        typer.echo("note: it is revoked or has expired: only islands that were in the run before use it", err=True)
     if held.invite.bound:
         typer.echo("note: it is bound to this island: nobody else can use it", err=True)
     elif sum(by == held.invite.key.hex() for _, by in state.admitted) >= held.invite.islands:

@@ -7,6 +7,7 @@ other, with a ticket that names the addresses of all.
 import json
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ class Fleet:
         self._again_at: dict[str, float] = {}  # islands that will be started once more
         self._running: set[str] = set()
         self._addresses: list[str] = []
+        self._written_ns = 0  # when the ticket was, that they were added to
         self._asked_at: float | None = None
         self._over_at: float | None = None
         self._killing = False
@@ -234,10 +236,12 @@ class Fleet:
         there = [self.children[name] for name in self.plan.names if name in self._running]
         files = [child.folder / "addresses" for child in there]
         addresses = spread([file.read_text().split() for file in files if file.exists()])
-        if not addresses or addresses == self._addresses:
+        file = self.plan.folder / self.plan.names[0] / TICKET
+        written_ns = file.stat().st_mtime_ns  # another one, if its owner has revoked it
+        if not addresses or (addresses, written_ns) == (self._addresses, self._written_ns):
             return
-        first, self._addresses = not self._addresses, addresses
-        founded = Ticket.parse((self.plan.folder / self.plan.names[0] / TICKET).read_text(), 0.0)
+        first, self._addresses, self._written_ns = not self._addresses, addresses, written_ns
+        founded = Ticket.parse(file.read_text(), 0.0)
         keep_ticket(self.plan.folder, founded.at(addresses))
         if first:
             self._say(invitation(self.plan, founded.at(addresses).render()))
@@ -310,7 +314,8 @@ def invitation(plan: Plan, ticket: str) -> list[str]:
     """Return the lines that show the ticket and how to join with it."""
     local = plan.host in (None, "127.0.0.1", "localhost")
     elsewhere = "to let other machines in, start with --host ADDRESS" if local else "elsewhere: diloco join TICKET"
-    return [f"ticket: {ticket}", f"join from another terminal: diloco join {plan.folder}/ticket; {elsewhere}"]
+    shown = [f"ticket: {ticket}"] if sys.stdout.isatty() else []  # it is a secret: no log is to have it
+    return [*shown, f"join from another terminal: diloco join {plan.folder}/ticket; {elsewhere}"]
 
 
 def spread(addresses: list[list[str]]) -> list[str]:

@@ -28,7 +28,15 @@ from diloco.elastic.runtime.driver import EVICTED, Driver, RunContext, among_fri
 from diloco.elastic.runtime.fetching import FetchedState, check_contains, fetch_state
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin, kept_in, memory_of, restore
-from diloco.errors import Evicted, JoinRefused, MessageRefused, SaveError, TransferFailed, TransportError
+from diloco.errors import (
+    DirectoryError,
+    Evicted,
+    JoinRefused,
+    MessageRefused,
+    SaveError,
+    TransferFailed,
+    TransportError,
+)
 from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
@@ -88,7 +96,7 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
         raw = request(peer.plain, others[first], "genesis", limit=GENESIS_BYTES, timeout_s=10)
         return Genesis.given(raw, peer.run_id)
 
-    peer.publish()
+    publish(peer)
     try:
         return ask_members(peer, ask_for_it)
     except JoinRefused as refused:
@@ -162,7 +170,7 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
     deadline, published = time.monotonic() + SEARCH_S, time.monotonic()
     while time.monotonic() < deadline:
         if time.monotonic() - published > PUBLISH_AGAIN_S:  # somebody may have missed the first one
-            peer.publish()
+            reason = publish(peer) or reason
             published = time.monotonic()
         addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
@@ -173,6 +181,15 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
                 reason = str(error)
         time.sleep(AGAIN_S)
     raise JoinRefused(f"no member of the run answered within {SEARCH_S:.0f} s ({reason}): is it still on?")
+
+
+def publish(peer: LocalPeer) -> str:
+    """Announce a peer, and return why the directory does not take it yet; "" if it does."""
+    try:
+        peer.publish()
+    except DirectoryError as error:
+        return str(error)
+    return ""
 
 
 def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events) -> DiskStore:

@@ -257,6 +257,8 @@ class Peer(LocalPeer):
             return "the run's owner has taken it out"
         if state is not None and peer in state.invites:
             return ""
+        if state is not None and invite.key.hex() in state.revoked:
+            return "its ticket was revoked"
         if state is not None and invite.right in (Right.CONTRIBUTE, Right.WITNESS):
             as_witness = invite.right == Right.WITNESS
             if reason := state.objection(peer, admission.pack().hex(), witness=as_witness):
@@ -268,8 +270,8 @@ class Peer(LocalPeer):
             self._ask_soon.set()  # somebody new: its record may lie elsewhere
         return ""
 
-    def publish(self) -> None:
-        """Put this peer's record into the directory, with its addresses and its present head, for EXPIRES_S seconds."""
+    def publish(self, expires_s: float = EXPIRES_S) -> None:
+        """Put this peer's record into the directory, with its addresses and its present head, for some seconds."""
         me = self._direct.address(self.connection.host)
         round_number, digest = self.head()
         up, down = self.connection.up_bits_per_s or 0, self.connection.down_bits_per_s or 0
@@ -278,7 +280,7 @@ class Peer(LocalPeer):
             self.connection.name, self.connection.devices, self.connection.mesh, int(up), int(down),
             round_number, bytes.fromhex(digest), relay=public_key_in(self._relay.relay) if self._relay.relay else b"",
         )  # fmt: skip
-        self.directory.publish(record, EXPIRES_S)
+        self.directory.publish(record, expires_s)
 
     def find_peers(self, *, ask_others: bool = True) -> dict[str, PeerAddress]:
         """Return the addresses of all others in the directory now, or as far as this node has been told.
@@ -347,12 +349,15 @@ class Peer(LocalPeer):
         self.report("relays", peer, text)
 
     def _watch(self, know: Know, fail: Fail) -> None:
-        published, asked, said, said_at = -PUBLISH_S, -ASK_OTHERS_S, "", 0.0
+        published, asked, said, said_at, refused = -PUBLISH_S, -ASK_OTHERS_S, "", 0.0, ""
         while not self._stop.wait(LOOK_S):
             try:
                 if not self.directory.running:
                     self._reopen()
                     published = -PUBLISH_S
+                if (refusal := self.directory.refusal) != refused:
+                    refused = refusal
+                    self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
                 if self._reach_lost(time.monotonic()) or self._publish_soon.is_set():
                     published = -PUBLISH_S  # they have not heard of us, or of our relay
                     self._publish_soon.clear()

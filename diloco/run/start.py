@@ -58,7 +58,7 @@ def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -
     """Take part in a run by its ticket. Configuration and state come from the other islands, or, as far as it goes,
     from this island's own disk, if it was here before."""
     with _built_in(own_island(own), connection) as entrance:
-        return _train(entrance, entrance.join(Ticket.parse_invitation(text), own, folder))
+        return _train(entrance, entrance.join(Ticket.parse(text, 0.0), own, folder))
 
 
 def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
@@ -68,7 +68,7 @@ def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path
         stack.callback(events.close)
         place = ProcessMesh(0, 1, torch.device("cpu"), None)
         entrance = RunEntry(place, events, stack, connection, partial(Trainer, place=place, events=events))
-        part, stop = entrance.witness(Ticket.parse_invitation(text), own, folder), entrance.stop
+        part, stop = entrance.witness(Ticket.parse(text, 0.0), own, folder), entrance.stop
         return part.run(lambda: stop.asked, lambda: stop.pausing)
 
 
@@ -150,7 +150,7 @@ class RunEntry:
 
     def witness(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Witness:
         """Enter the run that a ticket names as a witness: neither model nor data are opened, only the outer state."""
-        peer = self._joining_peer(folder, ticket)
+        peer = self._joining_peer(folder, ticket, as_witness=True)
         genesis = known_genesis(folder, peer)
         config = genesis.configure({**own, "checkpoint": {**own.get("checkpoint", {}), "dir": str(folder)}})
         self._open_folder(config, resume=True)
@@ -202,10 +202,12 @@ class RunEntry:
         keep_ticket(folder, self.ticket)
         return peer
 
-    def _joining_peer(self, folder: Path, ticket: Ticket) -> Peer:
+    def _joining_peer(self, folder: Path, ticket: Ticket, *, as_witness: bool = False) -> Peer:
         assert self.connection is not None
         returns = read_genesis(folder / OUTER, ticket.run_id) is not None
         self.ticket = ticket
+        if not returns:
+            ticket.refuse_newcomer(as_witness=as_witness)
         if not (folder / IDENTITY_KEY).exists():  # else the folder is an earlier life's, or another process has it
             self.stack.push(remove_if_refused(folder))
         peer = self._open_peer(folder, ticket, self.connection, lonely=returns)
