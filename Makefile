@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit soak browser quick coverage demo docs picture record prove clean
+.PHONY: help install test lint types unit soak browser quick coverage demo docs audit picture record prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ docs: install  ## build the documentation into site/ (its tools are installed if
 	@$(BIN)/python -c 'import material, mkdocs' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+audit: install  ## known vulnerabilities of what is installed, where their database can be reached
+	@$(BIN)/python tests/audit.py
 
 picture: install  ## draw the rooms from the imports into ARCHITECTURE.md
 	$(BIN)/python tests/house.py --write

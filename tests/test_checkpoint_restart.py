@@ -26,7 +26,7 @@ from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready, Vow
-from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record, Settings
+from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier
 from diloco.elastic.runtime.restoring import restore
@@ -216,9 +216,9 @@ def test_a_result_that_was_held_when_everything_stopped_is_the_one_that_is_commi
     begun = SMALL.beginning(NAMES)
     state = begun.state
     offer = Offer(0, 0, 1, 100, (), incarnation=7)
-    proposal = Proposal(
-        state.key, 0, (Contribution("B", offer, 1),), NAMES, (), (), Settings(lr=1.0, codec=SMALL.codec), 1
-    )
+    contributions = (Contribution("B", offer, 100),)
+    settings, step = SMALL.options.decide(state, 0, contributions)
+    proposal = Proposal(state.key, 0, contributions, NAMES, (), (), settings, step)
     payload = CODECS[SMALL.codec].encode(torch.ones(SMALL.count), NoiseKey(1, 0, "result"))
     record, ballot = Record(proposal, hashlib.sha256(payload.numpy()).hexdigest()), Ballot(3, "B", 0)
     store.begin(DIGEST, state.head.digest, 0, known=False)

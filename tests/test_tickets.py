@@ -20,7 +20,7 @@ def diloco(*words: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_its_founder_a_run_still_lets_others_in(tmp_path: Path) -> None:
     """By the ticket that another island shows, given as a string, which nobody on the machine can read."""
     with open_islands(tmp_path) as start:

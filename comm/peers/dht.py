@@ -78,8 +78,11 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     is_cut: Callable[[str], bool] = staticmethod(lambda peer: False)
     check: Callable[[str, bytes], object] = staticmethod(lambda peer, admission: None)  # raises TicketError
     admission: bytes = b""  # this peer's own
-    _shown: set[str]  # to whom it has been shown
     refusal: str = ""  # why another one did not let this one in, as it says itself
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()  # to whom the admission has been shown
 
     @staticmethod
     def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
@@ -325,7 +328,7 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
                 seen.clear()
             seen[peer] = raw
 
-    p2p.is_cut, p2p.check, p2p.admission, p2p._shown = options.is_cut, check, admission.pack(), set()
+    p2p.is_cut, p2p.check, p2p.admission = options.is_cut, check, admission.pack()
     try:
         await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
         return await DHTNode.create(

@@ -125,9 +125,9 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     if own is None:
         raise SaveError(f"{outer} holds no snapshot that can be read: diloco log --verify says what is damaged")
     state = own.state
-    old.check(part.layout, part.samples, part.frozen)
     before = amended(old.configure({}), state.amendments)
     refuse_other_state(before, part.config, f"the state of round {state.head.round}")
+    old.check(part.layout, part.samples, part.frozen)
     refuse_ended(part.config, state.step, f"round {state.head.round}")
     founder = holder.partition("#")[0]
     # what this island had leased it holds on to, under its new name
