@@ -15,7 +15,7 @@ from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.record import EMPTY, REVOKE, Amendment, Head, Offer, Proposal, Record, Settings
-from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.state import Admitted, RunState
 from diloco.errors import RecordInvalid
 
 
@@ -39,7 +39,7 @@ def islands(folder: Path) -> list[Identity]:
 def state(folder: Path, founder: Identity) -> RunState:
     roster, owner = (founder.peer_id,), owner_in(folder).public_key.hex()
     return RunState(
-        Head(0, 0, "0" * 64), roster, Ledger(epoch=1000), owner=owner, admitted=((founder.peer_id, ""),)
+        Head(0, 0, "0" * 64), roster, Ledger(epoch=1000), owner=owner, admitted=(Admitted(founder.peer_id, ""),)
     )  # fmt: skip
 
 
@@ -97,7 +97,12 @@ def test_a_witness_by_its_ticket_is_a_witness_only(folder: Path, state: RunState
     new = islands[0], hexed(ticket_in(folder, right=Right.WITNESS), islands[0])
     with pytest.raises(RecordInvalid, match="allows it to witness only"):
         following(state, new)
-    assert following(state, new, witnesses=(islands[0].peer_id,)).witnesses == (islands[0].peer_id,)
+    after = following(state, new, witnesses=(islands[0].peer_id,))
+    assert after.witnesses == (islands[0].peer_id,)
+    with pytest.raises(RecordInvalid, match="may only be a witness"):
+        following(after)
+    assert after.objection(islands[0].peer_id, "") == "its ticket allows it to witness only"
+    assert not after.objection(islands[0].peer_id, "", witness=True)
 
 
 def test_a_revoked_invite_lets_nobody_new_in(folder: Path, state: RunState, islands) -> None:
@@ -108,6 +113,13 @@ def test_a_revoked_invite_lets_nobody_new_in(folder: Path, state: RunState, isla
     with pytest.raises(RecordInvalid, match="was revoked"):
         following(after, (islands[1], hexed(ticket, islands[1])))
     assert following(after).roster == before.roster, "who came in with it stays"
+
+
+def test_an_id_that_is_none_is_refused_and_ends_nothing(state: RunState) -> None:
+    for odd in ("0", "", "l", "1" * 64, "é", "12D3KooW"):
+        proposal = Proposal(state.key, -1, (), (*state.roster, odd), (), (), Settings(), 0)
+        with pytest.raises(RecordInvalid, match="cannot be a member"):
+            state.after(Record(proposal, EMPTY))
 
 
 def leading(state: RunState, founder: Identity, *islands: Identity) -> Node:

@@ -38,7 +38,14 @@ from diloco.comm.peers import guard
 from diloco.comm.peers.admission import Admission, Invite, check_admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity, public_key_in
-from diloco.comm.peers.record import RECORD_LIMIT, PeerRecord, authenticate, check_not_too_long, unverified
+from diloco.comm.peers.record import (
+    LIFETIME_LIMIT_S,
+    RECORD_LIMIT,
+    PeerRecord,
+    authenticate,
+    check_not_too_long,
+    unverified,
+)
 from diloco.errors import RecordRefused, TicketError
 
 FIELD = "peers"
@@ -187,6 +194,8 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
             peer = authenticate_entry(load(record.subkey), load(record.value), self._run_id)
             RUN_CLOCK.advance_to(peer.sequence / 1000)  # when it was signed, by the time of its peer
             check_not_too_long(peer, RUN_CLOCK.now())
+            if peer.expires_ms - peer.sequence > 1000 * LIFETIME_LIMIT_S:  # by its own clock: no skew excuses it
+                raise RecordRefused("expiry too far", "it is to be kept for longer than an hour")
             if record.expiration_time != peer.expires_at:
                 raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
         except (RecordRefused, TypeError) as refused:  # TypeError: hivemind's, on a subkey that cannot be hashed

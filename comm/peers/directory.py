@@ -40,7 +40,7 @@ class Directory:
         self.refusals: Counter[str] = Counter()  # by reason; what this node was asked to keep or was given to read
         self.addresses: tuple[str, ...] = ()
         self._sequences: dict[bytes, int] = {}
-        self._lock = _lock(identity)
+        self._lock = lock_identity(identity)
         self.thread = LoopThread("diloco-directory")
         self._node: Any = None
         self._options = dht.NodeOptions()
@@ -188,7 +188,7 @@ class Directory:
         return record
 
 
-def _lock(identity: Identity) -> BinaryIO:
+def lock_identity(identity: Identity) -> BinaryIO:
     """Lock the key file: two processes with one libp2p identity confuse every peer that meets them."""
     file = open(identity.path, "rb")  # noqa: SIM115 -- it is held open
     try:

@@ -92,8 +92,10 @@ def peer_id_of(public_key: bytes) -> str:
 def public_key_in(peer: str) -> bytes:
     """Return the public key in a peer's id; raise IdentityError if the id is not that of an Ed25519 key."""
     number, header = 0, IDENTITY_MULTIHASH + PUBLIC_HEADER
-    for digit in peer[:64]:
-        number = number * 58 + BASE58.find(digit)
+    if not set(peer) <= set(BASE58) or len(peer) > 64:
+        raise IdentityError(f"{peer[:64]!r} is no peer's id")
+    for digit in peer:
+        number = number * 58 + BASE58.index(digit)
     raw = number.to_bytes(64, "big").lstrip(b"\0").rjust(len(header) + PUBLIC_KEY_BYTES, b"\0")
     if peer_id_of(raw[len(header) :]) != peer:
         raise IdentityError(f"{peer} is no peer's id")

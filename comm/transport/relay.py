@@ -33,7 +33,9 @@ CHUNK_BYTES = 256 * 1024
 MAX_SERVED = 32  # islands that one member relays for
 MAX_TUNNELS, MAX_TUNNELS_OF_ONE = 128, 32
 MEASURED_CHUNKS = 8  # of 256 KiB, by which a member measures its way to another
-MAX_ASKING = 64  # streams that have not yet said what they want
+MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # streams that have not said yet what they want, or are being answered
+MAX_COMING_BACK = 8  # tunnels that a relay asks for at the same time
+IDLE_S = 600.0  # of a tunnel: longer than most rounds
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ class Relay:
         self._calls: dict[bytes, tuple[str, Call]] = {}  # by token: whom, and who waits for it
         self._tunnels: Counter[str] = Counter()
         self.traffic: dict[str, Traffic] = {}
-        self._asking = threading.BoundedSemaphore(MAX_ASKING)
+        self._asking: Counter[str] = Counter()
+        self._coming_back = threading.BoundedSemaphore(MAX_COMING_BACK)
         self._own: Stream | None = None  # to this island's relay
         self._closed = False
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
@@ -139,7 +142,7 @@ class Relay:
         try:
             while True:
                 frame = stream.receive(_small, timeout_s=SILENT_S)
-                if frame.kind == CALL:
+                if frame.kind == CALL and self._coming_back.acquire(blocking=False):
                     threading.Thread(target=self._come_back, args=(relay, frame.head), daemon=True).start()
         except TransportError as lost:
             log.info("%s relays no more: %s", relay.identity, lost)
@@ -155,6 +158,8 @@ class Relay:
         except TransportError as error:
             log.info("no tunnel through %s: %s", relay.identity, error)
             return
+        finally:
+            self._coming_back.release()
         self._direct.take_in(_end_of_tunnel(stream), relay.identity)
 
     def _beat(self, stream: Stream) -> None:
@@ -200,17 +205,31 @@ class Relay:
                 continue
             except TransportError:
                 return
-            if not self._asking.acquire(blocking=False):
+            with self._lock:
+                crowded = self._asking.total() >= MAX_ASKING or self._asking[stream.peer] >= MAX_ASKING_OF_ONE
+                self._asking[stream.peer] += not crowded
+            if crowded:
                 stream.close()
                 continue
-            threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
+            try:
+                threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
+            except RuntimeError as error:  # out of threads: others must still get in later
+                log.warning("%s cannot relay for %s: %s", self._direct.identity, stream.peer, error)
+                self._asked(stream)
+                stream.close()
+
+    def _asked(self, stream: Stream) -> None:
+        """Count a question as answered, or as one that has bounds of its own from here on."""
+        with self._lock:
+            self._asking[stream.peer] -= 1
 
     def _answer(self, stream: Stream) -> None:
+        asks = True
         try:
-            try:
-                asked = stream.receive(_small, timeout_s=ASK_S)
-            finally:
-                self._asking.release()  # from here on, what is asked for has bounds of its own
+            asked = stream.receive(_small, timeout_s=ASK_S)
+            if asked.kind not in (DIAL, FILL):
+                asks = False
+                self._asked(stream)
             answers = {
                 DIAL: self._tell_whether_dialled, FILL: self._fill, SERVE: self._serve, OPEN: self._open,
                 BACK: self._hand_over,
@@ -221,6 +240,9 @@ class Relay:
         except (TransportError, OSError) as error:
             log.info("%s: nothing is relayed for %s: %s", self._direct.identity, stream.peer, error)
             stream.close()
+        finally:
+            if asks:
+                self._asked(stream)
 
     def _tell_whether_dialled(self, stream: Stream, _: bytes) -> None:
         """Open a connection to whoever asks, at the address of its record: only with its certificate it counts."""
@@ -258,16 +280,19 @@ class Relay:
             return
         if before is not None:
             before.close()
-        stream.send(YES, timeout_s=ASK_S)
-        self._say(peer, "others cannot dial it: its streams go through this island")
-        with suppress(TransportError):
+        try:
+            stream.send(YES, timeout_s=ASK_S)
+            self._say(peer, "others cannot dial it: its streams go through this island")
             while True:
                 stream.receive(_small, timeout_s=SILENT_S)
                 stream.send(BEAT, timeout_s=ASK_S)
-        stream.close()
-        with self._lock:
-            if self._served.get(peer) is stream:
-                del self._served[peer]
+        except TransportError as lost:
+            log.info("%s is relayed for no more: %s", peer, lost)
+        finally:
+            stream.close()
+            with self._lock:
+                if self._served.get(peer) is stream:
+                    del self._served[peer]
 
     def _call(self, peer: str, timeout_s: float) -> Stream:
         """Have an island that is served open a connection to here, and return that."""
@@ -323,7 +348,7 @@ class Relay:
     def _pass_on(self, source: Stream, target: Stream, traffic: Traffic) -> None:
         with suppress(TransportError):
             while True:
-                frame = source.receive(_chunk)
+                frame = source.receive(_chunk, timeout_s=IDLE_S)
                 self._bucket.pass_through(len(frame.payload))
                 traffic.bytes += len(frame.payload)
                 target.send(BYTES, b"", frame.payload)

@@ -3,13 +3,14 @@
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from shutil import copyfile
 
 from diloco.cli.doctor import Finding
 from diloco.cli.run import read_ticket
 from diloco.comm.peers.addressbook import answering
+from diloco.comm.peers.directory import lock_identity
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.errors import DilocoError
@@ -47,9 +48,10 @@ def _steps(given: str, folder: Path, host: str | None, port: int) -> Iterator[Fi
         mend = "ask a member for its ticket of now: diloco ticket show RUN; or look for a firewall on the way"
         yield Finding("address", "bad", f"nobody accepts connections at {', '.join(ticket.addresses)}", mend)
     yield Finding("address", "ok", f"{len(here)} of {len(ticket.addresses)} addresses answer")
-    with tempfile.TemporaryDirectory(prefix="diloco-") as scratch:
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="diloco-") as scratch:
         own = Path(scratch)
         if (folder / IDENTITY_KEY).is_file():  # a bound ticket is for this one
+            stack.enter_context(closing(lock_identity(Identity.load(folder / IDENTITY_KEY))))  # it must not run now
             copyfile(folder / IDENTITY_KEY, own / IDENTITY_KEY)
             (own / IDENTITY_KEY).chmod(0o600)
         Identity.load(own / IDENTITY_KEY)

@@ -84,7 +84,7 @@ def list_(run: RunName) -> None:
     revoked = {key for each in _amendments(folder, state) for key in each.revokes}
     for made in made_tickets(folder):
         invite = made.invite
-        came = [names.get(peer, peer[-8:]) for peer, by in state.admitted if by == invite.key.hex()]
+        came = [names.get(peer, peer[-8:]) for peer, by, _ in state.admitted if by == invite.key.hex()]
         who = f"…{invite.key.hex()[-8:]} only, " if invite.bound else ""
         until = "revoked" if invite.key.hex() in revoked else f"until {made.expiry}"
         used = f"{len(came)} of {invite.islands} used{': ' * bool(came)}{', '.join(came)}"
@@ -146,7 +146,7 @@ def show(run: RunName) -> None:
         typer.echo("note: it is revoked or has expired: only islands that were in the run before use it", err=True)
     if held.invite.bound:
         typer.echo("note: it is bound to this island: nobody else can use it", err=True)
-    elif sum(by == held.invite.key.hex() for _, by in state.admitted) >= held.invite.islands:
+    elif sum(each.invite == held.invite.key.hex() for each in state.admitted) >= held.invite.islands:
         typer.echo("note: it is used up: only islands that were in the run before come in with it", err=True)
     print(_at_head(held.at(known_addresses(folder)), folder).render())
 
@@ -192,7 +192,7 @@ def _write_revocation(folder: Path, made: "Ticket", *, with_islands: bool) -> "A
     state = newest_state(folder / OUTER)
     before, name = _amendments(folder, state), made.invite.key.hex()
     out = {peer for each in before for peer in each.evicts}
-    came = [peer for peer, by in state.admitted if by == name and peer not in out]
+    came = [peer for peer, by, _ in state.admitted if by == name and peer not in out]
     if name in {key for each in before for key in each.revokes} and not (with_islands and came):
         raise TicketError(f"{_name(made)} is revoked already")
     changes: dict[str, list[str]] = {REVOKE: [name]} | ({EVICT: came} if with_islands and came else {})

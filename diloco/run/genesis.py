@@ -18,7 +18,7 @@ from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.ledger import Ledger
 from diloco.elastic.protocol.record import Head, canonical
-from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.state import Admitted, RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
 from diloco.island.layout import Layout
@@ -143,7 +143,7 @@ class Genesis:
         latch = self.digest if self.config.get("elastic", {}).get("partition") == "quorum" else ""
         empty = RunState(
             Head(0, 0, self.digest), (self.founder,), Ledger(self.samples, limit), owner=self.owner, latch=latch,
-            admitted=((self.founder, ""),),
+            admitted=(Admitted(self.founder, ""),),
         )  # fmt: skip
         if (came := self.parent) is None:
             return empty

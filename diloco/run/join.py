@@ -141,6 +141,10 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
             found = fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
             if not found.state.admitted:
                 raise MessageRefused("in the state that a peer gives nobody was ever admitted")
+            if not set(found.state.roster) <= found.state.invites.keys():
+                raise MessageRefused("in the state that a peer gives there are members that nobody has admitted")
+            if genesis.state().latch and not found.state.latch:
+                raise MessageRefused("the state that a peer gives needs no quorum, though the run was founded with one")
             if isinstance(peer, Peer) and found.state.latch:  # there is one history: the ticket's head is in it
                 check_contains(peer.plain, others[first], peer.ticket_head, found.state.head)
             return found

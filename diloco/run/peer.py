@@ -31,7 +31,7 @@ from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Network
-from diloco.errors import ConfigError, DaemonLost, DirectoryError
+from diloco.errors import ConfigError, DaemonLost, DirectoryError, IdentityError, TicketError
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -164,7 +164,7 @@ class Peer(LocalPeer):
         self._renewed_at: dict[str, float] = {}
         self._publish_soon, self._ask_soon = threading.Event(), threading.Event()
         self._kept_out: dict[str, str] = {}  # and why: told once
-        self._let_in: set[str] = set()  # by this process, in time: what has expired since then does not matter
+        self._let_in: dict[str, bytes] = {}  # by this process, in time, and by which invite: so many of each, ever
         self._redial = Redial()
         self._reopened_at: list[float] = []
         self.directory = self._enter(lonely=lonely)
@@ -173,7 +173,7 @@ class Peer(LocalPeer):
         self._direct = self._listen(inbox)
         rate = connection.relay_bits_per_s
         self._relay = Relay(
-            self._direct, serves=rate != 0, bytes_per_s=None if rate is None else rate / 8, say=self._say_relayed
+            self._direct, serves=rate != 0, bytes_per_s=rate / 8 if rate else None, say=self._say_relayed
         )
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox), self._relay)
         self.plain = _shape(self._auto, connection)
@@ -231,11 +231,7 @@ class Peer(LocalPeer):
 
     def network(self) -> Network:
         """Return the transports for rounds, which admit those alone whom the run's owner has invited."""
-        return Network(self.plain, self.bulk, self._may_read)
-
-    def _may_read(self, peer: str) -> bool:
-        record = self.records.get(peer)
-        return record is not None and self._right(record) != Right.WATCH
+        return Network(self.plain, self.bulk)
 
     def way_to(self, peer: str) -> "WayTo":
         """Find out how a member is reached, how fast its bytes arrive, and whether it can dial this machine."""
@@ -243,9 +239,6 @@ class Peer(LocalPeer):
         if address.relay:
             return WayTo(through=address.relay)
         return WayTo(dials=relay.can_be_dialled(address), bytes_per_s=relay.bytes_per_s_from(address))
-
-    def _right(self, record: PeerRecord) -> Right:
-        return check_admission(record.admission, self.run_id, record.public_key).invite.right
 
     def _objection(self, peer: str, admission: Admission) -> str:
         """Return why a peer is kept out, though its admission is good; "" if it is let in.
@@ -263,9 +256,16 @@ class Peer(LocalPeer):
             as_witness = invite.right == Right.WITNESS
             if reason := state.objection(peer, admission.pack().hex(), witness=as_witness):
                 return reason
-        if peer not in self._let_in and RUN_CLOCK.now() >= invite.expires_at:
-            return "its ticket has expired"
-        self._let_in.add(peer)
+        if peer not in self._let_in:
+            if RUN_CLOCK.now() >= invite.expires_at:
+                return "its ticket has expired"
+            known = state.invites if state is not None else {}
+            if (
+                sum(by == invite.key and other not in known for other, by in list(self._let_in.items()))
+                >= invite.islands
+            ):
+                return f"its ticket is used up: {invite.islands} others have come with it"
+        self._let_in[peer] = invite.key
         if peer not in self.records:
             self._ask_soon.set()  # somebody new: its record may lie elsewhere
         return ""
@@ -273,12 +273,12 @@ class Peer(LocalPeer):
     def publish(self, expires_s: float = EXPIRES_S) -> None:
         """Put this peer's record into the directory, with its addresses and its present head, for some seconds."""
         me = self._direct.address(self.connection.host)
-        round_number, digest = self.head()
+        (round_number, digest), relay = self.head(), self._relay.relay
         up, down = self.connection.up_bits_per_s or 0, self.connection.down_bits_per_s or 0
         record = PeerRecord(
             self.run_id, self.identity.public_key, self.addresses, ((me.host, me.port),), me.certificate_der,
             self.connection.name, self.connection.devices, self.connection.mesh, int(up), int(down),
-            round_number, bytes.fromhex(digest), relay=public_key_in(self._relay.relay) if self._relay.relay else b"",
+            round_number, bytes.fromhex(digest), relay=public_key_in(relay) if relay else b"",
         )  # fmt: skip
         self.directory.publish(record, expires_s)
 
@@ -297,16 +297,18 @@ class Peer(LocalPeer):
         self.records = {peer: record for peer, record in before.items() if self._admits(peer, record)} | found
         self._keep_names({peer: record.name for peer, record in found.items()})
         self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
+        state = self.state()
+        for peer in {*self._kept_out, *(state.evicted if state is not None else ())}:
+            self._direct.inbox.drop(peer)  # again and again: it may have been about to open another one
         return {peer: address_of(peer, record) for peer, record in found.items()}
 
     def _admits(self, peer: str, record: PeerRecord) -> bool:
-        """Return whether a peer is let in now. If it is not any more, its streams are closed."""
+        """Return whether a peer may open streams: it is let in now, and not only to look."""
         admission = check_admission(record.admission, self.run_id, record.public_key)
         if not (reason := self._objection(peer, admission)):
-            return True
-        if peer in self._let_in:
-            self._let_in.discard(peer)
-            self._direct.inbox.drop(peer)
+            self._kept_out.pop(peer, None)
+            return admission.invite.right in (Right.CONTRIBUTE, Right.WITNESS)
+        self._let_in.pop(peer, None)
         if self._kept_out.get(peer) != reason:
             self._kept_out[peer] = reason
             log.warning("%s is kept out: %s", record.name, reason)
@@ -321,7 +323,15 @@ class Peer(LocalPeer):
 
     def watch(self, know: Know, fail: Fail) -> None:
         super().watch(know, fail)
-        threading.Thread(target=self._stay_reachable, name="reachable", daemon=True).start()
+        threading.Thread(target=self._look_after_relay, name="reachable", daemon=True).start()
+
+    def _look_after_relay(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._stay_reachable()
+            except Exception:  # a thread's outermost frame: without it, nobody would find this island again
+                log.exception("%s: finding out who can dial this island failed", self.connection.name)
+                self._stop.wait(ASK_AGAIN_S)
 
     def _stay_reachable(self) -> None:
         """Find out now and then whether others can dial this island; if some cannot, be reached through one of them."""
@@ -373,6 +383,8 @@ class Peer(LocalPeer):
             except DaemonLost as lost:
                 fail(lost)
                 return
+            except (TicketError, IdentityError) as error:  # of one record: the others count
+                log.warning("%s: a record is not used: %s", self.connection.name, error)
             except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
                 if str(error) != said or time.monotonic() - said_at > SAY_AGAIN_S:
                     log.warning("%s: cannot look into the directory: %s", self.connection.name, error)

@@ -75,7 +75,8 @@ class Node:
     def receive(self, sender: str, message: msg.Message, now: float) -> list[msg.Effect]:
         """Handle a message from a peer, unless that peer is banned or this island is leaving."""
         self.own.now = now
-        if not self.peers.banned(sender, now) and not self.own.leaving:
+        out = sender in self.state.evicted
+        if not out and not self.peers.banned(sender, now) and not self.own.leaving:
             if sender != self.me:  # whose *done* comes back from its disk
                 self.peers.hear(sender, now)
             self._handle(sender, message, now)

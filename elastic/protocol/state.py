@@ -31,6 +31,14 @@ Mark = tuple[str, int, int]  # island, incarnation, fragment
 KeptHole = tuple[Mark, int, Ranges]  # whose contribution, where that begins, and on which pages it does not count
 
 
+class Admitted(NamedTuple):
+    """Name an island that was ever a member, the key of the invite by which it came in, in hex, and its right."""
+
+    island: str
+    invite: str  # empty: the founder, which needed none
+    right: int = int(Right.CONTRIBUTE)
+
+
 class Version(NamedTuple):
     """Identify the last update of a fragment."""
 
@@ -55,7 +63,7 @@ class RunState:
     witnesses: tuple[str, ...] = ()  # members that store and vote, and contribute nothing
     latch: str = ""  # the digest of the record from which on every record needs a quorum; "": of none
     forces: int = 0  # records that the owner's signature decided in place of a quorum
-    admitted: tuple[tuple[str, str], ...] = ()  # everybody who was ever a member, and by which invite; see `objection`
+    admitted: tuple[Admitted, ...] = ()  # everybody who was ever a member; see `objection`
     holes: tuple[KeptHole, ...] = ()  # until the same life's next contribution, which covers it
 
     @property
@@ -103,7 +111,12 @@ class RunState:
     @cached_property
     def invites(self) -> dict[str, str]:
         """Return by which invite each island came in; that of a founder, which needed none, is empty."""
-        return dict(self.admitted)
+        return {each.island: each.invite for each in self.admitted}
+
+    @cached_property
+    def only_witnesses(self) -> frozenset[str]:
+        """Return the islands whose tickets allow them to store and vote, and nothing else."""
+        return frozenset(each.island for each in self.admitted if each.right == Right.WITNESS)
 
     def objection(self, island: str, admission: str, *, witness: bool = False) -> str:
         """Return why an island cannot be a member of this run by its admission, in hex; "" if it can.
@@ -113,6 +126,8 @@ class RunState:
         """
         if island in self.evicted:
             return "the run's owner has taken it out"
+        if island in self.only_witnesses and not witness:
+            return "its ticket allows it to witness only"
         if not self.admitted or island in self.invites:
             return ""
         try:
@@ -125,7 +140,7 @@ class RunState:
             return "its ticket was revoked"
         if invite.right not in (Right.CONTRIBUTE, Right.WITNESS) or (invite.right == Right.WITNESS and not witness):
             return f"its ticket allows it to {invite.right.name.lower()} only"
-        if sum(other == name for _, other in self.admitted) >= invite.islands:
+        if sum(each.invite == name for each in self.admitted) >= invite.islands:
             return f"its ticket is used up: {invite.islands} island{'s' * (invite.islands > 1)} came in by it"
         return ""
 
@@ -233,11 +248,13 @@ class RunState:
             holes=self._holes_after(proposal, marks),
         )
 
-    def _admitted_after(self, proposal: Proposal) -> tuple[tuple[str, str], ...]:
+    def _admitted_after(self, proposal: Proposal) -> tuple[Admitted, ...]:
         """Return who was ever a member; raise RecordInvalid if somebody new is in the roster without an admission."""
         if not self.admitted:
             return ()
         state, given = self, dict(proposal.admissions)
+        if not self.only_witnesses.intersection(proposal.roster) <= set(proposal.witnesses):
+            raise RecordInvalid("a member of it may only be a witness, and is none")
         for island in proposal.roster:
             if island not in self.invites:
                 state = state.with_member(island, given.pop(island, ""), witness=island in proposal.witnesses)
@@ -251,8 +268,9 @@ class RunState:
             raise RecordInvalid(f"{island} cannot be a member: {reason}")
         if not self.admitted or island in self.invites:
             return self
-        invite = read_invite(Reader(bytes.fromhex(admission))).key.hex()
-        return replace(self, admitted=tuple(sorted((*self.admitted, (island, invite)))))
+        invite = read_invite(Reader(bytes.fromhex(admission)))
+        entry = Admitted(island, invite.key.hex(), int(invite.right))
+        return replace(self, admitted=tuple(sorted((*self.admitted, entry))))
 
     def _pruned(self, marks: dict[Mark, int], proposal: Proposal) -> dict[Mark, int]:
         """Return the marks without those of lives that are over: a later one of the island has contributed."""

@@ -74,9 +74,7 @@ class Driver:
         self.applier.still_held = self._still_held
         self.store.on_durable = self._durable
         self.mailbox = Mailbox(network, node, self.post)
-        self.donor = Donor(
-            network.plain, self.library, may_read=network.may_read, in_a_hurry=lambda: bool(self._attempts)
-        )
+        self.donor = Donor(network.plain, self.library, in_a_hurry=lambda: bool(self._attempts))
         self._threads = [
             threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
             for name, work in (("elastic", self._drive), ("apply", self.applier.apply_all))

@@ -49,7 +49,6 @@ class Network:
 
     plain: Transport
     bulk: Transport
-    may_read: Callable[[str], bool] = lambda peer: True  # the run's state: who may only watch may not
 
 
 class Mailbox:
@@ -119,7 +118,11 @@ class Mailbox:
             except StreamClosed:
                 return
             self._hang_up_surplus(stream)
-            threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+            try:
+                threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+            except RuntimeError as error:  # out of threads: others must still get in later
+                log.warning("%s cannot listen to %s: %s", self.node.me, stream.peer, error)
+                stream.close()
 
     def _hang_up_surplus(self, stream: Stream) -> None:
         """Count a stream that a peer has opened; if it has too many, end the oldest: each has a thread."""
