@@ -37,7 +37,10 @@ def main() -> int:
     if done.returncode and any(sign in said for sign in UNREACHABLE):
         print("NOT AUDITED: the database of vulnerabilities cannot be reached from here")
         return 0
-    print(said.strip())
+    if skipped := said.count("could not be audited"):
+        print(f"NOT AUDITED: the database that can be reached from here does not know {skipped} of the packages")
+    found = [line for line in said.splitlines() if "could not be audited" not in line]
+    print("\n".join(found) if done.returncode or not skipped else "")
     return done.returncode
 
 
