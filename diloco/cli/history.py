@@ -187,11 +187,10 @@ def amend(folder: Path, overrides: list[str]) -> "Amendment | None":
     from diloco.data.samples import OWN_LOOP
     from diloco.history.log import genesis_of, newest_state
     from diloco.run.folder import OUTER
-    from diloco.train.amend import amended, amendment_files, check, read_amendment, write_amendment
+    from diloco.train.amend import amended, check, with_waiting, write_amendment
 
     genesis, state = genesis_of(folder / OUTER), newest_state(folder / OUTER)
-    left = map(read_amendment, amendment_files(folder))
-    made = (*state.amendments, *(amendment for amendment in left if amendment.number > len(state.amendments)))
+    made = with_waiting(folder, state.amendments)
     config = amended(genesis.configure({}), made)
     changes = check(config, overrides, own_loop=genesis.data == OWN_LOOP)
     if state.step >= config.inner.steps:

@@ -43,11 +43,10 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     from diloco.elastic.protocol.record import EVICT
     from diloco.history.log import find_logs, island_named, names_of, newest_state
     from diloco.run.folder import OUTER
-    from diloco.train.amend import amendment_files, read_amendment, write_amendment
+    from diloco.train.amend import with_waiting, write_amendment
 
     state = newest_state(folder / OUTER)
-    left = map(read_amendment, amendment_files(folder))
-    made = (*state.amendments, *(amendment for amendment in left if amendment.number > len(state.amendments)))
+    made = with_waiting(folder, state.amendments)
     out = {peer for amendment in made for peer in amendment.evicts}
     peer = island_named(name, state.roster, names_of(find_logs(run)))
     if (folder / "identity.key").is_file() and peer == Identity.load(folder / "identity.key").peer_id:

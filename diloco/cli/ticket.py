@@ -13,7 +13,6 @@ from diloco.errors import SaveError, TicketError
 if TYPE_CHECKING:
     from diloco.comm.peers.ticket import Ticket
     from diloco.elastic.protocol.record import Amendment
-    from diloco.elastic.protocol.state import RunState
 
 ticket = typer.Typer(
     help="Make, list and revoke tickets to a run.",
@@ -78,10 +77,11 @@ def list_(run: RunName) -> None:
     from diloco.history.log import find_logs, names_of, newest_state
     from diloco.run.folder import OUTER
     from diloco.run.invites import made_tickets
+    from diloco.train.amend import with_waiting
 
     folder = founding_folder(run)
     state, names = newest_state(folder / OUTER), names_of(find_logs(run))
-    revoked = {key for each in _amendments(folder, state) for key in each.revokes}
+    revoked = {key for each in with_waiting(folder, state.amendments) for key in each.revokes}
     for made in made_tickets(folder):
         invite = made.invite
         came = [names.get(peer, peer[-8:]) for peer, by, _ in state.admitted if by == invite.key.hex()]
@@ -173,24 +173,16 @@ def _name(made: "Ticket") -> str:
     return made.invite.key.hex()[:ID_LETTERS]
 
 
-def _amendments(folder: Path, state: "RunState") -> "tuple[Amendment, ...]":
-    """Return the owner's changes, those that still wait for a round included."""
-    from diloco.train.amend import amendment_files, read_amendment
-
-    left = map(read_amendment, amendment_files(folder))
-    return (*state.amendments, *(each for each in left if each.number > len(state.amendments)))
-
-
 def _write_revocation(folder: Path, made: "Ticket", *, with_islands: bool) -> "Amendment | None":
     """Sign and write the amendment that revokes a ticket. None: another one has taken its number, so try again."""
     from diloco.comm.peers.identity import Identity
     from diloco.elastic.protocol.record import EVICT, REVOKE
     from diloco.history.log import newest_state
     from diloco.run.folder import OUTER, OWNER_KEY
-    from diloco.train.amend import write_amendment
+    from diloco.train.amend import with_waiting, write_amendment
 
     state = newest_state(folder / OUTER)
-    before, name = _amendments(folder, state), made.invite.key.hex()
+    before, name = with_waiting(folder, state.amendments), made.invite.key.hex()
     out = {peer for each in before for peer in each.evicts}
     came = [peer for peer, by, _ in state.admitted if by == name and peer not in out]
     if name in {key for each in before for key in each.revokes} and not (with_islands and came):

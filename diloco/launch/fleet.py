@@ -231,12 +231,12 @@ class Fleet:
     def _invite(self) -> None:
         """Write a ticket with the addresses of all islands that are running: any of them can let others in. Once there
         is one, the other islands are started."""
-        if not (self.plan.folder / self.plan.names[0] / TICKET).exists():
+        file = self.plan.folder / self.plan.names[0] / TICKET
+        if not file.exists():
             return
         there = [self.children[name] for name in self.plan.names if name in self._running]
         files = [child.folder / "addresses" for child in there]
         addresses = spread([file.read_text().split() for file in files if file.exists()])
-        file = self.plan.folder / self.plan.names[0] / TICKET
         written_ns = file.stat().st_mtime_ns  # another one, if its owner has revoked it
         if not addresses or (addresses, written_ns) == (self._addresses, self._written_ns):
             return

@@ -177,6 +177,12 @@ def read_amendment(path: Path) -> Amendment:
         raise SaveError(f"{path} is no change of settings that diloco wrote ({error}): remove it") from None
 
 
+def with_waiting(folder: Path, in_force: tuple[Amendment, ...]) -> tuple[Amendment, ...]:
+    """Return the owner's changes in force, and then those in an island's folder that still wait for a round."""
+    left = map(read_amendment, amendment_files(folder))
+    return (*in_force, *(amendment for amendment in left if amendment.number > len(in_force)))
+
+
 class Inbox:
     """Collect the amendments that the owner leaves in an island's folder, each of them once."""
 
