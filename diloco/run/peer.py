@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
-from diloco.comm.peers.admission import Admission, Right, check_admission
-from diloco.comm.peers.clock import RUN_CLOCK
+from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.identity import Identity, peer_id_of, public_key_in
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.peers.redial import Redial
@@ -32,6 +31,7 @@ from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Network
 from diloco.errors import ConfigError, DaemonLost, DirectoryError, IdentityError, TicketError
+from diloco.run.gate import Gate
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -163,8 +163,7 @@ class Peer(LocalPeer):
         self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
         self._renewed_at: dict[str, float] = {}
         self._publish_soon, self._ask_soon = threading.Event(), threading.Event()
-        self._kept_out: dict[str, str] = {}  # and why: told once
-        self._let_in: dict[str, bytes] = {}  # by this process, in time, and by which invite: so many of each, ever
+        self._gate = Gate(lambda: self.state())
         self._redial = Redial()
         self._reopened_at: list[float] = []
         self.directory = self._enter(lonely=lonely)
@@ -241,34 +240,11 @@ class Peer(LocalPeer):
         return WayTo(dials=relay.can_be_dialled(address), bytes_per_s=relay.bytes_per_s_from(address))
 
     def _objection(self, peer: str, admission: Admission) -> str:
-        """Return why a peer is kept out, though its admission is good; "" if it is let in.
-
-        A ticket has to be valid when an island joins, not whenever a connection breaks: runs outlast tickets.
-        """
-        state, invite = self.state(), admission.invite
-        if state is not None and peer in state.evicted:
-            return "the run's owner has taken it out"
-        if state is not None and peer in state.invites:
-            return ""
-        if state is not None and invite.key.hex() in state.revoked:
-            return "its ticket was revoked"
-        if state is not None and invite.right in (Right.CONTRIBUTE, Right.WITNESS):
-            as_witness = invite.right == Right.WITNESS
-            if reason := state.objection(peer, admission.pack().hex(), witness=as_witness):
-                return reason
-        if peer not in self._let_in:
-            if RUN_CLOCK.now() >= invite.expires_at:
-                return "its ticket has expired"
-            known = state.invites if state is not None else {}
-            if (
-                sum(by == invite.key and other not in known for other, by in list(self._let_in.items()))
-                >= invite.islands
-            ):
-                return f"its ticket is used up: {invite.islands} others have come with it"
-        self._let_in[peer] = invite.key
-        if peer not in self.records:
-            self._ask_soon.set()  # somebody new: its record may lie elsewhere
-        return ""
+        """Return why the directory gives a peer no answer; if somebody new gets one, its record may lie elsewhere."""
+        reason = self._gate.objection(peer, admission)
+        if not reason and peer not in self.records:
+            self._ask_soon.set()
+        return reason
 
     def publish(self, expires_s: float = EXPIRES_S) -> None:
         """Put this peer's record into the directory, with its addresses and its present head, for some seconds."""
@@ -289,33 +265,17 @@ class Peer(LocalPeer):
         """
         found = {peer_id_of(key): record for key, record in self.directory.peers(ask_others=ask_others).items()}
         found.pop(self.id, None)
-        found = {peer: record for peer, record in found.items() if self._admits(peer, record)}
+        found = {peer: record for peer, record in found.items() if self._gate.may_speak(peer, record)}
         for peer, record in found.items():
             if peer not in self.records or self.records[peer].sequence != record.sequence:
                 self._renewed_at[peer] = time.monotonic()
-        before = {peer: record for peer, record in self.records.items() if self._knows(peer)}
-        self.records = {peer: record for peer, record in before.items() if self._admits(peer, record)} | found
+        before = {peer: record for peer, record in self.records.items() if self._gate.knows(peer)}
+        self.records = {peer: record for peer, record in before.items() if self._gate.may_speak(peer, record)} | found
         self._keep_names({peer: record.name for peer, record in found.items()})
         self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
-        state = self.state()
-        for peer in {*self._kept_out, *(state.evicted if state is not None else ())}:
+        for peer in self._gate.kept_out:
             self._direct.inbox.drop(peer)  # again and again: it may have been about to open another one
         return {peer: address_of(peer, record) for peer, record in found.items()}
-
-    def _admits(self, peer: str, record: PeerRecord) -> bool:
-        """Return whether a peer may open streams: it is let in now, and not only to look."""
-        admission = check_admission(record.admission, self.run_id, record.public_key)
-        if not (reason := self._objection(peer, admission)):
-            self._kept_out.pop(peer, None)
-            return admission.invite.right in (Right.CONTRIBUTE, Right.WITNESS)
-        self._let_in.pop(peer, None)
-        if self._kept_out.get(peer) != reason:
-            self._kept_out[peer] = reason
-            log.warning("%s is kept out: %s", record.name, reason)
-        return False
-
-    def _knows(self, peer: str) -> bool:
-        return peer in self._let_in or self._is_member(peer)
 
     def _is_member(self, peer: str) -> bool:
         state = self.state()
@@ -378,7 +338,7 @@ class Peer(LocalPeer):
                 self._ask_soon.clear()
                 know(self.find_peers(ask_others=ask))
                 asked = time.monotonic() if ask else asked
-                present = {peer: record.control for peer, record in self.records.items() if self._knows(peer)}
+                present = {peer: record.control for peer, record in self.records.items() if self._gate.knows(peer)}
                 self._book.remember(present, self._is_member)
             except DaemonLost as lost:
                 fail(lost)
