@@ -1,6 +1,7 @@
 """Items come whole and right from whoever has them, however their donors die, lie, stall or refuse."""
 
 import threading
+import time
 from contextlib import suppress
 from hashlib import sha256
 
@@ -19,6 +20,7 @@ from diloco.checkpoint.log.library import (
 )
 from diloco.checkpoint.transfer.donor import BUSY, BYTES, CHANNEL, NOT_HERE, READY
 from diloco.checkpoint.transfer.fetch import MAX_ASKED, ChunkBoard, Transfer
+from diloco.comm.transport import frame
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import Piece
 from diloco.errors import ItemMissing, PeerLost, TransferFailed, WrongBytes
@@ -134,7 +136,7 @@ STALLS = [silent, ready_then_silent, half_a_chunk]
 def test_a_donor_that_stalls_is_given_up_after_the_patience(swarm, how):
     swarm.by_hand("stalls", how)
     transfer = swarm.transfer(patience_s=0.2)
-    with pytest.raises(TransferFailed, match=r"stalls has completed no answer for 0\.2 s"):
+    with pytest.raises(TransferFailed, match=r"stalls has sent next to nothing for 0\.2 s"):
         transfer.run()
     assert not transfer.have
 
@@ -310,3 +312,19 @@ def test_the_end_is_shared_and_what_is_given_back_is_asked_for_again():
 def test_a_small_item_has_parts_for_several_donors():
     sizes = {0: 1 << 14, 20_000: 1 << 14, 250_000: 1 << 14, 1 << 21: 1 << 17, 1 << 30: 1 << 20}
     assert {size: usual_chunk_bytes(size) for size in sizes} == sizes
+
+
+def test_a_donor_on_a_slow_link_is_not_given_up_while_a_chunk_comes(swarm):
+    """A whole one takes longer than the patience, no part of it does."""
+    item = Item("state", bytes(range(256)) * 512, 1 << 17)
+
+    def slowly(stream: Stream) -> None:
+        stream.send(READY)
+        stream.receive(timeout_s=SOON)
+        whole = frame.pack_header(BYTES, b"", item.chunk(0)) + bytes(item.chunk(0))
+        for start in range(0, len(whole), 1 << 15):
+            stream.carrier.wire.write(memoryview(whole)[start : start + (1 << 15)], None)
+            time.sleep(0.8)
+
+    swarm.by_hand("slow", slowly)
+    assert swarm.fetch(item.description(), patience_s=2.0).out == item.data

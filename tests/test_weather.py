@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+from launched import wait_until
+from real_islands import open_islands
 
 from diloco.bench.soak import SoakConfig, observe
 from diloco.bench.soak_checks import judge
 from diloco.bench.soak_network import choose_backend
 from diloco.bench.soak_plan import Fault
+from diloco.run.peer import EXPIRES_S
 
 pytestmark = pytest.mark.soak
 HOUR_S = 3600.0
@@ -44,3 +47,16 @@ def test_nothing_is_lost_and_everybody_comes_together(name: str, tmp_path: Path)
     wanted = ("rounds_lost", "samples_twice", "rounds_unchecked", "digests_equal", "together", "crashes")
     missed = {name: checks[f"soak.{name}"].value for name in wanted if not checks[f"soak.{name}"].holds}
     assert not missed, (missed, seen.crashes)
+
+
+def test_a_newcomer_gets_in_whose_download_outlasts_its_record(tmp_path: Path) -> None:
+    """Its state takes two lives of a record to come; members refuse whoever has none."""
+    with open_islands(tmp_path) as start:
+        founder = start(1)
+        assert wait_until(lambda: founder.rounds_of(1), 90)
+        state = sum(path.stat().st_size for path in next((founder.folder / "outer").glob("snapshot-*")).iterdir())
+        newcomer = start(2, **{"max-down": f"{8 * state / (2 * EXPIRES_S) / 1000:.2f}kbit"})
+        assert wait_until(lambda: newcomer.told("joined") or newcomer.process.poll() is not None, 300)
+        assert newcomer.process.poll() is None, newcomer.process.communicate()[1]
+        joined, began = newcomer.events("elastic")[0]["time"], newcomer.folder.stat().st_ctime
+        assert newcomer.told("joined")[0].endswith("from 1 peer") and joined - began > 0

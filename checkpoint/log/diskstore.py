@@ -57,7 +57,7 @@ class DiskStore(Store):
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         self.folder, self.report = folder, report
-        self.download = PartialDownload(folder / "download")
+        self.download: PartialDownload = PartialDownload(folder / "download")
         self.journal = Journal.read(folder)
         for trouble in self.journal.troubles:
             if trouble.torn is not None:

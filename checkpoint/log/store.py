@@ -27,6 +27,7 @@ class PartialDownload:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._failed = folder, False
+        self.chunks_come = 0  # while this process has run
 
     @property
     def about(self) -> bytes | None:
@@ -62,12 +63,13 @@ class PartialDownload:
 
         def keep() -> None:
             new = sorted(have.copy() - kept)
+            self.chunks_come += len(new)
+            kept.update(new)
             if self._failed or not new:
                 return
             with self._unless_refused(), open(self._path(name), "r+b" if self._path(name).exists() else "wb") as file:
                 for number in new:
                     os.pwrite(file.fileno(), room[manifest.chunk(number)], manifest.chunk(number).start)
-            kept.update(new)
 
         return keep
 

@@ -22,6 +22,7 @@ from diloco.comm.transport.wire import Deadline, as_bytes, deadline_in, seconds_
 MAX_WORKERS = 8
 MAX_ASKED = 8  # chunks asked for in advance of a donor: a long way must not leave the link empty
 MAX_HOLDERS = 2  # donors asked for one chunk at the end: more would share our link for nothing
+MIN_BYTES = 1 << 14  # of a chunk, while a donor's patience lasts: on a slow link a whole one may take minutes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -165,6 +166,7 @@ class DonorLine:
     stream: Stream | None = None
     asked: deque[int] = field(default_factory=deque)
     since: float = math.inf  # when the wait for its next answer began
+    moved: tuple[float, int] = (0.0, 0)  # when enough bytes had come since the last time, and how many by then
 
     def close(self) -> None:
         self.since = math.inf
@@ -175,9 +177,10 @@ class DonorLine:
 class Transfer:
     """Fill `out` from several donors at once.
 
-    A donor that is lost, refuses, sends wrong bytes or completes no chunk for `patience_s` seconds is left out from
-    then on. `have` holds the chunks that are in `out` already, and those that have come: with it, a transfer can be
-    resumed. `taken` says how many bytes each donor gave, `failures` which were given up and why.
+    A donor that is lost, refuses or sends wrong bytes is left out from then on, and so is one that for `patience_s`
+    seconds neither completes a chunk nor sends 16 KiB of one. `have` holds the chunks that are in `out` already, and
+    those that have come: with it, a transfer can be resumed. `taken` says how many bytes each donor gave, `failures`
+    which were given up and why.
     """
 
     def __init__(
@@ -238,8 +241,11 @@ class Transfer:
     def _cut_silent_lines(self) -> None:
         now = time.monotonic()
         for line in self._lines:
-            if now - line.since > self._patience_s:
-                self._give_up(line, f"{line.name} has completed no answer for {self._patience_s} s")
+            come = line.stream.bytes_received if line.stream is not None else 0
+            if come - line.moved[1] >= MIN_BYTES:
+                line.moved = now, come
+            if now - max(line.since, line.moved[0]) > self._patience_s:
+                self._give_up(line, f"{line.name} has sent next to nothing for {self._patience_s} s")
                 line.close()
 
     def _give_up(self, line: DonorLine, reason: str) -> None:

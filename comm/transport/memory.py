@@ -75,6 +75,7 @@ class MemoryWire:
         self.peer = peer
         self.outgoing = outgoing
         self.incoming = incoming
+        self.bytes_read = 0
         self._closed = False
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
@@ -90,7 +91,9 @@ class MemoryWire:
             if self._closed:
                 raise PeerLost
             while len(view):
-                view = view[self.incoming.take(view, deadline_in(stall_s)) :]
+                count = self.incoming.take(view, deadline_in(stall_s))
+                self.bytes_read += count
+                view = view[count:]
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -46,6 +46,11 @@ class Lease:
         """Return the bytes of this stream alone, not of others on the same connection."""
         return self.carrier.bytes_sent - self._sent_before if self._total is None else self._total
 
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes that have come over the connection so far, for streams before this one, too."""
+        return self.carrier.bytes_received
+
     def send(self, piece: Piece, deadline: Deadline) -> None:
         """Send a piece; with the end mark, give the connection back."""
         self._check()

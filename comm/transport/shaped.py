@@ -101,6 +101,11 @@ class ShapedCarrier:
         """Return the bytes that the carrier below has sent, with a header for each piece."""
         return self.inner.bytes_sent
 
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes that the carrier below has received, though they may not have passed the downlink."""
+        return self.inner.bytes_received
+
     def send(self, piece: Piece, deadline: Deadline) -> None:
         """Send the piece in parts; each waits for the uplink and is stamped with the time it left."""
         for part in cut_piece(piece, self.link.piece_bytes):

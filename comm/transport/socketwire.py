@@ -41,6 +41,7 @@ class SocketWire:
         self._early = memoryview(early)
         self._lock = threading.Lock()
         self._closed = False
+        self.bytes_read = 0
         self._users = 0  # threads inside a call: the last one out closes the descriptor
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
@@ -48,8 +49,13 @@ class SocketWire:
             self._all_of(data, self._send_some, select.POLLOUT, lambda: deadline)
 
     def read_into(self, view: memoryview, stall_s: float) -> None:
+        def read_some(view: memoryview) -> int:
+            count = self._read_some(view)
+            self.bytes_read += count
+            return count
+
         with self._in_use():
-            self._all_of(view, self._read_some, select.POLLIN, lambda: deadline_in(stall_s))
+            self._all_of(view, read_some, select.POLLIN, lambda: deadline_in(stall_s))
 
     def wait(self, deadline: Deadline) -> bool:
         with self._in_use():

@@ -70,6 +70,11 @@ class Stream:
         """Return the bytes that went out so far, with all headers, as far as the wire can see."""
         return self.carrier.bytes_sent
 
+    @property
+    def bytes_received(self) -> int:
+        """Return a count that grows with every byte that comes in, also of a frame that is under way."""
+        return self.carrier.bytes_received
+
     def send(self, kind: int, head: bytes = b"", payload: Buffer = b"", *, timeout_s: float | None = None) -> None:
         """Send a frame, and block while the peer or the link is behind.
 

@@ -35,6 +35,7 @@ class Wire(Protocol):
 
     peer: str
     secure: bool  # bytes are authenticated already: no checksum needed
+    bytes_read: int  # so far, also of a frame that is under way
 
     def write(self, data: memoryview, deadline: Deadline) -> None:
         """Write all of the data; raise PeerLost when the deadline comes first. Half of it may have left by then."""
@@ -60,6 +61,10 @@ class Carrier(Protocol):
     def bytes_sent(self) -> int:
         """Return what all pieces so far have cost on the network, as `bytes_for` says."""
 
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes that have come from the network so far, also those of a piece that is under way."""
+
     def send(self, piece: Piece, deadline: Deadline) -> None:
         """Send one piece before the deadline. A failure may leave half of it on the wire."""
 
@@ -82,6 +87,11 @@ class WireCarrier:
         self.peer = wire.peer
         self.bytes_sent = 0
         self._failure: TransportError | None = None  # why we closed the wire ourselves, for the other direction
+
+    @property
+    def bytes_received(self) -> int:
+        """Return what has been read from the wire so far."""
+        return self.wire.bytes_read
 
     def send(self, piece: Piece, deadline: Deadline) -> None:
         flags = (frame.CONTINUES if piece.continues else 0) | (frame.SECURED if self.wire.secure else 0)

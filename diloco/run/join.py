@@ -150,7 +150,7 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
             return found
 
         try:
-            snapshot = ask_members(peer, ask_for_it)
+            snapshot = ask_members(peer, ask_for_it, lambda: store.download.chunks_come)
         except JoinRefused as refused:
             if genesis.founder != peer.id:
                 raise
@@ -166,8 +166,11 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
     return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None)
 
 
-def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer]) -> Answer:
-    """Ask as a newcomer, among peers that may not know it yet, until one answers; raise JoinRefused after a minute."""
+def ask_members(
+    peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer], come: Callable[[], int] = lambda: 0
+) -> Answer:  # fmt: skip
+    """Ask as a newcomer, among peers that may not know it yet, until one answers; raise JoinRefused after a minute in
+    which nobody has. `come` counts what has come of an answer that takes long: more of it is an answer, too."""
     if not isinstance(peer, Peer):
         raise JoinRefused("nobody else is in this run")
     reason = "nobody is in the run's directory"
@@ -179,10 +182,14 @@ def ask_members(peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]
         addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
         for first in members:
+            before = come()
             try:
-                return question(first, addresses)
+                with peer.announced():
+                    return question(first, {other: addresses[other] for other in members})
             except (TransferFailed, TransportError, MessageRefused, ValueError) as error:
                 reason = str(error)
+            if come() > before:
+                deadline = time.monotonic() + SEARCH_S
         time.sleep(AGAIN_S)
     raise JoinRefused(f"no member of the run answered within {SEARCH_S:.0f} s ({reason}): is it still on?")
 

@@ -6,7 +6,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,6 +258,27 @@ class Peer(LocalPeer):
             round_number, bytes.fromhex(digest), relay=public_key_in(relay) if relay else b"",
         )  # fmt: skip
         self.directory.publish(record, expires_s)
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """Renew this peer's record while somebody else's answer is waited for, before `watch` does: members refuse one
+        whose record has expired, and a state may take an hour to come."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(PUBLISH_S):
+                try:
+                    self.publish()
+                except (DirectoryError, OSError) as error:
+                    log.warning("%s: cannot be announced: %s", self.connection.name, error)
+
+        thread = threading.Thread(target=renew, name="announce", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def find_peers(self, *, ask_others: bool = True) -> dict[str, PeerAddress]:
         """Return the addresses of all others in the directory now, or as far as this node has been told.
