@@ -278,11 +278,11 @@ class Proposer:
 
     def _is_time(self, term: Term, offers: dict[str, Offer], ready: Collection[str], now: float) -> bool:
         own, promised = self.own, term.promised()
-        starting = not own.state.updates and now < own.start_until
-        if not self._are_enough(offers) or (starting and len(offers) < own.options.start_islands):
+        founding = own.options.start_islands > 1 and not own.state.updates
+        if not self._are_enough(offers) or (founding and self._waits_to_start(offers, now)):
             return False
         able = {peer for peer, promise in promised.items() if not promise.witness} - term.unheard
-        members = (peer for peer in own.state.roster if peer in able)
+        members = sorted(able) if founding else (peer for peer in own.state.roster if peer in able)
         # at the end of the data, one that holds none is not waited for
         live = [peer for peer in members if not self._lacks_samples(peer, promised[peer])]
         live = [peer for peer in live if not self.pacing.is_out_of_turn(peer)]
@@ -295,6 +295,16 @@ class Proposer:
         if due is None and (usual_s := self.holding.usual_s or own.seen_round_s):  # who trains may never be ready
             due = max(own.commit_at) + LONG_WAIT * own.options.straggler * usual_s
         return due is not None and now >= due + STRAGGLER_EXCHANGES * own.exchange_s
+
+    def _waits_to_start(self, offers: Collection[str], now: float) -> bool:
+        """Return whether the run's first update waits: for all who are to begin, then, as long again, for most of those
+        who are here. Others may have answered one that this island cannot reach, and nobody is to begin alone."""
+        own = self.own
+        if now < own.start_until:
+            return len(offers) < own.options.start_islands
+        views = own.peers.views
+        here = [peer for peer in self.liveness.alive(now) if peer in views and views[peer].head == own.state.head]
+        return now < own.start_until + own.options.start_s and 2 * len(offers) <= len(set(here) | {own.me})
 
     def _lacks_samples(self, peer: str, promise: Promise) -> bool:
         holder = holder_name(peer, promise.incarnation)
