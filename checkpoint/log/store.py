@@ -93,6 +93,7 @@ class Store:
     """Accept everything and keep none of it: nothing is durable, and nothing waits. `DiskStore` overrides it."""
 
     keeps = False  # snapshots
+    folder: Path | None = None  # where it keeps them
     download: PartialDownload | None = None  # a download of a whole state
     on_durable: Callable[[str], None] = staticmethod(lambda version: None)  # called with each head that becomes durable
 

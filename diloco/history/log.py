@@ -88,7 +88,7 @@ def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str
 def rows(log: Path) -> list[Row]:
     """List the rounds of the chain that leads to the newest one, oldest first."""
     journal = Journal.read(log)
-    best = max(points_of(log, journal), key=lambda point: point.end.precedence, default=None)
+    best = max(points_of(log, journal), key=lambda point: point.precedence, default=None)
     head = best.end.head.digest if best is not None else ""
     return [_row(logged_of(entry).record, journal) for entry in journal.leading_to(head)]
 
@@ -177,7 +177,7 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
     journal = Journal.read(log)
     points = list(points_of(log, journal))
     fitting = [point for point in points if point.kept.state.head.round <= number <= point.end.head.round]
-    for point in sorted(fitting, key=lambda point: (point.end.precedence, point.kept.state.head), reverse=True):
+    for point in sorted(fitting, key=lambda point: (point.precedence, point.kept.state.head), reverse=True):
         try:
             vectors = read_vectors(point.path, point.manifest)
         except SnapshotDamaged:
@@ -194,9 +194,9 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
 
 def newest_state(log: Path) -> RunState:
     """Return the state that the log leads to, without replaying its vectors."""
-    if not (ends := _ends(log)):
+    if not (points := list(points_of(log, Journal.read(log)))):
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
-    return max(ends, key=lambda state: state.precedence)
+    return max(points, key=lambda point: point.precedence).end
 
 
 def is_latched(log: Path) -> bool:
@@ -206,8 +206,10 @@ def is_latched(log: Path) -> bool:
     return remembers or bool(newest_state(log).latch)
 
 
-def _ends(log: Path) -> list[RunState]:
-    return [point.end for point in points_of(log, Journal.read(log))]
+def _reaches(log: Path) -> tuple[bool, int, Head]:
+    """Return how far a log leads."""
+    points = points_of(log, Journal.read(log))
+    return max((point.precedence for point in points), default=(False, -1, Head(-1, -1, "")))
 
 
 def fragments_in(log: Path) -> tuple[Ranges, ...]:
@@ -236,4 +238,4 @@ def checkout(log: Path, number: int, out: Path) -> Path:
 
 def furthest(logs: list[Path]) -> Path:
     """Return the log that leads furthest, among those of a run's islands."""
-    return max(logs, key=lambda log: max((end.precedence for end in _ends(log)), default=(-1, Head(-1, -1, ""))))
+    return max(logs, key=_reaches)

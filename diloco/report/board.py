@@ -11,7 +11,7 @@ from diloco.report.events import Event
 from diloco.report.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
-    "joined", "left", "lost", "gone", "excluded", "cut off", "diverged", "refused",
+    "joined", "left", "lost", "gone", "excluded", "cut off", "went back", "diverged", "refused",
     "waiting", "latched", "evicted", "slow",
     "torn", "damaged", "mended", "not mended", "not durable", "durable again", "snapshot failed",
     "remote failing", "remote again",

@@ -10,7 +10,7 @@ from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culprits, forced
-from diloco.elastic.protocol.protocol_state import ProtocolState, Term
+from diloco.elastic.protocol.protocol_state import LATCH_FROM, ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal
 from diloco.elastic.protocol.record import Ballot, Key, Record, voters
 from diloco.elastic.protocol.salvage import Salvage
@@ -18,7 +18,6 @@ from diloco.elastic.protocol.salvage import Salvage
 RESEND = 4  # the part of silence_s after which a question is asked again
 RESEND_EVERY = 8  # times, to those among many who have heard it
 SETTLE = 20  # the part of silence_s to wait after a failed attempt, until those who died have been missed
-LATCH_FROM = 3  # members of the roster
 RECENT_HEARTBEATS = 1.25  # whoever was heard within so many is there
 MAX_REASON = 200  # characters of what others say that people are told
 MAX_FETCHES = 3  # of a greater head, before a round goes on without it
@@ -527,7 +526,7 @@ class Coordinator:
             self.proposer.holding.committed(islands, now)
             rates = dict(zip(term.begin.members, term.begin.bytes_per_s, strict=False))
             self.proposer.pacing.committed(islands, rates, now - term.begun_at)
-        self.member.append(record, now, stored_by)
+        self.member.append(record, now, stored_by, told=True)
         self.own.send_all(msg.Commit(record.proposal.key, self.own.state.head, stored_by))
 
     def _fetch(self, term: Term, holder: str, record: Record) -> None:

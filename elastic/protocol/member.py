@@ -1,7 +1,10 @@
 """Taking part in rounds: a member promises, takes part in attempts, holds a result, and appends what was committed."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.checking import dropped_at_once, what_is_wrong, what_is_wrong_for
@@ -12,10 +15,11 @@ from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
 from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
 from diloco.elastic.protocol.salvage import MAX_PIECES
 from diloco.elastic.protocol.state import RunState
+from diloco.elastic.protocol.undoing import Undoing
 from diloco.errors import RecordInvalid
 
 MAX_MISFITS = 100  # within silence_s: whoever is merely late, or resends, sends a few
-LINEAGE = 64  # records
+LINEAGE = 1024  # records
 MAX_FIRST = 1024  # members of a first attempt
 
 
@@ -24,6 +28,7 @@ class Member:
 
     def __init__(self, own: ProtocolState, liveness: Liveness, leading: Leading) -> None:
         self.own, self.liveness, self.leading = own, liveness, leading
+        self.undoing = Undoing(own, partial(self._move, switched=True))
         self.pending: dict[int, Offer] = {}  # by fragment: to be contained
         self._frozen: dict[int, Offer] = {}  # what was said to be ready for this key stays
 
@@ -57,6 +62,7 @@ class Member:
         self.liveness.hear(sender, beat, now)
         if beat.head == self.own.state.head:
             self._believe(beat.rank)
+        self.undoing.start_if_void()
         self._meet(sender, beat.head, now, rank=beat.rank)
         if beat.head == self.own.state.head:
             if beat.rank > self.own.rank:
@@ -86,6 +92,8 @@ class Member:
         """Catch up with a head that is greater, or the same one where this island's vectors are damaged."""
         same = head == self.own.state.head
         wanted = self.own.diverged if same else self.own.outranks(rank, head) and not self.is_soon_there(now)
+        if self.own.going_back and not rank:
+            return  # what the other one has is void, too, or will lose
         if not wanted or self.own.catching_up is not None or now < self.own.peers.view(sender, now).fetch_at:
             return
         if self.own.held is not None and self.own.holds(head.digest):
@@ -334,7 +342,8 @@ class Member:
         if not self.own.same_key(commit.key):
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(commit.head.digest):
-            self.append(self.own.held.record, now, commit.stored_by)
+            told = self.own.current is not None and self.own.current.sender == sender
+            self.append(self.own.held.record, now, commit.stored_by, told=told)
         elif (current := self.own.current) is not None and current.reducing and current.sender == sender:
             current.committed = current.committed or (sender, commit, now)
         else:
@@ -357,13 +366,16 @@ class Member:
         sender, commit, _ = current.committed
         if record is not None and self.own.state.head_after(record) == commit.head:
             self.own.held = msg.Held(current.begin.ballot, record)
-            self.append(record, now, commit.stored_by)
+            self.append(record, now, commit.stored_by, told=True)
             return True
         self._meet(sender, commit.head, now, rank=self._rank_of(sender))
         return False
 
-    def append(self, record: Record, now: float, stored_by: tuple[str, ...] = ()) -> None:
-        """Move to the state after a committed record, and ask the driver to append it to the log."""
+    def append(self, record: Record, now: float, stored_by: tuple[str, ...] = (), *, told: bool = False) -> None:
+        """Move to the state after a committed record, and ask the driver to append it to the log.
+
+        `told`: its coordinator has said, or is, whose *done* made it final.
+        """
         try:
             state = self.own.state.after(record)
         except RecordInvalid:
@@ -376,13 +388,29 @@ class Member:
         if record.proposal.contributions:
             self.own.last_contributors = frozenset(record.proposal.present)
             self.own.updated_at.append(now)
+        decided = self.own.state.is_decided(record.proposal.amendment, stored_by)
+        if told and not decided and self._is_fresh(record):
+            self.own.held = None  # should a latch lead back to this parent, there is nothing to adopt
         self.own.effects.append(msg.Append(record, stored_by))
-        self._move(state, now, switched=False, stored_by=stored_by)
+        self._move(state, now, switched=False, followed_by={record.digest: decided})
 
-    def caught_up(self, state: RunState, now: float, *, whole: bool) -> None:
+    def _is_fresh(self, record: Record) -> bool:
+        """Return whether a record was proposed in the attempt just ended: nobody can have decided it before.
+
+        Where no quorum has decided it there, none ever will, and a latch may make it void.
+        """
+        own, current = self.own, self.own.current
+        if not own.may_go_back or current is None or current.begin.adopted:
+            return False
+        return own.held == msg.Held(current.begin.ballot, record)
+
+    def caught_up(
+        self, state: RunState, now: float, *, whole: bool, followed_by: Mapping[str, bool] | None = None
+    ) -> None:
         """Move to a state that was fetched, if its head is greater than this island's.
 
-        With the whole state, the same head will do where this island's vectors are damaged.
+        With the whole state, the same head will do where this island's vectors are damaged. `followed_by` are the
+        records that lead there from this head, where they were fetched: whether each had a quorum.
         """
         donor, self.own.catching_up = self.own.catching_up, None
         better = self.is_better(state, donor)
@@ -390,7 +418,8 @@ class Member:
             if donor is not None:
                 self.own.peers.view(donor, now).fetches_failed = 0
             self.own.diverged = self.own.diverged and not whole
-            self._move(state, now, switched=state.head.round != self.own.state.head.round + 1)
+            switched = state.head.round != self.own.state.head.round + 1
+            self._move(state, now, switched=switched, followed_by=followed_by)
             self._believe(0 if donor is None else self._rank_of(donor))
         elif donor is not None and self.own.asked_for is not None and state.head < self.own.asked_for:
             self.catch_up_failed(donor, now)  # it claims more than it gives
@@ -424,32 +453,27 @@ class Member:
         if rank and self.own.latch is not None and not self.own.is_latched:
             self.own.lineage = {self.own.latch.head.digest: True, self.own.state.head.digest: True}
 
-    def _note_lineage(
-        self, parent: RunState, state: RunState, stored_by: tuple[str, ...] | None, *, switched: bool
+    def _move(
+        self, state: RunState, now: float, *, switched: bool, followed_by: Mapping[str, bool] | None = None
     ) -> None:
-        """Keep in mind whether the last records had a quorum: a latch may come that names one of them."""
-        own = self.own
-        if switched or stored_by is None:
-            own.lineage.clear()
-            own.lineage[state.head.digest] = True  # what lies before is judged by whoever gave it
-            return
-        own.lineage.setdefault(parent.head.digest, True)
-        amendment = next(iter(state.amendments[len(parent.amendments) :]), None)
-        own.lineage[state.head.digest] = parent.is_decided(amendment, stored_by)
-        while len(own.lineage) > LINEAGE:
-            del own.lineage[next(iter(own.lineage))]
+        """Move to another head, and forget everything about the round that followed the last one.
 
-    def _move(self, state: RunState, now: float, *, switched: bool, stored_by: tuple[str, ...] | None = None) -> None:
-        """Move to another head, and forget everything about the round that followed the last one."""
+        `followed_by` are the records that lead there from the last head: whether each had a quorum. None: it was taken
+        over, and what lies before it is judged by whoever gave it.
+        """
         own = self.own
         own.amendments = {a.number: a for a in own.state.amendments} | own.amendments  # a new branch may lack them
         if state.amendments != own.state.amendments:
             own.options = own.options.amended(own.options, state)
             own.norms.clear()  # under other settings, others are usual
         own.stop_attempt()
-        parent = own.state
-        own.move_to(state)
-        self._note_lineage(parent, state, stored_by, switched=switched)
+        before = own.state.head.digest
+        own.move_to(state, decided=bool(followed_by) and all(islice((followed_by or {}).values(), 1)))
+        if followed_by is None:
+            own.lineage = {state.head.digest: True}
+        else:  # a latch may come that names one of them
+            lineage = [*(own.lineage if before in own.lineage else {before: True}).items(), *followed_by.items()]
+            own.lineage = dict(lineage[-LINEAGE:])
         own.term, own.ready_at, own.moved_at = None, None, now
         self._frozen.clear()
         own.state_digest, own.drops = "", 0

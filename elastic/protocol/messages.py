@@ -247,6 +247,16 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class GoBack:
+    """Ask the driver to get the state after an earlier record of this island's own log, by the record's digest.
+
+    What came after it is in no history. The driver answers with `went_back` or `cannot_go_back`.
+    """
+
+    digest: str
+
+
+@dataclass(frozen=True)
 class Append:
     """Ask the driver to append a committed record to the log, then to apply it to the outer state.
 
@@ -276,4 +286,4 @@ class Note:
     text: str
 
 
-Effect = Remember | Send | Reduce | Cancel | FetchResult | CatchUp | Append | Moved | Note
+Effect = Remember | Send | Reduce | Cancel | FetchResult | CatchUp | GoBack | Append | Moved | Note

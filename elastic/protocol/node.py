@@ -5,7 +5,7 @@ Every input is a method that takes `now`, where it needs the time, and returns e
 leads when the others follow it. What is decided is a `Record`; what follows from records is a `RunState`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.coordinator import Coordinator
@@ -46,7 +46,7 @@ class Node:
             lead_at=now + options.silence_s * returns, rejoin_until=now + options.rejoin_s * returns,
             start_until=now + options.start_s * (not state.updates), latch=memory.latch, lineage=dict(lineage or {}),
             stored=state.head, promise=vow.promise, held=vow.held,
-            vows=vows, moved_at=now,
+            vows=vows, latchable=set(vows), moved_at=now,
             highest_term=memory.term, amendments={amendment.number: amendment for amendment in state.amendments},
         )  # fmt: skip
         self.liveness = Liveness(own, now)
@@ -66,6 +66,7 @@ class Node:
         self.own.now = now
         if self.own.is_fetching:  # until its driver gives up, when no byte comes
             self.moved(now)
+        self.member.undoing.start_if_void()
         self.liveness.tick(now)
         self._waiting.tick(now)
         effects = self._finish(now)
@@ -208,18 +209,30 @@ class Node:
         """Return whether a state that was fetched is of a greater branch than this island's."""
         return self.member.is_better(state, self.own.catching_up)
 
-    def caught_up(self, state: RunState, now: float, *, whole: bool = True) -> list[msg.Effect]:
+    def caught_up(
+        self, state: RunState, now: float, *, whole: bool = True, followed_by: Mapping[str, bool] | None = None
+    ) -> list[msg.Effect]:
         """Move to a state that was fetched completely, if its head is strictly greater.
 
         `whole`: with all vectors, rather than by the records that were missing. Only that mends damaged vectors, and
-        for these the same head will do.
+        for these the same head will do. `followed_by` are those records: whether each had a quorum.
         """
-        self.member.caught_up(state, now, whole=whole)
+        self.member.caught_up(state, now, whole=whole, followed_by=followed_by)
         return self._finish(now)
 
     def catch_up_failed(self, peer: str, now: float) -> list[msg.Effect]:
         """Take in that nothing could be fetched from a peer: it is asked again after a pause."""
         self.member.catch_up_failed(peer, now)
+        return self._finish(now)
+
+    def went_back(self, state: RunState, now: float) -> list[msg.Effect]:
+        """Move to an earlier state of this island's own log: what came after it is in no history."""
+        self.member.undoing.went_back(state, now)
+        return self._finish(now)
+
+    def cannot_go_back(self, digest: str, now: float) -> list[msg.Effect]:
+        """Take in that this island's disk does not reach back to this record."""
+        self.member.undoing.cannot_go_back(digest)
         return self._finish(now)
 
     def ban(self, peer: str, reason: str, now: float) -> list[msg.Effect]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import dropwhile, islice, pairwise
 from statistics import median
 
 from diloco.elastic.protocol import messages as msg
@@ -17,6 +17,8 @@ from diloco.elastic.protocol.writes import Writes
 LONGEST_BACKOFF = 16  # times the shortest
 BAN = 20  # times silence_s
 LAST_NORMS = 64  # contributions
+LATCH_FROM = 3  # members of a roster
+KEPT_VOWS = 64  # for heads to which a latch may lead back
 LONGEST_WRITE = 8  # times silence_s: whose disk takes longer is not waited for
 
 
@@ -135,6 +137,9 @@ class ProtocolState:
     follows: str = ""  # to whom alone it promises
     latch: Latch | None = None  # the owner's, as soon as it is seen
     lineage: dict[str, bool] = field(default_factory=dict)  # the last records here: whether each had a quorum
+    going_back: str = ""  # to this record of its own log
+    out_of_reach: str = ""  # to this one it cannot
+    latchable: set[Head] = field(default_factory=set)  # heads here with vows, after which a record had no quorum
     caught_up_at: float = 0.0  # when it will have caught up, as its driver thinks
     norms: dict[int, deque[float]] = field(default_factory=dict)  # of each fragment's last contributions
     last_contributors: frozenset[str] = frozenset()  # of the last round that had any
@@ -186,13 +191,23 @@ class ProtocolState:
             return True
         if self.latch is None:
             return False
-        digest = self.latch.head.digest
-        if self.state.head.digest == digest:
-            return True
-        if digest not in self.lineage:
-            return False
-        after = list(self.lineage)[list(self.lineage).index(digest) + 1 :]
-        return all(self.lineage[record] for record in after)
+        return self.state.head.digest in (self.latch.head.digest, self.last_valid)
+
+    @property
+    def last_valid(self) -> str | None:
+        """Return the last record in this island's log that is in a history; None if the latched one is not known here.
+
+        That is the latched one, or the last of those after it that all had a quorum.
+        """
+        if self.latch is None or self.latch.head.digest not in self.lineage:
+            return None
+        valid = self.latch.head.digest
+        after = dropwhile(lambda record: record != valid, self.lineage)
+        for record in islice(after, 1, None):
+            if not self.lineage[record]:
+                break
+            valid = record
+        return valid
 
     def trust_in_latch(self) -> None:
         """Take a peer's word that all records from the latched one to this island's head had a quorum."""
@@ -295,13 +310,22 @@ class ProtocolState:
         """Return for how many seconds a peer may live but not answer: question and answer are written before."""
         return self.options.answer_s + 2 * (self.write_s(self.me) + self.write_s(peer))
 
-    def move_to(self, state: RunState) -> None:
+    @property
+    def may_go_back(self) -> bool:
+        """Return whether a latch may still come, or has, that makes records void which are here already."""
+        settled = bool(self.state.latch) and self.is_stored
+        return self.options.partition == "auto" and not settled and self.rules.void_records_are_undone
+
+    def move_to(self, state: RunState, *, decided: bool) -> None:
         """Replace the state: the vow for its head, if there is one, holds again, and the present one is kept.
 
-        A vow is dropped when a durable head lies beyond it: no crash brings its head back then.
+        A vow is dropped when a durable head lies beyond it: no crash brings its head back then. A latch may, unless
+        the record that followed it had a quorum (`decided`).
         """
         if self.rules.promises_outlive_states and (self.promise != NO_BALLOT or self.held is not None):
             self.vows[self.state.head] = msg.Vow(self.state.head, self.promise, self.held)
+            if not decided and len(self.state.roster) >= LATCH_FROM:
+                self.latchable.add(self.state.head)
         self.state = state
         vow = self.vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))
         self.promise, self.held = vow.promise, vow.held
@@ -313,8 +337,11 @@ class ProtocolState:
             norms.extend(contribution.offer.norm for contribution in proposal.contributions)
 
     def forget_vows(self) -> None:
-        """Drop the vows for heads that a durable one lies beyond."""
-        self.vows = {head: vow for head, vow in self.vows.items() if head >= self.stored}
+        """Drop the vows for heads that a durable one lies beyond, and to which no latch can lead back."""
+        kept = sorted(self.latchable & self.vows.keys()) if self.may_go_back else []
+        # the owner may have signed at the first of them, when it was cut off, or at one of the last
+        self.latchable = {*kept[: KEPT_VOWS // 2], *kept[-KEPT_VOWS // 2 :]}
+        self.vows = {head: vow for head, vow in self.vows.items() if head >= self.stored or head in self.latchable}
 
     def holds(self, digest: str) -> bool:
         """Return whether the result held here is that of the record with this digest."""

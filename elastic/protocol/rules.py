@@ -26,6 +26,7 @@ class Rules:
     marks_are_pruned: bool = True  # H21
     lost_leases_come_last: bool = True  # H22
     latch_voids_records: bool = True  # H23
+    void_records_are_undone: bool = True  # H24
 
 
 ALL = Rules()

@@ -29,7 +29,7 @@ from diloco.elastic.runtime.applier import Applier, RunContext, Vectors
 from diloco.elastic.runtime.fetching import FetchedState, fetch_bytes, fetch_missed, fetch_state, tensor_of
 from diloco.elastic.runtime.mailbox import Input, Mailbox, Network
 from diloco.elastic.runtime.reducing import Attempt, Outcome, reduction_of, stall_after
-from diloco.elastic.runtime.restoring import Origin
+from diloco.elastic.runtime.restoring import Origin, read_back
 
 __all__ = ["Driver", "Network", "RunContext", "among_friends", "check", "open_island"]
 
@@ -162,6 +162,8 @@ class Driver:
             case msg.CatchUp(peer):
                 head = self.node.state.head.digest
                 self._spawn(partial(self._catch_up, peer, head, anew=self.node.own.diverged))
+            case msg.GoBack(digest):  # the latch is on disk before: what is read back heeds it
+                self.store.then(partial(self._spawn, partial(self._go_back, digest)))
             case msg.Append(record, stored_by):
                 self._append(LoggedRecord(record, stored_by, int(1000 * time.time())))
                 if not self._mending:  # once: by the first commit, others are there, if any are
@@ -288,7 +290,7 @@ class Driver:
             found = fetch_state(network, peer, donors, genesis, sizes, self.store.download)
             self.post(partial(self._switch, found.of(self.node.state.owner)))
         except FETCH_ERRORS as error:
-            self.report(msg.Note("behind", self.node.me, f"could not catch up yet: {error}"))
+            self._note("behind", f"could not catch up yet: {error}")
             self.post(partial(self.node.catch_up_failed, peer))
 
     def _missed(
@@ -298,16 +300,41 @@ class Driver:
         at_most = 4 * len(self.applier.vector_names) * self.run.fragments.count
         return fetch_missed(self.network.plain, peer, donors, since, self.run.result_bytes, at_most=at_most, **options)
 
+    def _go_back(self, digest: str) -> None:
+        """Read this island's own log again, up to where the owner's latch makes records void."""
+        origin = read_back(self.store.folder, self.run, self._note)
+        if origin is None or origin.state.head.digest != digest:
+            self.post(partial(self.node.cannot_go_back, digest))
+            return
+
+        def step(now: float) -> list[msg.Effect]:
+            if self.node.member.undoing.is_wanted(digest):
+                self._take_over(FetchedState(origin.state, origin.vectors, {}))
+            return self.node.went_back(origin.state, now)
+
+        self.post(step)
+
+    def _note(self, kind: str, text: str) -> None:
+        self.report(msg.Note(kind, self.node.me, text))
+
+    def _take_over(self, found: FetchedState) -> None:
+        head = found.state.head
+        self._unsaved[head.digest] = head
+        self.applier.switch(found)
+        self.store.await_durable(head.digest)
+
     def _extend(self, missed: list[tuple[LoggedRecord, Tensor]], now: float) -> list[msg.Effect]:
         """Append fetched records one after the other, as far as they follow what this island has by now."""
-        state = self.node.state
+        state, followed_by = self.node.state, dict[str, bool]()
         try:
             for logged, result in missed:
                 record = logged.record
                 if record.proposal.key == state.key:
-                    if state.latch and not state.is_decided(record.proposal.amendment, logged.stored_by):
+                    decided = state.is_decided(record.proposal.amendment, logged.stored_by)
+                    if (state.latch or self.node.own.rank) and not decided:
                         raise errors.RecordInvalid(f"no quorum has stored round {record.proposal.key.round}")
                     state = state.after(record)
+                    followed_by[record.digest] = decided
                     self.applier.hold(record.payload, result)
                     self._append(logged)
         except errors.RecordInvalid as invalid:
@@ -315,18 +342,16 @@ class Driver:
         if len(missed) > 1 and state != self.node.state:  # one is nothing: a round went on without this island
             size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
-            self.report(msg.Note("caught up", self.node.me, text))
-        return self.node.caught_up(state, now, whole=False)
+            self._note("caught up", text)
+        return self.node.caught_up(state, now, whole=False, followed_by=followed_by)
 
     def _switch(self, snapshot: FetchedState, now: float) -> list[msg.Effect]:
         head, own = snapshot.state.head, self.node.state.head
         if self.node.would_move_to(snapshot.state) or (self.node.own.diverged and head >= own):
-            self._unsaved[head.digest] = head
-            self.applier.switch(snapshot)
-            self.store.await_durable(head.digest)
+            self._take_over(snapshot)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
-            self.report(msg.Note("caught up", self.node.me, text))
+            self._note("caught up", text)
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
@@ -341,7 +366,7 @@ class Driver:
                 self._mend_after(asked)
             if since is None or self._ended:
                 break
-        self.report(msg.Note("mended" if since is None else "not mended", self.node.me, "its log, from peers"))
+        self._note("mended" if since is None else "not mended", "its log, from peers")
 
     def _mend_after(self, since: str) -> None:
         """Fetch the records after a damaged one from the first peer that has them."""

@@ -7,6 +7,7 @@ more of the log, gives the same state.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import Manifest, manifests, read_manifest, read_vectors, set_aside, snapshots
 from diloco.elastic.protocol.messages import Memory
-from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record
+from diloco.elastic.protocol.record import EMPTY, Head, Latch, LoggedRecord, Record, quorum
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, from_plain
 from diloco.elastic.runtime.applier import RunContext, SnapshotMeta, Vectors
@@ -40,7 +41,8 @@ class Origin:
 class ReplayPoint:
     """Describe a snapshot, and where its log leads.
 
-    `refused` says why it leads no further, although there is another record.
+    `refused` says why it leads no further, although there is another record. `latched`: it leads to the record that the
+    owner's latch names, or beyond it with a quorum. `void`: the snapshot itself lies beyond it without one.
     """
 
     manifest: Manifest
@@ -49,6 +51,13 @@ class ReplayPoint:
     records: tuple[Record, ...]
     end: RunState
     refused: str = ""
+    latched: bool = False
+    void: bool = False
+
+    @property
+    def precedence(self) -> tuple[bool, int, Head]:
+        """Return by what it is compared with others: who leads to the state that the run goes on from comes last."""
+        return not self.void, self.end.rank(latched=self.latched), self.end.head
 
 
 def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> Origin | None:
@@ -71,9 +80,14 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
     return None
 
 
-def _rank(point: "ReplayPoint") -> tuple[tuple[int, Head], Head]:
+def read_back(folder: Path | None, run: RunContext, report: Report) -> Origin | None:
+    """Return what a start from a folder would begin with now, while it is written to; None if nothing is kept there."""
+    return None if folder is None else restore(folder, Journal.read(folder), run, report)
+
+
+def _rank(point: "ReplayPoint") -> tuple[tuple[bool, int, Head], Head]:
     """Return how far a snapshot leads."""
-    return point.end.precedence, point.kept.state.head
+    return point.precedence, point.kept.state.head
 
 
 @contextmanager
@@ -86,22 +100,55 @@ def _setting_aside(path: Path, report: Report) -> Iterator[None]:
 
 
 def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
-    """Yield each readable snapshot of a folder, with the records of the log that can follow it."""
+    """Yield each readable snapshot of a folder, with the records of the log that can follow it.
+
+    Records after the latched one that no quorum has stored are in no history: a late write may have brought them back.
+    """
+    latch = decode(Memory, journal.memory).latch if journal.memory is not None else None
     for manifest, path in manifests(folder):
         kept = kept_in(manifest, path)
         records, state, refused = [], kept.state, ""
+        latched, void = _is_latched(state, latch, journal)
         for entry in journal.chain(manifest.version):
             try:
                 logged = logged_of(entry)
                 record = logged.record
-                if state.latch and not state.is_decided(record.proposal.amendment, logged.stored_by):
+                if latched and not state.is_decided(record.proposal.amendment, logged.stored_by):
                     raise RecordInvalid("no quorum has stored it")
                 state = state.after(record)
             except (MessageRefused, RecordInvalid) as error:  # as written by a diloco that had other rules
                 refused = f"the record of round {entry.round} ({entry.digest[:12]}) cannot be used: {error}"
                 break
             records.append(record)
-        yield ReplayPoint(manifest, path, kept, tuple(records), state, refused)
+            latched = latched or (latch is not None and not void and entry.digest == latch.head.digest)
+        yield ReplayPoint(manifest, path, kept, tuple(records), state, refused, latched, void)
+
+
+def _is_latched(state: RunState, latch: Latch | None, journal: Journal) -> tuple[bool, bool]:
+    """Return whether a snapshot's state is in the latched history, and whether it is in none.
+
+    Neither is known of one whose log does not reach back to the latched record.
+    """
+    if state.latch or latch is None:
+        return bool(state.latch), False
+    if state.head.digest == latch.head.digest:
+        return True, False
+    leading = journal.leading_to(state.head.digest)
+    places = [place for place, entry in enumerate(leading) if entry.digest == latch.head.digest]
+    if not places:
+        return False, False
+    for before, after in pairwise(map(logged_of, leading[places[0] :])):
+        if not _is_decided(before.record, after):
+            return False, True
+    return True, False
+
+
+def _is_decided(parent: Record, logged: LoggedRecord) -> bool:
+    """Return whether a quorum of its parent's roster has stored a record, or the owner's signature stands for it."""
+    proposal = logged.record.proposal
+    kept = () if proposal.amendment is None else proposal.amendment.kept(proposal.key)
+    present = logged.stored_by
+    return set(kept) <= set(present) if kept else quorum(parent.proposal.roster, present)
 
 
 def kept_in(manifest: Manifest, path: Path) -> SnapshotMeta:

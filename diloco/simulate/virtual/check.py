@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from diloco.elastic.protocol.messages import Held
 from diloco.elastic.protocol.ranges import Ranges, both, minus, normal, size
 from diloco.elastic.protocol.record import Key, Offer, Proposal, Record
 from diloco.elastic.protocol.state import Mark
@@ -84,6 +85,11 @@ class Checker:
             if other not in self.parents:
                 raise Violation(f"I1: {island} gives a record up that a quorum has stored after the latch")
             other = self.parents[other]
+
+    def undone(self, island: str, digest: str, held: Held | None) -> None:
+        """Check I1 of an island that undoes a record: one of the latched history it must still hold."""
+        if self._counts(digest) and (held is None or held.record.digest != digest):
+            raise Violation(f"I1: {island} undoes a record that a quorum has stored after the latch")
 
     def check_memory(self, marks: tuple[tuple[Mark, int], ...]) -> None:
         """Check that a state keeps marks of one life of each island, however many there were."""

@@ -161,11 +161,13 @@ class World:
         self.steady |= {name} - self._unreliable
         now = self.costs.clock(name)
         peers = self.costs.peers(name, now)
+        undone = disk.cut_off_void() if self.rules.void_records_are_undone else None
         node = Node(
             name, disk.states[-1], self._options_of(name), now=now, incarnation=disk.lives, memory=disk.memory,
-            lineage={state.head.digest: disk.quorums.get(state.head.digest, True) for state in disk.states[-LINEAGE:]},
-            rules=self.rules, peers=peers,
+            lineage=disk.lineage(LINEAGE), rules=self.rules, peers=peers,
         )  # fmt: skip
+        if undone is not None:
+            self.checker.undone(name, undone.digest, node.own.held)
         trainer = Trainer(self, node, self.pace)
         life = self.lives[name] = Life(node, trainer, self.now)
         self.note(f"{name} starts, incarnation {disk.lives}, at round {node.state.head.round}")
@@ -376,6 +378,9 @@ class World:
                 seconds = self.costs.catch_up_s(name, head.round - life.node.state.head.round)
                 life.node.expect_to_catch_up(seconds, self.costs.clock(name))
                 self.timeline.after(seconds, switch)
+            case m.GoBack(digest):
+                go_back = partial(life.trainer.when_running, partial(self._go_back, name, digest))
+                self.timeline.after(self.costs.fetch_s(), go_back)
             case m.Append(record, stored_by):
                 self._append(name, life, record, stored_by)
                 self._write(
@@ -470,6 +475,7 @@ class World:
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
         mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
+        followed_by: dict[str, bool] | None = None
         if life.node.member.is_better(state, donor):
             if state.forces == mine.states[-1].forces:  # the owner may undo anything
                 self.checker.moved(name, mine.states[-1].head.digest, state.head.digest)
@@ -481,8 +487,28 @@ class World:
                 mine.extend(theirs, known)
                 write = partial(self._stored, name, life, len(theirs.log) - known, mine.log)
                 self._write(name, life, self.costs.write_s(name), write)
+                followed_by = {record.digest: mine.quorums[record.digest] for record in theirs.log[known:]}
             self.note(f"{name} moves to round {state.head.round} of {donor}")
-        self.enter(name, lambda node, now: node.caught_up(state, now))
+        self.enter(name, lambda node, now: node.caught_up(state, now, followed_by=followed_by))
+
+    def _go_back(self, name: str, digest: str) -> None:
+        """Cut an island's log off after a record, unless the island has moved meanwhile."""
+        life, disk = self.lives[name], self.disks[name]
+        wanted = life.node.member.undoing.is_wanted(digest)
+        undone = disk.cut_off(digest) if wanted else None
+        state = disk.states[-1]
+        if undone is None:
+            step = partial(Node.cannot_go_back, digest=digest) if wanted else partial(Node.went_back, state=state)
+            self.enter(name, lambda node, now: step(node, now=now))
+            return
+        life.trainer.replaced(state)
+        if disk.based:
+            write = partial(self._stored, name, life, len(disk.log) - disk.written, disk.log)
+            self._write(name, life, self.costs.write_s(name), write)
+        else:
+            self.timeline.later(self.costs.snapshot_s(name), partial(self._snapshot, name, life, disk.log))
+        self.enter(name, lambda node, now: node.went_back(state, now))
+        self.checker.undone(name, undone.digest, life.node.own.held)
 
     def _snapshot(self, name: str, life: Life, log: list[Record]) -> None:
         """Finish the snapshot of a state that was taken over, unless another one was taken over since."""
