@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
-from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port, multiaddr
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.identity import Identity, peer_id_of, public_key_in
 from diloco.comm.peers.record import PeerRecord
@@ -198,7 +198,7 @@ class Peer(LocalPeer):
         where: dict[str, Any] = {"listen_host": listen, "listen_port": port, "fixed": bool(self.connection.port)}
         if listen != host:
             where["listen_port"] = where["listen_port"] or free_port(listen)  # it has to be said beforehand
-            where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
+            where["announce"] = [multiaddr(host, where["listen_port"])]
         if listen in (ANYWHERE, "::"):
             ports = f"{port} and {port + 1}" if self.connection.port else "every port (fix them with --port)"
             log.warning("%s is not an address of this machine: your router must forward %s to it", host, ports)
@@ -422,13 +422,6 @@ def listen_host(host: str) -> str:
     except OSError:
         return "::" if ":" in host else ANYWHERE
     return address
-
-
-def _family(host: str) -> str:
-    """Name the family of a host as multiaddrs do."""
-    if ":" in host:
-        return "ip6"
-    return "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
 
 
 def host_towards(addresses: tuple[str, ...]) -> str:
