@@ -140,7 +140,7 @@ class Hosts(ABC):
 
     def states(self) -> dict[str, JobState]:
         """Ask all hosts how the islands' processes are."""
-        told = self._on_hosts([island for island in self.launch.islands if island.job], lambda _: STATE)
+        told = self._on_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)
@@ -154,11 +154,11 @@ class Hosts(ABC):
         """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
         grace_s = int(self.launch.config.launch.grace_s)
         script = f"grace_s={grace_s}\n{CANCEL}"
-        self._on_hosts([island for island in islands if island.job], lambda _: script, timeout_s=grace_s + 60)
+        self._on_hosts(islands, lambda _: script, timeout_s=grace_s + 60)
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
         """Bring what the islands have printed here."""
-        told = self._on_hosts([island for island in islands if island.job], lambda _: PRINTED)
+        told = self._on_hosts(islands, lambda _: PRINTED)
         folder, files = self.launch.here / LOGS, {}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in told.items():
