@@ -10,8 +10,8 @@ from diloco.config.fields import Count, Seconds, Section, Where, key, names
 class LaunchConfig(Section):
     """How `diloco launch` starts islands elsewhere; no part of the run itself."""
 
-    dir: Where | None = key(
-        None, "folder of the islands where they run; null: that of the run (local, slurm), diloco/NAME (ssh), /run-data"
+    dir: str | None = key(
+        None, "folder of the islands where they run; null: the run's (local, slurm), diloco/NAME at home (ssh)"
     )
     program: str | None = key(None, "how diloco is called there; null: as here (local, slurm), or `diloco`")
     port: Annotated[Count, Field(ge=1, le=65000)] = key(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, program_of, template
@@ -19,6 +20,35 @@ from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
 KEYS = ("address", "dir", "program")
+
+# What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
+ALIVE = """alive() {
+    pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null || return 1
+    [ ! -r "/proc/$pid/cmdline" ] || tr '\\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$job/run.sh"
+}"""
+START = """set -e
+umask 077
+command -v setsid >/dev/null || { echo "setsid is missing there: install util-linux" >&2; exit 1; }
+mkdir -p "$job"
+if alive; then exit 0; fi
+WRITES
+rm -f "$job/exit"
+setsid sh "$job/run.sh" >>"$job/output.log" 2>&1 </dev/null &
+echo $! >"$job/pid"
+"""
+STATE = """if alive; then echo running
+elif [ -s "$job/exit" ]; then echo ended; cat "$job/exit"
+elif [ -s "$job/pid" ]; then echo gone
+else echo absent; fi"""
+CANCEL = """if alive; then
+    group=$pid
+    kill -TERM "$group" 2>/dev/null
+    while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
+    kill -KILL "-$group" 2>/dev/null
+fi
+rm -rf "$job"
+"""
+PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
 
 
 @dataclass(frozen=True)
@@ -33,6 +63,8 @@ class Host:
 
 class Hosts(ABC):
     """Start islands on hosts, in turn; subclasses say which hosts, and how a script gets there."""
+
+    copies_secrets: bool  # to the job folder, for as long as the job lasts
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -53,6 +85,11 @@ class Hosts(ABC):
     @abstractmethod
     def secret(self, island: Island) -> str:
         """Return where the island's secret lies on its host."""
+
+    @property
+    @abstractmethod
+    def directory(self) -> str:
+        """Return the working folder of islands, for a shell."""
 
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island."""
@@ -77,61 +114,33 @@ class Hosts(ABC):
         return {f"{island.name}.sh": self._script(island) for island in islands}
 
     def _script(self, island: Island) -> str:
-        options, host = self.launch.config.launch, self.host(island)
-        folder, job = f"{host.dir}/{island.name}", self.job(island)
+        options, host, job = self.launch.config.launch, self.host(island), self.job(island)
+        folder = f"{host.dir}/{island.name}"
         words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment(island).items()]
+        exports = [f"export {name}={quote(value)}" for name, value in self.environment(island).items()]
         values = {
-            "directory": self._directory(host), "setup": "\n".join([*exports, *options.setup]) or ":", "job": job,
-            "command": f"{host.program} {' '.join(map(_quoted, words))}", "restarts": str(options.restarts),
-            "cleanup": self._cleanup(island),
+            "directory": self.directory, "setup": "\n".join([*exports, *options.setup]) or ":", "job": quote(job),
+            "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
+            "passing": " ".join(map(quote, [f"{job}/pid", *[self.secret(island)] * self.copies_secrets])),
         }  # fmt: skip
         return template("island.sh", values)
-
-    def _directory(self, host: Host) -> str:
-        return host.dir
-
-    def _cleanup(self, island: Island) -> str:
-        return f'rm -f "{self.job(island)}/pid"'
 
     def submit(self, islands: Sequence[Island]) -> dict[str, str]:
         """Bring files to the hosts, and start the islands detached."""
         self._on_hosts(islands, self._start)
         return {island.name: f"{self.host(island).destination or 'here'}:{self.job(island)}" for island in islands}
 
-    def _files(self, island: Island) -> dict[str, str]:
-        config = self.launch.config_file.read_text(encoding="utf-8")
-        return {f"{self.job(island)}/run.sh": self._script(island), f"{self.job(island)}/{CONFIG}": config}
-
     def _start(self, island: Island) -> str:
-        job, files = self.job(island), self._files(island)
-        writes = "\n".join(f"cat >\"{path}\" <<'{END}'\n{text.rstrip()}\n{END}" for path, text in files.items())
-        return f"""set -e
-umask 077
-mkdir -p "{self.host(island).dir}" "{job}"
-{_ALIVE}
-if alive "{job}"; then exit 0; fi
-{writes}
-rm -f "{job}/exit"
-command -v setsid >/dev/null || {{ echo "setsid is missing there: install util-linux" >&2; exit 1; }}
-setsid sh "{job}/run.sh" >>"{job}/output.log" 2>&1 </dev/null &
-echo $! >"{job}/pid"
-"""
+        config = self.launch.config_file.read_text(encoding="utf-8")
+        files = {f"{self.job(island)}/run.sh": self._script(island), f"{self.job(island)}/{CONFIG}": config}
+        if self.copies_secrets:
+            files[self.secret(island)] = self.launch.secret_file(island.name).read_text(encoding="utf-8")
+        writes = [f"cat >{quote(path)} <<'{END}'\n{text.rstrip()}\n{END}" for path, text in files.items()]
+        return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
 
     def states(self) -> dict[str, JobState]:
         """Ask all hosts how the islands' processes are."""
-
-        def script(island: Island) -> str:
-            job = self.job(island)
-            return f"""{_ALIVE}
-if [ ! -d "{job}" ]; then echo absent
-elif alive "{job}"; then echo running
-elif [ -s "{job}/exit" ]; then echo ended; cat "{job}/exit"
-elif [ -s "{job}/pid" ]; then echo gone
-else echo absent; fi
-"""
-
-        told = self._on_hosts([island for island in self.launch.islands if island.job], script)
+        told = self._on_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)
@@ -144,26 +153,12 @@ else echo absent; fi
     def cancel(self, islands: Sequence[Island]) -> None:
         """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
         grace_s = int(self.launch.config.launch.grace_s)
-
-        def script(island: Island) -> str:
-            job = self.job(island)
-            return f"""{_ALIVE}
-if alive "{job}"; then
-    pid=$(cat "{job}/pid")
-    kill -TERM "$pid" 2>/dev/null
-    waited=0
-    while alive "{job}" && [ "$waited" -lt {grace_s} ]; do sleep 1; waited=$((waited + 1)); done
-    kill -KILL "-$pid" 2>/dev/null
-fi
-rm -rf "{job}"
-"""
-
-        self._on_hosts([island for island in islands if island.job], script, timeout_s=grace_s + 60)
+        script = f"grace_s={grace_s}\n{CANCEL}"
+        self._on_hosts(islands, lambda _: script, timeout_s=grace_s + 60)
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
         """Bring what the islands have printed here."""
-        submitted = [island for island in islands if island.job]
-        told = self._on_hosts(submitted, lambda island: f'cat "{self.job(island)}/output.log" 2>/dev/null || true')
+        told = self._on_hosts(islands, lambda _: PRINTED)
         folder, files = self.launch.here / LOGS, {}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in told.items():
@@ -176,13 +171,14 @@ rm -rf "{job}"
         self, islands: Sequence[Island], script: Callable[[Island], str], timeout_s: float = 120
     ) -> dict[str, str]:
         """Run a script for each island on its host, all at once; return what they print, or raise what failed first."""
-        if not islands:
-            return {}
-        with ThreadPoolExecutor(min(16, len(islands))) as pool:
-            calls = {
-                island.name: pool.submit(self._run, self.host(island), script(island), timeout_s) for island in islands
-            }
-        return {name: call.result() for name, call in calls.items()}
+
+        def call(island: Island) -> str:
+            prelude = f"job={quote(self.job(island))}\n{ALIVE}"
+            return self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+
+        with ThreadPoolExecutor(16) as pool:
+            calls = {island.name: pool.submit(call, island) for island in islands}
+        return {name: called.result() for name, called in calls.items()}
 
     def _run(self, host: Host, script: str, timeout_s: float) -> str:
         where = host.destination or "this machine"
@@ -197,12 +193,6 @@ rm -rf "{job}"
             hint = f"; try: {shlex.join(self.shell(host))}" if done.returncode == SSH_FAILED else ""
             raise LaunchError(f"{where}: {last}{hint}")
         return done.stdout
-
-
-_ALIVE = """alive() {
-    pid=$(cat "$1/pid" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null || return 1
-    [ ! -r "/proc/$pid/cmdline" ] || tr '\\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$1/run.sh"
-}"""  # another process may have the number of one that is gone
 
 
 def _state(words: list[str]) -> JobState | None:
@@ -223,6 +213,8 @@ def _state(words: list[str]) -> JobState | None:
 class Local(Hosts):
     """Start islands on this machine. Their folders are in the run's folder."""
 
+    copies_secrets = False
+
     @property
     def hosts(self) -> list[Host]:
         base = Path(self.launch.config.launch.dir or self.launch.folder).absolute()
@@ -242,12 +234,16 @@ class Local(Hosts):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return {"OMP_NUM_THREADS": str(max(1, cores // len(self.launch.islands)))} | super().environment(island)
 
-    def _directory(self, host: Host) -> str:
-        return str(Path.cwd())  # paths in the configuration are relative to where it was launched
+    @property
+    def directory(self) -> str:
+        """Return where it was launched: paths in the configuration are relative to that."""
+        return quote(str(Path.cwd()))
 
 
 class Ssh(Hosts):
     """Start islands on other machines by ssh, without a shared file system."""
+
+    copies_secrets = True
 
     @property
     def hosts(self) -> list[Host]:
@@ -258,20 +254,16 @@ class Ssh(Hosts):
         return read_hosts(Path(options.hosts), dir=base, program=program_of(self.launch, same_machine=False))
 
     def check(self) -> None:
-        super().check()
-        self._on_hosts_once()
-
-    def _on_hosts_once(self) -> None:
         """Refuse a host that cannot be reached, or has no diloco, before any island is started."""
-        options = self.launch.config.launch
-        used = {self.host(island): island for island in self.launch.islands}
+        super().check()
+        setup = "\n".join(self.launch.config.launch.setup)
 
         def script(island: Island) -> str:
             program = self.host(island).program
-            setup = "\n".join(options.setup)
-            return f'{setup}\n{program} --version </dev/null >/dev/null 2>&1 || {{ echo "there is no diloco there: `{program} --version` fails; set launch.program" >&2; exit 1; }}\n'  # noqa: E501
+            hint = quote(f"there is no diloco there: `{program} --version` fails; set launch.program")
+            return f"{setup}\n{program} --version </dev/null >/dev/null 2>&1 || {{ echo {hint} >&2; exit 1; }}"
 
-        self._on_hosts(list(used.values()), script)
+        self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
 
     def shell(self, host: Host) -> list[str]:
         return [*shlex.split(self.launch.config.launch.ssh), "-o", "BatchMode=yes", host.destination, "sh -s"]
@@ -282,12 +274,10 @@ class Ssh(Hosts):
     def secret(self, island: Island) -> str:
         return f"{self.job(island)}/secret"
 
-    def _files(self, island: Island) -> dict[str, str]:
-        text = self.launch.secret_file(island.name).read_text(encoding="utf-8")
-        return super()._files(island) | {self.secret(island): text}
-
-    def _cleanup(self, island: Island) -> str:
-        return f'{super()._cleanup(island)} "{self.secret(island)}"'
+    @property
+    def directory(self) -> str:
+        """Return the home folder: paths in the configuration are relative to that, or absolute."""
+        return '"$HOME"'
 
 
 def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
@@ -312,8 +302,3 @@ def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for a shell, in which a leading ~/ still stands for the home folder."""
-    return f'"{word}"' if not word.startswith("~/") else f'~/"{word[2:]}"'

@@ -224,6 +224,11 @@ class Peer(LocalPeer):
         return self._ticket.head[0], self._ticket.head[1].hex()
 
     @property
+    def ticket_addresses(self) -> tuple[str, ...]:
+        """Return where others may be, as this peer's ticket says."""
+        return self._ticket.addresses
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """Return this peer's multiaddrs, for a ticket's bootstrap."""
         return self.directory.addresses
@@ -328,7 +333,7 @@ class Peer(LocalPeer):
                 if (refusal := self.directory.refusal) != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
-                if self._reach_lost(time.monotonic()) or self._publish_soon.is_set():
+                if self.reach_lost(time.monotonic()) or self._publish_soon.is_set():
                     published = -PUBLISH_S  # they have not heard of us, or of our relay
                     self._publish_soon.clear()
                 if time.monotonic() - published > PUBLISH_S:
@@ -350,7 +355,7 @@ class Peer(LocalPeer):
                     log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
                     said, said_at = str(error), time.monotonic()
 
-    def _reach_lost(self, now: float) -> bool:
+    def reach_lost(self, now: float) -> bool:
         """Dial those whose records are overdue, as often as their turns come; return whether anybody answered."""
         places = self._places()
         lost = [peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S]

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Keep one island at work (local, ssh): start it, pass on a request to stop, start it again when it fails.
 # `diloco launch` fills this in. It runs detached; `pid`, `exit` and `output.log` beside it say how it is.
-cd "${directory}" || exit 1
+cd ${directory} || exit 1
 ${setup}
-asked= child= failures=0
+asked= child= failures=0 code=75
 trap 'asked=1; [ -z "$$child" ] || kill -TERM "$$child" 2>/dev/null' TERM INT HUP
 while [ -z "$$asked" ]; do
     ${command} &
@@ -22,6 +22,6 @@ while [ -z "$$asked" ]; do
     fi
     [ -n "$$asked" ] || sleep 3
 done
-echo "$$code" >"${job}/exit"
-${cleanup}
+echo "$$code" >${job}/exit
+rm -f ${passing}
 exit "$$code"
