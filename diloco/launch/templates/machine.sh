@@ -8,7 +8,7 @@ shift 4
 torchrun=()
 while [ "$1" != -- ]; do torchrun+=("$1"); shift; done
 shift
-asked='' left='' code=1
+asked='' left='' heard=yes
 
 end() {
     if [ -n "$left" ] || { [ -n "$asked" ] && [ $code -ne 0 ]; }; then code=75; fi
@@ -19,8 +19,8 @@ end() {
 if [ "$nodes" -eq 1 ]; then             # diloco itself starts the processes of one machine
     "$@" &
     child=$!
-    trap 'kill -TERM $child 2>/dev/null' TERM
-    while kill -0 $child 2>/dev/null; do wait $child; code=$?; done     # a signal interrupts `wait`
+    trap 'heard=yes; kill -TERM $child 2>/dev/null' TERM
+    while [ -n "$heard" ]; do heard=''; wait $child; code=$?; done      # a signal interrupts `wait`
     end
 fi
 

@@ -43,9 +43,9 @@ mkdir -p "$here/at" && echo "$host:$port" >"$here/at/.$island" && mv "$here/at/.
 say "starts on $SLURM_JOB_NODELIST at $host:$port (queued again ${SLURM_RESTART_COUNT:-0} times)"
 
 asked='' failures=0
-trap 'asked=yes; if is_running; then scancel --signal=TERM "$task"; fi' TERM    # to all nodes of the island
+trap 'asked=yes heard=yes; if is_running; then scancel --signal=TERM "$task"; fi' TERM    # to all nodes of the island
 while :; do
-    SECONDS=0
+    SECONDS=0 heard=yes
     # once one node has ended, the others have as long as a request to stop gives them
     srun --kill-on-bad-exit=0 --wait={{grace_s}} {{srun}} bash "$here/machine.sh" \
         {{nodes}} "$host" "$rendezvous" {{processes}} {{torchrun}} -- \
@@ -54,7 +54,7 @@ while :; do
     step=$!
     (until [ -e "$DILOCO_FINISHED" ]; do sleep 10; done; sleep {{grace_s}}; exec scancel --signal=TERM "$task") &
     watcher=$!
-    while kill -0 $step 2>/dev/null; do wait $step; code=$?; done       # a signal interrupts `wait`
+    while [ -n "$heard" ]; do heard=''; wait $step; code=$?; done       # a signal interrupts `wait`
     kill $watcher 2>/dev/null
     if [ -e "$DILOCO_FINISHED" ]; then
         [ $code -eq 0 ] || say "was away when the run was finished"
