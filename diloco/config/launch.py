@@ -24,15 +24,22 @@ class LaunchConfig(Section):
     environment: dict[str, str] = key({}, "variables for the islands")
     setup: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "shell lines that run before diloco")
     modules: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "slurm: environment modules to load")
+    templates: Where | None = key(
+        None, "folder whose slurm.sh, machine.sh or kubernetes.yaml are used in place of ours"
+    )
     partition: str | None = key(None, "slurm: the partition")
     account: str | None = key(None, "slurm: the account")
     time: str | None = key(
         None, "slurm: the time limit, as in 12:00:00 or 2-00:00:00", pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"
+    )
+    interface: str | None = key(
+        None, "slurm: network interface towards the other islands, as in ib0; null: the node's address in Slurm"
     )
     container: str | None = key(None, "slurm: image of the container (srun --container-image)")
     extra: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "slurm: more options of sbatch, each a line")
     namespace: str = key("default", "kubernetes: the namespace")
     image: str | None = key(None, "kubernetes: image of the container, with diloco in it")
     storage: str | None = key(None, "kubernetes: size of each island's volume, as in 100Gi; null: no volume")
+    resources: dict[str, str | int] = key({}, "kubernetes: what each pod requests, as in {cpu: 8, memory: 64Gi}")
     hosts: Where | None = key(None, "ssh: file with a host on each line, and where its islands run")
     ssh: str = key("ssh", "ssh: the command, with options: ssh -F FILE", min_length=1)

@@ -5,13 +5,17 @@ started by `diloco run CONFIG --attach SECRET`, which may be done any number of 
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from string import Template
+from textwrap import indent
 from typing import Literal, Protocol
+
+import yaml
 
 from diloco.atomic import write_file
 from diloco.config.file import load_config
@@ -22,6 +26,8 @@ from diloco.errors import ConfigError, LaunchError
 BACKENDS = {
     "local": "diloco.launch.hosts:Local",
     "ssh": "diloco.launch.hosts:Ssh",
+    "slurm": "diloco.launch.slurm:Slurm",
+    "kubernetes": "diloco.launch.kubernetes:Kubernetes",
 }
 
 LAUNCH, SECRETS, STATE, CONFIG, LOGS = "launch", "secrets", "launch.json", "config.yaml", "logs"  # in a run's folder
@@ -38,6 +44,7 @@ class Island:
     nodes: int = 1
     processes: int = 1  # of each node
     gpus: int = 0  # of each node; 0: none is asked for
+    fsdp: int | None = None  # its own, where it differs from the configuration's
     job: str = ""  # what the backend calls it; empty before it is submitted
     address: str = ""  # HOST:PORT, where that is known beforehand
     cancelled: bool = False  # it is not to be started again
@@ -46,6 +53,11 @@ class Island:
     def number(self) -> int:
         """Return the K of island-K."""
         return int(self.name.rpartition("-")[2])
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return the options of `diloco run` that make this island's mesh its own."""
+        return () if self.fsdp is None else ("--set", f"island.fsdp={self.fsdp}")
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,11 @@ class Launch:
     def config_file(self) -> Path:
         """Return the configuration as it was launched, without defaults."""
         return self.here / CONFIG
+
+    @property
+    def config_text(self) -> str:
+        """Return what is written to that file."""
+        return yaml.safe_dump(self.config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
     def secret_file(self, name: str) -> Path:
         """Return where the secret of an island lies on this machine."""
@@ -164,7 +181,7 @@ def program_of(launch: Launch, *, same_machine: bool) -> str:
 
 def attach_words(island: Island, *, config: str, secret: str, folder: str) -> list[str]:
     """Return the arguments of `diloco` that let an island take part, however often it was started before."""
-    return ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port)]
+    return ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port), *island.changes]
 
 
 def template(name: str, values: Mapping[str, str]) -> str:
@@ -172,22 +189,55 @@ def template(name: str, values: Mapping[str, str]) -> str:
     return Template((TEMPLATES / name).read_text(encoding="utf-8")).substitute(values)
 
 
+def fill(name: str, values: Mapping[str, object], own: str | None = None) -> str:
+    """Fill in a template: a plain file in which {{name}} stands for a value; one in the folder `own` replaces ours.
+
+    A line that holds nothing else gets all lines of the value, indented as it is; none where the value is empty.
+    """
+    path = TEMPLATES / name if own is None or not (Path(own) / name).exists() else Path(own) / name
+    text = path.read_text(encoding="utf-8")
+    if unknown := set(re.findall(r"\{\{(\w+)\}\}", text)) - set(values):
+        raise ConfigError(f"{path}: {{{{{min(unknown)}}}}} stands for nothing: use {', '.join(sorted(values))}")
+
+    def lines(found: re.Match[str]) -> str:
+        return indent(str(values[found[2]]).rstrip(), found[1]) + "\n" if values[found[2]] else ""
+
+    text = re.sub(r"^([ ]*)\{\{(\w+)\}\}\n", lines, text, flags=re.MULTILINE)
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), text)
+
+
+def torchrun_of(program: str) -> str:
+    """Return how torchrun is called, where diloco is called like this."""
+    words = program.removesuffix(" -m diloco")
+    if words != program:
+        return f"{words} -m torch.distributed.run"
+    return f"{program.removesuffix('diloco')}torchrun" if program.endswith("diloco") else "torchrun"
+
+
 def new_islands(config: Config, first: int, count: int, *, nodes: int, gpus: int) -> tuple[Island, ...]:
-    """Return islands that are to be launched, from island-`first` on; raise ConfigError if they cannot be like that."""
-    processes = config.island.fsdp * config.island.tp
-    if processes % nodes:
+    """Return islands that are to be launched, from island-`first` on; raise ConfigError if they cannot be like that.
+
+    The mesh follows what is asked for: `island.fsdp` grows with nodes and GPUs, unless it is configured. Islands that
+    are added later have a mesh of their own.
+    """
+    island = config.island
+    asked, configured = nodes * max(1, gpus), island.fsdp * island.tp
+    if asked == configured or (not gpus and configured % nodes == 0):
+        fsdp, processes = None, configured
+    elif asked % island.tp or (first == 0 and "fsdp" in island.model_fields_set):
         raise ConfigError(
-            f"island.fsdp={config.island.fsdp} x island.tp={config.island.tp} is {processes} processes, which cannot "
-            f"be divided by --nodes-per-island {nodes}: set island.fsdp to a multiple"
+            f"--nodes-per-island {nodes} with --gpus-per-node {gpus} asks for {asked} processes, and island.fsdp="
+            f"{island.fsdp} x island.tp={island.tp} is {configured}: set them so that their product is {asked}"
         )
-    if gpus and processes != nodes * gpus:
-        raise ConfigError(
-            f"--nodes-per-island {nodes} with --gpus-per-node {gpus} is {nodes * gpus} GPUs, island.fsdp="
-            f"{config.island.fsdp} x island.tp={config.island.tp} is {processes} processes: "
-            f"--set island.fsdp={max(1, nodes * gpus // config.island.tp)}"
-        )
+    else:
+        fsdp, processes = asked // island.tp, asked
+        if island.batch % (fsdp * island.accumulate):
+            raise ConfigError(
+                f"island.batch={island.batch} must be a multiple of {fsdp * island.accumulate}, the mesh along fsdp "
+                f"(which {asked} processes make {fsdp}) times island.accumulate={island.accumulate}"
+            )
     base = config.launch.port
     numbers = range(first, first + count)
     if base + 2 * (first + count) > 65535:
         raise ConfigError(f"launch.port={base}: {first + count} islands take two ports each: use a lower one")
-    return tuple(Island(f"island-{k}", base + 2 * k, nodes, processes // nodes, gpus) for k in numbers)
+    return tuple(Island(f"island-{k}", base + 2 * k, nodes, processes // nodes, gpus, fsdp) for k in numbers)
