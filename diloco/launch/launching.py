@@ -23,7 +23,6 @@ from diloco.launch.backend import (
     backend_of,
     new_islands,
 )
-from diloco.run.folder import islands_in
 from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
 
 AT_WORK = ("waiting", "running")
@@ -53,7 +52,7 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
     """Start all islands of a launch that are not at work, and return which those were; secrets are made once."""
     if (launch.here / CONFIG).exists():
         launch = _again(launch)
-    elif launch.folder.exists() and (islands_in(launch.folder) or (launch.folder / "identity.key").exists()):
+    elif [*launch.folder.glob("identity.key"), *launch.folder.glob("island-*/identity.key")]:
         raise LaunchError(f"{launch.folder} already holds a run that was not launched: set run=NAME for another one")
     backend = backend_of(launch)
     backend.check()

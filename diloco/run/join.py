@@ -192,6 +192,8 @@ def ask_members(
             published = time.monotonic()
         addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
+        if addresses and not members:
+            reason = "those who are there do not have the run yet"
         for first in members:
             try:
                 return question(first, addresses)
