@@ -122,11 +122,8 @@ def report(launch: "Launch", names: list[str]) -> None:
 
 
 def show(launch: "Launch") -> None:
-    """Print a line for each island: its job, and where that is."""
+    """Print a line for each island: its job as the scheduler sees it, and how far it is in the run."""
     from diloco.launch.launching import states_of
+    from diloco.launch.listing import table
 
-    states = states_of(launch)
-    for island in launch.islands:
-        job = states.get(island.name)
-        how = "not submitted" if job is None else " ".join(filter(None, (job.state, job.detail)))
-        say(f"{island.name:<12} {how:<24} {job.where if job else '':<20} {island.job}")
+    say(*table(launch, states_of(launch)))
