@@ -67,7 +67,9 @@ def run(
     at: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME=HOST:PORT,…", help="With --attach: where other islands are now.", show_default=False
+            metavar="NAME=HOST:PORT,…",
+            help="With --attach: where other islands are now; or a folder with a file for each, NAME, that says so.",
+            show_default=False,
         ),
     ] = None,
     dir: Annotated[
@@ -135,7 +137,8 @@ def attach_island(
 ) -> None:  # fmt: skip
     """Take part in a run by a secret, and exit with 0 if it is finished, with 75 if this island has left before.
 
-    Only the leader process says so by its code: what starts the processes of an island waits for all that end well.
+    Of processes that diloco itself has started only the leader says so by its code: the others end well. On several
+    machines each process does, because each machine's job has to know.
     """
     from diloco.config.file import load_config
     from diloco.launch.processes import start_if_several
@@ -156,10 +159,12 @@ def attach_island(
     connection = Connection(
         host or attachment.host, up, down, delay_s, secret.island, mesh=config.island.mesh,
         port=port or (own[1] if own else 0), relay_bits_per_s=relay_rate(relay),
+        found_now=lambda: secret.multiaddrs(parse_places(at)),
     )  # fmt: skip
     outcome = attach(config, as_simulated(connection, where), attachment)
     if outcome.leader:
         say(ending(outcome, str(where)))
+    if outcome.leader or "DILOCO_MEETING" not in os.environ:
         raise SystemExit(0 if outcome.finished else LEFT)
 
 

@@ -30,7 +30,9 @@ class Slurm:
     def check(self) -> None:
         """Refuse a machine without Slurm's commands, and a configuration that Slurm would misread."""
         if shutil.which("sbatch") is None:
-            raise LaunchError("there is no sbatch here: launch from a machine of the cluster, or with --on ssh or local")
+            raise LaunchError(
+                "there is no sbatch here: launch from a machine of the cluster, or with --on ssh or local"
+            )
         for option in self.options.extra:
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"launch.extra={option!r}: write options of sbatch, as in --mem=64G")

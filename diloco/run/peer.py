@@ -68,6 +68,7 @@ class Connection:
     slowness: float = 1.0  # how many times longer inner steps are to take
     port: int = 0  # to listen at, and at the next one; 0: any two
     relay_bits_per_s: float | None = None  # at which it passes on for islands that nobody can dial; 0: for none
+    found_now: Callable[[], tuple[str, ...]] = tuple  # multiaddrs at which others are by now, as its scheduler says
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
@@ -211,8 +212,8 @@ class Peer(LocalPeer):
         return directory
 
     def _places(self) -> dict[str, tuple[str, ...]]:
-        """Return where others may be, by their ids: as last seen, and as this peer's ticket says."""
-        places = by_peer(self._ticket.addresses)
+        """Return where others may be, by their ids: as last seen, as found just now, and as this peer's ticket says."""
+        places = by_peer((*self.connection.found_now(), *self._ticket.addresses))
         for peer, last_seen in self._book.others.items():
             places[peer] = tuple(dict.fromkeys((*last_seen, *places.get(peer, ()))))
         places.pop(self.id, None)

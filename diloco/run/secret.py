@@ -126,7 +126,14 @@ def host_port(place: str) -> tuple[str, int]:
 
 
 def parse_places(text: str) -> dict[str, str]:
-    """Parse `island-0=HOST:PORT,island-2=HOST:PORT`, as --at takes it."""
+    """Parse `island-0=HOST:PORT,island-2=HOST:PORT`, as --at takes it, or read the files of a folder.
+
+    In a folder each island has a file of its name that holds HOST:PORT: whoever starts it there writes it. What has not
+    been written whole is not counted; the folder is read again and again.
+    """
+    if "=" not in text and (folder := Path(text)).is_dir():
+        found = {path.name: path.read_text().strip() for path in folder.glob("[!.]*")}
+        return {name: place for name, place in found.items() if HOST_PORT.fullmatch(place)}
     places = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, place = part.partition("=")
@@ -135,6 +142,6 @@ def parse_places(text: str) -> dict[str, str]:
         except ValueError:
             equals = ""
         if not equals or not name:
-            raise ConfigError(f"--at {part!r}: write NAME=HOST:PORT, as in island-0=10.0.0.1:31337")
+            raise ConfigError(f"--at {part!r}: write NAME=HOST:PORT, as in island-0=10.0.0.1:31337, or a folder")
         places[name] = place
     return places

@@ -34,23 +34,32 @@ address() {
 is_running() { [ "$(squeue --noheader --jobs="$task" --states=all --format=%T 2>/dev/null)" = RUNNING ]; }
 say() { echo "$(date -Is) $island $*"; }
 
+# An island that comes back when the others have finished and gone would wait for them for ever.
+export DILOCO_FINISHED=$here/finished
+[ ! -e "$DILOCO_FINISHED" ] || { say "has nothing to do: the run is finished"; exit 0; }
 host=$(address)
 [ -n "$host" ] || { say "has no address on this node: set launch.interface" >&2; exit 1; }
 mkdir -p "$here/at" && echo "$host:$port" >"$here/at/.$island" && mv "$here/at/.$island" "$here/at/$island"
 say "starts on $SLURM_JOB_NODELIST at $host:$port (queued again ${SLURM_RESTART_COUNT:-0} times)"
 
 asked='' failures=0
-trap 'asked=yes; if is_running; then scancel --signal=TERM "$task"; fi' TERM    # to all nodes of the island
+trap 'asked=yes heard=yes; if is_running; then scancel --signal=TERM "$task"; fi' TERM    # to all nodes of the island
 while :; do
-    SECONDS=0
+    SECONDS=0 heard=yes
     # once one node has ended, the others have as long as a request to stop gives them
     srun --kill-on-bad-exit=0 --wait={{grace_s}} {{srun}} bash "$here/machine.sh" \
         {{nodes}} "$host" "$rendezvous" {{processes}} {{torchrun}} -- \
         {{program}} run "$here/config.yaml" --attach "$here/secrets/$island" --at "$here/at" \
         --dir {{folder}}/$island --host "$host" --port "$port" {{changes}} &
     step=$!
-    while kill -0 $step 2>/dev/null; do wait $step; code=$?; done       # a signal interrupts `wait`
-    [ $code -ne 0 ] || exit 0           # the run is finished
+    (until [ -e "$DILOCO_FINISHED" ]; do sleep 10; done; sleep {{grace_s}}; exec scancel --signal=TERM "$task") &
+    watcher=$!
+    while [ -n "$heard" ]; do heard=''; wait $step; code=$?; done       # a signal interrupts `wait`
+    kill $watcher 2>/dev/null
+    if [ -e "$DILOCO_FINISHED" ]; then
+        [ $code -eq 0 ] || say "was away when the run was finished"
+        exit 0
+    fi
     is_running || exit $code
     if [ $code -eq 75 ] || [ -n "$asked" ]; then        # it has left before the end: make room, and come back
         say "has left and is queued again"
