@@ -10,6 +10,7 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.launch.backend import Launch
+    from diloco.launch.view import Member
 
 
 def launch(
@@ -122,8 +123,31 @@ def report(launch: "Launch", names: list[str]) -> None:
 
 
 def show(launch: "Launch") -> None:
-    """Print a line for each island: its job as the scheduler sees it, and how far it is in the run."""
+    """Print a line for each island: its job, where that is, and how far the island is; then who else takes part."""
+    from diloco.errors import LaunchError
     from diloco.launch.launching import states_of
-    from diloco.launch.listing import table
+    from diloco.launch.view import Member, members, peers_of
 
-    say(*table(launch, states_of(launch)))
+    states, seen, note = states_of(launch), dict[str, Member](), ""
+    if any(job.state == "running" for job in states.values()):
+        try:
+            seen = members(launch, states)
+        except LaunchError as error:
+            note = str(error)
+    peers = peers_of(launch)
+    for island in launch.islands:
+        job, member = states.get(island.name), seen.pop(peers.get(island.name, ""), None)
+        how = "not submitted" if job is None else " ".join(filter(None, (job.state, job.detail)))
+        how += " (cancelled)" * island.cancelled
+        say(f"{island.name:<12} {how:<24} {progress(member):<20} {job.where if job else '':<16} {island.job}".rstrip())
+    for member in seen.values():
+        say(f"{member.name:<12} {'not launched here':<24} {progress(member)}")
+    if note:
+        say(note)
+
+
+def progress(member: "Member | None") -> str:
+    """Describe how far an island is, as the run's directory has it."""
+    if member is None:
+        return "-"
+    return f"round {member.round}" if member.has_state else "waits for the run"

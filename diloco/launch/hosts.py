@@ -117,13 +117,16 @@ class Hosts(ABC):
         options, host, job = self.launch.config.launch, self.host(island), self.job(island)
         folder = f"{host.dir}/{island.name}"
         words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
-        exports = [f"export {name}={quote(value)}" for name, value in self.environment(island).items()]
         values = {
-            "directory": self.directory, "setup": "\n".join([*exports, *options.setup]) or ":", "job": quote(job),
+            "directory": self.directory, "setup": self._setup(island), "job": quote(job),
             "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
             "passing": " ".join(map(quote, [f"{job}/pid", *[self.secret(island)] * self.copies_secrets])),
         }  # fmt: skip
         return template("island.sh", values)
+
+    def _setup(self, island: Island) -> str:
+        exports = [f"export {name}={quote(value)}" for name, value in self.environment(island).items()]
+        return "\n".join([*exports, *self.launch.config.launch.setup]) or ":"
 
     def submit(self, islands: Sequence[Island]) -> dict[str, str]:
         """Bring files to the hosts, and start the islands detached."""
@@ -256,12 +259,12 @@ class Ssh(Hosts):
     def check(self) -> None:
         """Refuse a host that cannot be reached, or has no diloco, before any island is started."""
         super().check()
-        setup = "\n".join(self.launch.config.launch.setup)
 
         def script(island: Island) -> str:
             program = self.host(island).program
             hint = quote(f"there is no diloco there: `{program} --version` fails; set launch.program")
-            return f"{setup}\n{program} --version </dev/null >/dev/null 2>&1 || {{ echo {hint} >&2; exit 1; }}"
+            test = f"{program} --version </dev/null >/dev/null 2>&1"
+            return f"{self._setup(island)}\n{test} || {{ echo {hint} >&2; exit 1; }}"
 
         self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
 
