@@ -279,6 +279,12 @@ class JoinRefused(DilocoError):
     code = "join"
 
 
+class LaunchError(DilocoError):
+    """Signal that islands could not be started, listed or ended where they run. What was started before goes on."""
+
+    code = "launch"
+
+
 def first_line(error: BaseException) -> str:
     """Return what another library's error says, in one line, or the name of its class if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

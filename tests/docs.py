@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 from typer.models import ParameterInfo
 
 from diloco.cli.app import app
-from diloco.config.schema import Config, OneOf
+from diloco.config.fields import OneOf
+from diloco.config.schema import Config
 from diloco.run.genesis import OWN, SHARED, SUGGESTED
 from diloco.train.amend import CHANGEABLE, RENAMED
 

@@ -5,6 +5,7 @@ After a long cut, or when all have to start again, an island tries these besides
 
 import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,12 @@ def by_peer(addresses: Iterable[str]) -> dict[str, tuple[str, ...]]:
         if separator and "/" not in peer:
             found[peer] = (*found.get(peer, ()), address)
     return found
+
+
+def multiaddr(host: str, port: int) -> str:
+    """Return the multiaddr of a TCP port at a host, which is an address or a name."""
+    family = "ip6" if ":" in host else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
+    return f"/{family}/{host}/tcp/{port}"
 
 
 def answering(places: Sequence[Sequence[str]], within_s: float = 1.5) -> list[list[str]]:

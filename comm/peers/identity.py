@@ -43,12 +43,27 @@ class Identity:
         path = Path(path).absolute()
         try:
             if not path.exists():
-                _create(path)
+                _create(path, Ed25519PrivateKey.generate())
             raw = _read_private(path)
         except OSError as error:
             raise IdentityError(f"cannot use the key file {path}: {error.strerror}") from error
         key = _parse(path, raw)
         return cls(path, key.public_key().public_bytes_raw(), key)
+
+    @classmethod
+    def of(cls, secret: bytes) -> "Identity":
+        """Return the identity with this private key, of 32 bytes, which no file keeps."""
+        key = Ed25519PrivateKey.from_private_bytes(secret)
+        return cls(Path(os.devnull), key.public_key().public_bytes_raw(), key)
+
+    @classmethod
+    def keep(cls, path: Path, secret: bytes) -> "Identity":
+        """Write this private key to a file, and load it; raise IdentityError if another one is there."""
+        _create(path, Ed25519PrivateKey.from_private_bytes(secret))
+        found = cls.load(path)
+        if found.public_key != public_key_of(secret):
+            raise IdentityError(f"{path} holds another key: this folder belongs to another island, choose another one")
+        return found
 
     @property
     def peer_id(self) -> str:
@@ -107,10 +122,9 @@ def run_id_of(owner: bytes) -> bytes:
     return hashlib.sha256(owner).digest()
 
 
-def _create(path: Path) -> None:
-    """Make a key, unless another process made one first."""
+def _create(path: Path, key: Ed25519PrivateKey) -> None:
+    """Write a key, unless another process wrote one first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    key = Ed25519PrivateKey.generate()
     raw = PRIVATE_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
     create_file(path, raw, mode=0o600, durable=True)
 

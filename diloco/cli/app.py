@@ -7,6 +7,7 @@ import typer
 from diloco.cli.bench import bench
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
+from diloco.cli.launch import launch
 from diloco.cli.owner import evict, force_roster
 from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
@@ -43,6 +44,9 @@ def diloco(
 
 app.command(epilog="Example: diloco run examples/quickstart.yaml --set inner.steps=500")(run)
 app.command(epilog="Example: diloco join diloco2-… --max-up 20mbit")(join)
+app.command(epilog="Example: diloco launch run.yaml --on slurm --islands 4 --nodes-per-island 2 --gpus-per-node 8")(
+    launch
+)
 app.add_typer(ticket, name="ticket")
 app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")(config)
 app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")(tokenize)

@@ -1,11 +1,13 @@
 """Declare `diloco run` and `diloco join`: take part in a run, and say how it ended."""
 
 import ctypes
+import json
 import os
 import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,18 +56,51 @@ def run(
     host: RunHost = None,
     port: Port = None,
     relay: RelayRate = None,
+    attach: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take part by this secret of `diloco launch`: found, resume or join, whichever is right.",
+            show_default=False,
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=HOST:PORT,…",
+            help="With --attach: where other islands are now; or a folder with a file for each, NAME, that says so.",
+            show_default=False,
+        ),
+    ] = None,
+    dir: Annotated[
+        Path | None, typer.Option(help="With --attach: this island's folder (default: NAME in the run's folder).")
+    ] = None,
+    wait: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="With --attach: for a member (default: for ever).")
+    ] = None,
 ) -> None:
     """Train on this machine.
 
     Ctrl-C finishes the step, saves, and prints how to continue. With --islands, others join with the ticket that is
     printed: diloco join TICKET. The processes of island.fsdp and island.tp are started here; on several machines:
     torchrun --nnodes 2 … -m diloco run CONFIG
+
+    With --attach the command can be given any number of times, on any island, in any order. It exits with 0 if the run
+    is finished, and with 75 if the island has left before the end and is to be started again.
     """
     from diloco.config.file import load_config
     from diloco.launch.fleet import Plan
     from diloco.run.folder import islands_to_start
 
     loaded = load_config(config, set_ or [])
+    if attach is not None:
+        if resume or fresh or islands is not None:
+            raise ConfigError("--attach finds out what to do: leave out --islands, --resume and --fresh")
+        attach_island(config, set_ or [], attach, at or "", dir, wait, link=link, host=host, port=port, relay=relay)
+        return
+    for option, value in {"--at": at, "--dir": dir, "--wait": wait}.items():
+        if value is not None:
+            raise ConfigError(f"{option} goes with --attach: add that, or leave it out")
     islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
     (many_islands if islands > 1 else one_island)(plan, fresh=fresh)
@@ -94,6 +129,43 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh)
     if outcome.leader:
         say(ending(outcome, folder), *what_next(plan, outcome.step, finished=outcome.finished))
+
+
+def attach_island(
+    path: Path, overrides: list[str], file: Path, at: str, folder: Path | None, wait_s: float | None, *,
+    link: str | None, host: str | None, port: int | None, relay: str | None,
+) -> None:  # fmt: skip
+    """Take part in a run by a secret, and exit with 0 if it is finished, with 75 if this island has left before.
+
+    Of processes that diloco itself has started only the leader says so by its code: the others end well. On several
+    machines each process does, because each machine's job has to know.
+    """
+    from diloco.config.file import load_config
+    from diloco.launch.processes import start_if_several
+    from diloco.run.secret import IslandSecret, parse_places
+
+    secret, places = IslandSecret.read(file), parse_places(at)
+    where = folder or Path(load_config(path, overrides).dir) / secret.island
+    config = load_config(path, [*overrides, f"checkpoint.dir={json.dumps(str(where))}"])
+    up, down, delay_s = rates_of(link)
+    start_if_several(config.island)
+    from diloco.run.attach import LEFT, Attachment
+    from diloco.run.peer import Connection
+    from diloco.run.start import attach
+    from diloco.simulate.real.network import as_simulated
+
+    attachment = Attachment(file, secret, places, inf if wait_s is None else wait_s)
+    own = attachment.own_place
+    connection = Connection(
+        host or attachment.host, up, down, delay_s, secret.island, mesh=config.island.mesh,
+        port=port or (own[1] if own else 0), relay_bits_per_s=relay_rate(relay),
+        found_now=lambda: secret.multiaddrs(parse_places(at)),
+    )  # fmt: skip
+    outcome = attach(config, as_simulated(connection, where), attachment)
+    if outcome.leader:
+        say(ending(outcome, str(where)))
+    if outcome.leader or "DILOCO_MEETING" not in os.environ:
+        raise SystemExit(0 if outcome.finished else LEFT)
 
 
 def many_islands(plan: "Plan", *, fresh: bool) -> None:

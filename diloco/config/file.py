@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from diloco.config.schema import Config, IslandConfig, OneOf
+from diloco.config.fields import OneOf
+from diloco.config.schema import Config, IslandConfig
 from diloco.errors import ConfigError
 
 

@@ -3,101 +3,31 @@
 Reading files, overrides and error messages are in `diloco.config.file`.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
-from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.comm.codec.registry import CODECS, codec_named
-from diloco.units import parse_count, parse_duration
+from diloco.config.fields import (
+    Count,
+    Fraction,
+    Number,
+    Positive,
+    Seconds,
+    Section,
+    Where,
+    auto_or,
+    key,
+    names,
+    on_or_off,
+    one_of,
+    steps_or_time,
+)
+from diloco.config.launch import LaunchConfig
+from diloco.units import parse_duration
 
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("write a number")
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("write a number such as 0.1 or 4e-4") from None
-
-
-def _auto_or(fits: Callable[[float], bool], expected: str) -> BeforeValidator:
-    def parse(value: object) -> float | str:
-        if value == "auto":
-            return "auto"
-        with suppress(ValueError):
-            if fits(number := _number(value)):
-                return number
-        raise ValueError(f"write `auto` or {expected}")
-
-    return BeforeValidator(parse)
-
-
-def _steps_or_time(value: object) -> int | str:
-    """Parse a number of inner steps, or check a time, which stays as it was written."""
-    with suppress(ValueError):
-        if isinstance(value, str) and value.strip()[-1:].isalpha() and parse_duration(value) > 0:
-            return value.strip()
-    with suppress(ValueError):
-        if (steps := parse_count(value)) >= 1:
-            return steps
-    raise ValueError("write a number of inner steps, 1 or more, or a time such as 60s or 5min")
-
-
-def _on_or_off(value: object) -> object:
-    """Turn a bool back into `on` or `off`: YAML reads a plain `on` as true."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _names(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-@dataclass(frozen=True, eq=False)
-class OneOf:
-    """Accept a name out of a table that others can add to.
-
-    Any other is refused as pydantic refuses what is not in a Literal.
-    """
-
-    names: Iterable[str]
-
-    def __call__(self, value: object) -> object:
-        if value not in (known := list(self.names)):
-            raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, known))})
-        return value
-
-
-def _one_of(names: Iterable[str]) -> BeforeValidator:
-    return BeforeValidator(OneOf(names))
-
-
-GUESSED_STEPS = 100
-
-Where = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
-Count = Annotated[int, BeforeValidator(parse_count)]
-Seconds = Annotated[float, BeforeValidator(parse_duration)]
-Number = Annotated[float, BeforeValidator(_number)]
-Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Positive = Annotated[Count, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """Refuse unknown keys and changes: the base of all sections."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, loc_by_alias=False
-    )
-
-
-def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare a setting with its default, its meaning for people, and its limits."""
-    return Field(default=default, description=meaning, **limits)
+GUESSED_STEPS = 100  # in a phase whose length is a time
 
 
 class ModelConfig(Section):
@@ -115,7 +45,7 @@ class ModelConfig(Section):
     kv_heads: Positive | None = key(None, "preset: overrides the number of key/value heads")
     feed_forward: Positive | None = key(None, "preset: overrides the width inside SwiGLU")
     tied: bool | None = key(None, "preset: one matrix for embedding and head")
-    freeze: Annotated[tuple[str, ...], BeforeValidator(_names)] = key(
+    freeze: Annotated[tuple[str, ...], BeforeValidator(names)] = key(
         (), "parameters that stay as they are, by name pattern (embed.*)"
     )
 
@@ -151,7 +81,7 @@ SINKS = {"tensorboard": "diloco.report.trackers:TensorBoard", "wandb": "diloco.r
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: Annotated[str, _one_of(SOURCES)] = key(
+    source: Annotated[str, one_of(SOURCES)] = key(
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
     path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
@@ -240,14 +170,14 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     """The optimizer that combines the islands."""
 
-    optimizer: Annotated[str, _one_of(OUTER_OPTIMIZERS)] = key(
+    optimizer: Annotated[str, one_of(OUTER_OPTIMIZERS)] = key(
         "nesterov", "applied to the mean of the islands' pseudo-gradients"
     )
-    lr: Annotated[Any, _auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
+    lr: Annotated[Any, auto_or(lambda lr: 0 < lr < inf, "a number above 0")] = key(
         "auto",
         "auto follows the number of islands, 0.4 for 1 (0.7 with inner muon) to 0.8 for 8; nearer to 1 in short runs",
     )
-    momentum: Annotated[Any, _auto_or(lambda share: 0 <= share < 1, "a number from 0 to below 1")] = key(
+    momentum: Annotated[Any, auto_or(lambda share: 0 <= share < 1, "a number from 0 to below 1")] = key(
         "auto",
         "nesterov's, adam's decay of the first moment; auto: 0.9 (0.6 with inner muon and one island), less in runs of "
         "under 200 rounds",
@@ -268,7 +198,7 @@ class OuterConfig(Section):
 class SyncConfig(Section):
     """When islands meet, and what travels."""
 
-    every: Annotated[int | str, BeforeValidator(_steps_or_time)] = key(
+    every: Annotated[int | str, BeforeValidator(steps_or_time)] = key(
         50, "inner steps between two rounds; or a time such as 60s, from the end of a round to the next"
     )
     growth: Number = key(0.0, "phases grow as lr falls, to max(every, (growth / lr)^2) steps; 0: they do not", ge=0)
@@ -283,10 +213,10 @@ class SyncConfig(Section):
         "and half (mix), or a whole phase later, the island's own part at once (eager)",
     )
     alpha: Fraction = key(0.5, "mix: the island's own share in its new parameters")
-    codec: Annotated[str, _one_of(CODECS)] = key(
+    codec: Annotated[str, one_of(CODECS)] = key(
         "int8", "how pseudo-gradients travel between islands (an island alone sends nothing)"
     )
-    feedback: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = key(
+    feedback: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = key(
         "auto", "what encoding loses is added to the next contribution; auto: for codecs that leave much out"
     )
     feedback_decay: Fraction = key(0.95, "what is left of that from one contribution to the next")
@@ -389,7 +319,7 @@ class LogConfig(Section):
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
     wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
-    sinks: Annotated[tuple[Annotated[str, _one_of(SINKS)], ...], BeforeValidator(_names)] = key(
+    sinks: Annotated[tuple[Annotated[str, one_of(SINKS)], ...], BeforeValidator(names)] = key(
         (), "the same by name, for sinks that have no key of their own"
     )
 
@@ -415,6 +345,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

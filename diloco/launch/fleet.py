@@ -20,6 +20,7 @@ from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.config.schema import Config
 from diloco.errors import Evicted, SaveError
+from diloco.launch.devices import devices_of
 from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.events import Event
@@ -68,6 +69,10 @@ class Plan:
         """Return the variables that give each island its share of this machine's cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return {"OMP_NUM_THREADS": str(max(1, cores // self.islands))}
+
+    def devices(self, name: str) -> dict[str, str]:
+        """Return the variable that gives this island its share of this machine's GPUs."""
+        return devices_of(self.names.index(name), self.islands, self.config.island)
 
     def founder(self) -> list[str]:
         """Return the arguments of `diloco` that found the run, or resume it, as the first island."""
@@ -118,6 +123,7 @@ def end_of(plan: Plan) -> str | None:
 def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
     """Make the folders of the run and of its islands, and lock the run's; `fresh` keeps an earlier run elsewhere."""
     folder = plan.folder
+    plan.devices(plan.names[0])  # too few for all of them are refused before anything is written
     if plan.resume:
         refuse_other_protocols(folder)
     if plan.resume and not islands_in(folder) and not any(map(saves, (folder, *folder.glob("island-*/")))):
@@ -198,7 +204,7 @@ class Fleet:
         self.board.paused = self._asked_at is not None and all(row.state == "left" for row in self.board.rows.values())
 
     def _start(self, name: str, arguments: list[str]) -> None:
-        self.children[name].start(arguments, self.plan.environment)
+        self.children[name].start(arguments, self.plan.environment | self.plan.devices(name))
         self._running.add(name)
         listed = [{"name": c.name, "pid": c.pid, "folder": str(c.folder)} for c in self.children.values() if c.pid]
         write_file(self.plan.folder / "islands.json", json.dumps(listed, indent=2) + "\n")

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -22,6 +23,7 @@ from diloco.run.genesis import FILE as GENESIS
 from diloco.run.genesis import read_genesis
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
+HELD_AGAIN_S = 0.2
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
 
 
@@ -72,9 +74,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     It never trains over an earlier run unasked, never moves or fills a folder that is no run, and never enters a run
     that another process is training.
     """
-    is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
-    if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
-        raise SaveError(f"{folder} already exists and is not a diloco run: it was left alone; set checkpoint.dir")
+    refuse_foreign(folder)
     if not resume and not fresh and any(has_log(island) or saves(island) for island in folder.glob("island-*/")):
         raise _already_holds(folder, "a run of several islands")
     kept = None
@@ -93,6 +93,13 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
     return kept
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raise SaveError where a folder has something in it and is no run."""
+    is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
+    if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
+        raise SaveError(f"{folder} already exists and is not a diloco run: it was left alone; set checkpoint.dir")
+
+
 def _already_holds(folder: Path, what: str) -> SaveError:
     return SaveError(
         f"{folder} already holds {what}: add --resume to continue it, --fresh to start over (the old one is kept), "
@@ -100,8 +107,29 @@ def _already_holds(folder: Path, what: str) -> SaveError:
     )
 
 
+def hold_folder(folder: Path, wait_s: float, say: Callable[[str], None]) -> None:
+    """Lock a folder for a run that is about to be opened there; wait for another process that may be ending."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            _lock(folder)
+        except SaveError as held:
+            if time.monotonic() >= deadline:
+                raise
+            if wait_s:
+                say(f"{held} (up to {wait_s:.0f} s)")
+            wait_s = 0.0
+            time.sleep(HELD_AGAIN_S)
+        else:
+            _held.add(folder.resolve())
+            return
+
+
 def _lock(folder: Path) -> None:
     """Lock a folder until this process ends, however it ends, or releases it; raise SaveError if another one has it."""
+    if folder.resolve() in _held:  # by this process, for this
+        _held.discard(folder.resolve())
+        return
     lock = (folder / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,6 +142,7 @@ def _lock(folder: Path) -> None:
 
 
 _locks: list[TextIO] = []
+_held: set[Path] = set()
 
 
 def release(folder: Path) -> None:

@@ -60,6 +60,14 @@ FRAGMENTS_BYTES = 8 << 20
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True)
+class Search:
+    """Say for how long to look for a member that answers, and who is told of it meanwhile."""
+
+    limit_s: float = SEARCH_S
+    report: Callable[[float, str], None] = lambda waited_s, reason: None
+
+
 class Entrant(Protocol):
     """Describe who enters a run, as far as its state and its store need to know: a participant, or a witness."""
 
@@ -87,7 +95,7 @@ class Start:
     returns: bool  # from its own disk
 
 
-def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
+def known_genesis(folder: Path, peer: LocalPeer, search: Search = Search()) -> Genesis:
     """Return the genesis as this island's own disk has it, or else as a member of the run gives it."""
     if (known := read_genesis(folder / OUTER, peer.run_id)) is not None:
         return known
@@ -98,7 +106,7 @@ def known_genesis(folder: Path, peer: LocalPeer) -> Genesis:
 
     publish(peer)
     try:
-        return ask_members(peer, ask_for_it)
+        return ask_members(peer, ask_for_it, search)
     except JoinRefused as refused:
         if (damaged := folder / OUTER / FILE).exists():
             raise SaveError(f"{damaged} is not what was written, and nobody gives it again: {refused}") from None
@@ -123,7 +131,9 @@ def known_fragments(folder: Path, peer: LocalPeer, genesis: Genesis) -> Fragment
     return ask_members(peer, ask_for_it)
 
 
-def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors | None = None) -> Start:
+def find_start(
+    peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors | None = None, search: Search = Search()
+) -> Start:
     """Restore the state that this island's own disk ends with, from which the others help it to catch up; without one,
     fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
     config, fragments = part.config, part.fragments
@@ -150,7 +160,7 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
             return found
 
         try:
-            snapshot = ask_members(peer, ask_for_it, lambda: store.download.chunks_come)
+            snapshot = ask_members(peer, ask_for_it, search, lambda: store.download.chunks_come)
         except JoinRefused as refused:
             if genesis.founder != peer.id:
                 raise
@@ -167,20 +177,24 @@ def find_start(peer: LocalPeer, genesis: Genesis, part: Entrant, first: Vectors 
 
 
 def ask_members(
-    peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer], come: Callable[[], int] = lambda: 0
+    peer: LocalPeer, question: Callable[[str, dict[str, PeerAddress]], Answer], search: Search = Search(),
+    come: Callable[[], int] = lambda: 0,
 ) -> Answer:  # fmt: skip
-    """Ask as a newcomer, among peers that may not know it yet, until one answers; raise JoinRefused after a minute in
-    which nobody has. `come` counts what has come of an answer that takes long: more of it is an answer, too."""
+    """Ask as a newcomer, among peers that may not know it yet, until one answers; raise JoinRefused when the search is
+    over. `come` counts what has come of an answer that takes long: when there is more, the search begins anew."""
     if not isinstance(peer, Peer):
         raise JoinRefused("nobody else is in this run")
     reason = "nobody is in the run's directory"
-    deadline, published = time.monotonic() + SEARCH_S, time.monotonic()
-    while time.monotonic() < deadline:
-        if time.monotonic() - published > PUBLISH_AGAIN_S:  # somebody may have missed the first one
-            reason = publish(peer) or reason
+    began = published = time.monotonic()
+    while (waited_s := time.monotonic() - began) < search.limit_s:
+        search.report(waited_s, reason)
+        if peer.reach_lost(time.monotonic()) or time.monotonic() - published > PUBLISH_AGAIN_S:
+            reason = publish(peer) or reason  # somebody may have missed the first one
             published = time.monotonic()
         addresses = peer.find_peers()
         members = [other for other in addresses if any(peer.records[other].chain_digest)]  # newcomers have no state
+        if addresses and not members:
+            reason = "those who are there do not have the run yet"
         for first in members:
             before = come()
             try:
@@ -189,9 +203,9 @@ def ask_members(
             except (TransferFailed, TransportError, MessageRefused, ValueError) as error:
                 reason = str(error)
             if come() > before:
-                deadline = time.monotonic() + SEARCH_S
+                began = time.monotonic()
         time.sleep(AGAIN_S)
-    raise JoinRefused(f"no member of the run answered within {SEARCH_S:.0f} s ({reason}): is it still on?")
+    raise JoinRefused(f"no member of the run answered within {search.limit_s:.0f} s ({reason}): is it still on?")
 
 
 def publish(peer: LocalPeer) -> str:

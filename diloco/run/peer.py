@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
-from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port, multiaddr
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.identity import Identity, peer_id_of, public_key_in
 from diloco.comm.peers.record import PeerRecord
@@ -69,6 +69,7 @@ class Connection:
     slowness: float = 1.0  # how many times longer inner steps are to take
     port: int = 0  # to listen at, and at the next one; 0: any two
     relay_bits_per_s: float | None = None  # at which it passes on for islands that nobody can dial; 0: for none
+    found_now: Callable[[], tuple[str, ...]] = tuple  # multiaddrs at which others are by now, as its scheduler says
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
@@ -199,7 +200,7 @@ class Peer(LocalPeer):
         where: dict[str, Any] = {"listen_host": listen, "listen_port": port, "fixed": bool(self.connection.port)}
         if listen != host:
             where["listen_port"] = where["listen_port"] or free_port(listen)  # it has to be said beforehand
-            where["announce"] = [f"/{_family(host)}/{host}/tcp/{where['listen_port']}"]
+            where["announce"] = [multiaddr(host, where["listen_port"])]
         if listen in (ANYWHERE, "::"):
             ports = f"{port} and {port + 1}" if self.connection.port else "every port (fix them with --port)"
             log.warning("%s is not an address of this machine: your router must forward %s to it", host, ports)
@@ -212,8 +213,8 @@ class Peer(LocalPeer):
         return directory
 
     def _places(self) -> dict[str, tuple[str, ...]]:
-        """Return where others may be, by their ids: as last seen, and as this peer's ticket says."""
-        places = by_peer(self._ticket.addresses)
+        """Return where others may be, by their ids: as last seen, as found just now, and as this peer's ticket says."""
+        places = by_peer((*self.connection.found_now(), *self._ticket.addresses))
         for peer, last_seen in self._book.others.items():
             places[peer] = tuple(dict.fromkeys((*last_seen, *places.get(peer, ()))))
         places.pop(self.id, None)
@@ -223,6 +224,11 @@ class Peer(LocalPeer):
     def ticket_head(self) -> tuple[int, str]:
         """Return how far the run was when this peer's ticket was printed: round and digest; 0 where it does not say."""
         return self._ticket.head[0], self._ticket.head[1].hex()
+
+    @property
+    def ticket_addresses(self) -> tuple[str, ...]:
+        """Return where others may be, as this peer's ticket says."""
+        return self._ticket.addresses
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -350,7 +356,7 @@ class Peer(LocalPeer):
                 if (refusal := self.directory.refusal) != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
-                if self._reach_lost(time.monotonic()) or self._publish_soon.is_set():
+                if self.reach_lost(time.monotonic()) or self._publish_soon.is_set():
                     published = -PUBLISH_S  # they have not heard of us, or of our relay
                     self._publish_soon.clear()
                 if time.monotonic() - published > PUBLISH_S:
@@ -372,7 +378,7 @@ class Peer(LocalPeer):
                     log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
                     said, said_at = str(error), time.monotonic()
 
-    def _reach_lost(self, now: float) -> bool:
+    def reach_lost(self, now: float) -> bool:
         """Dial those whose records are overdue, as often as their turns come; return whether anybody answered."""
         places = self._places()
         lost = [peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S]
@@ -444,13 +450,6 @@ def listen_host(host: str) -> str:
     except OSError:
         return "::" if ":" in host else ANYWHERE
     return address
-
-
-def _family(host: str) -> str:
-    """Name the family of a host as multiaddrs do."""
-    if ":" in host:
-        return "ip6"
-    return "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
 
 
 def host_towards(addresses: tuple[str, ...]) -> str:

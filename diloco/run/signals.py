@@ -79,3 +79,14 @@ def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> 
 
     with handled(on_signal):
         yield
+
+
+@contextmanager
+def exit_on_signal(code: int) -> Iterator[None]:
+    """Exit with this code at a signal that asks to stop, as long as nothing is trained that would have to be saved."""
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        raise SystemExit(code)
+
+    with handled(on_signal):
+        yield

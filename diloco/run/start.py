@@ -6,7 +6,7 @@ island alone founds a run of one that nobody else can join (no `Connection`): in
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from diloco.elastic.runtime.restoring import Origin
 from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Events
+from diloco.run.attach import LEFT, Attachment, anybody_has_the_run, wait_for_ports
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
     OUTER,
@@ -36,9 +37,18 @@ from diloco.run.folder import (
 )
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.run.invites import TICKET, keep_ticket, open_ticket, own_ticket
-from diloco.run.join import Start, find_start, known_fragments, known_genesis, leased_incarnation, meet, open_store
+from diloco.run.join import (
+    Search,
+    Start,
+    find_start,
+    known_fragments,
+    known_genesis,
+    leased_incarnation,
+    meet,
+    open_store,
+)
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
-from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, stop_on_signal
+from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
@@ -52,6 +62,12 @@ def run(config: Config, connection: Connection | None = None, *, resume: bool = 
     """Train in a run that was founded here, or found it first. Without a connection nobody else can join."""
     with _built_in(config.island, connection) as entrance:
         return _train(entrance, entrance.resume(config) if resume else entrance.found(config, fresh=fresh))
+
+
+def attach(config: Config, connection: Connection, attachment: Attachment) -> Outcome:
+    """Train in the run of a secret: found it, resume it or join it, whichever is right."""
+    with exit_on_signal(LEFT), _built_in(config.island, connection) as entrance:
+        return _train(entrance, entrance.attach(config, attachment))
 
 
 def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
@@ -82,6 +98,11 @@ def _built_in(island: IslandConfig, connection: Connection | None) -> Iterator["
         yield RunEntry(place, events, stack, connection, build)
 
 
+def _given(peer: Peer | None) -> Peer:
+    assert peer is not None
+    return peer
+
+
 def _train(entrance: "RunEntry", part: Participant) -> Outcome:
     assert isinstance(part, Trainer)
     stop = entrance.stop
@@ -100,6 +121,7 @@ class RunEntry:
     build: Build
     view: bool = True  # of the terminal, and signals: a program of its own has its own
     stop: Stop = field(default_factory=Stop)
+    search: Search = field(default_factory=Search)  # for members, by one that joins
     ticket: Ticket | None = None
 
     @property
@@ -109,16 +131,23 @@ class RunEntry:
 
     def found(self, config: Config, *, fresh: bool) -> Participant:
         """Start a new run, with this island as its first. Others join with the ticket that lies in its folder."""
+        folder = Path(config.dir)
+        return self._found(config, lambda: self._founding_peer(folder, config.run), resume=False, fresh=fresh)
+
+    def _found(
+        self, config: Config, open_peer: Callable[[], LocalPeer], note: Callable[[], None] = lambda: None, **how: bool
+    ) -> Participant:
         part, folder = self.build(config), Path(config.dir)
-        self._open_folder(config, resume=False, fresh=fresh)
+        self._open_folder(config, **how)
         vectors = part.initial_vectors()
         peer, start = None, None
         if self.place.leader:
-            peer = self._founding_peer(folder, config.run)
+            peer = open_peer()
             owner = Identity.load(folder / OWNER_KEY)
             genesis = Genesis.of(config, part.layout, part.samples, peer.id, part.frozen).signed(owner)
             store, state = open_store(peer, genesis, config, self.events), genesis.state()
             store.begin(genesis.digest, state.head.digest, state.head.round, known=False)
+            note()
             start = Start(genesis, Origin(state, vectors), store, returns=False)
             if self.ticket is not None:
                 self.events.emit("ticket", file=str(folder / TICKET))
@@ -127,6 +156,7 @@ class RunEntry:
     def resume(self, config: Config) -> Participant:
         """Continue a run that was founded here, from this island's disk and from whichever others are present."""
         folder = Path(config.dir)
+        open_peer = partial(self._founding_peer, folder, folder.name)
         refuse_other_protocols(folder)
         if self.closed and not has_log(folder) and not saves(folder):
             raise SaveError(f"{folder} holds no save to resume from: start without --resume")
@@ -138,15 +168,35 @@ class RunEntry:
         if not self.closed:
             if not has_begun(folder):
                 return self.found(config, fresh=False)
-            return self._enter(folder, own_sections(config), self.build, founded_with=config)
+            return self._enter(folder, own_sections(config), self.build, open_peer, founded_with=config)
         part = self.build(config)
         self._open_folder(config, resume=True, prepare=lambda: branch_if_needed(folder, part))
-        return self._enter(folder, own_sections(config), lambda _: part)
+        return self._enter(folder, own_sections(config), lambda _: part, open_peer)
+
+    def attach(self, config: Config, attachment: Attachment) -> Participant:
+        """Enter the run of a secret: found it, resume it or join it, whichever is right."""
+        folder, peer, founds = Path(config.dir), None, False
+        self.place.leader_first(lambda: attachment.prepare(folder))
+        if self.place.leader:
+            peer = self._attached_peer(folder, attachment)
+            known = read_genesis(folder / OUTER, peer.run_id) is not None
+            founds = not known and attachment.founds and not anybody_has_the_run(peer)
+            if not known and not founds:
+                attachment.expect_others(folder)
+            if not founds:
+                attachment.note_founded()
+        config, self.search = attachment.config(config), attachment.search()
+        if self.place.share(founds):
+            return self._found(config, lambda: _given(peer), attachment.note_founded, resume=True)
+        founded_with = config if attachment.secret.owner is not None else None
+        return self._enter(folder, own_sections(config), self.build, lambda: _given(peer), founded_with=founded_with)
 
     def join(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Participant:
         """Enter the run that a ticket names, with this island's own settings; its files lie in `folder`."""
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
-        return self._enter(folder, {**own, "checkpoint": checkpoint}, self.build, ticket=ticket)
+        return self._enter(
+            folder, {**own, "checkpoint": checkpoint}, self.build, partial(self._joining_peer, folder, ticket)
+        )
 
     def witness(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Witness:
         """Enter the run that a ticket names as a witness: neither model nor data are opened, only the outer state."""
@@ -164,13 +214,13 @@ class RunEntry:
         return part
 
     def _enter(
-        self, folder: Path, own: dict[str, Any], build: Build, ticket: Ticket | None = None,
+        self, folder: Path, own: dict[str, Any], build: Build, open_peer: Callable[[], LocalPeer],
         founded_with: Config | None = None,
     ) -> Participant:  # fmt: skip
         peer, genesis, start = None, None, None
         if self.place.leader:
-            peer = self._founding_peer(folder, folder.name) if ticket is None else self._joining_peer(folder, ticket)
-            genesis = known_genesis(folder, peer)
+            peer = open_peer()
+            genesis = known_genesis(folder, peer, self.search)
             if founded_with is not None:
                 genesis.refuse_changes(founded_with)
         genesis = self.place.share(genesis)
@@ -184,20 +234,35 @@ class RunEntry:
         vectors = part.initial_vectors() if again else None
         if peer is not None:
             peer.publish()
-            start = find_start(peer, genesis, part, vectors)
+            start = find_start(peer, genesis, part, vectors, self.search)
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
         self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
 
+    def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
+        """Open the peer of an island with a secret. It is fine if nobody answers yet."""
+        assert self.connection is not None
+        wait_for_ports(self.connection)
+        if attachment.secret.owner is not None:
+            return self._open_founding_peer(folder, self.connection, attachment.places)
+        self.ticket = attachment.secret.ticket.at(attachment.places)
+        everywhere = replace(self.ticket, addresses=attachment.places)  # more than fit into a ticket
+        peer = self._open_peer(folder, everywhere, self.connection, lonely=True)
+        keep_ticket(folder, self.ticket)
+        return peer
+
     def _founding_peer(self, folder: Path, name: str) -> LocalPeer:
         """Open the first peer of a run, with a ticket that lets others in; without a connection nobody gets in."""
-        owner = Identity.load(folder / OWNER_KEY)
-        run_id = run_id_of(owner.public_key)
         if self.connection is None:
+            run_id = run_id_of(Identity.load(folder / OWNER_KEY).public_key)
             return self.stack.enter_context(closing(LocalPeer(folder, run_id, Connection(name=name))))
-        own = own_ticket(owner, Identity.load(folder / IDENTITY_KEY))
-        peer = self._open_peer(folder, own, self.connection, lonely=True)
+        return self._open_founding_peer(folder, self.connection)
+
+    def _open_founding_peer(self, folder: Path, connection: Connection, places: tuple[str, ...] = ()) -> Peer:
+        owner = Identity.load(folder / OWNER_KEY)
+        own = replace(own_ticket(owner, Identity.load(folder / IDENTITY_KEY)), addresses=places)
+        peer = self._open_peer(folder, own, connection, lonely=True)
         self.ticket = open_ticket(folder, owner, peer.addresses)
         keep_ticket(folder, self.ticket)
         return peer

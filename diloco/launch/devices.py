@@ -1,0 +1,47 @@
+"""Which GPUs of this machine belong to which island: each island's processes see their own only.
+
+`CUDA_VISIBLE_DEVICES` says which there are, where it is set; it is also how an island is told its share.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from diloco.config.schema import IslandConfig
+from diloco.errors import DeviceError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of this machine's GPUs that may be used, as `CUDA_VISIBLE_DEVICES` writes them."""
+    if VISIBLE not in environment:
+        import torch
+
+        return [str(number) for number in range(torch.cuda.device_count())]
+    named = [name.strip() for name in environment[VISIBLE].split(",")]
+    ends = [place for place, name in enumerate(named) if name in ("", "-1")]  # CUDA sees none from there on
+    return named[: min(ends, default=len(named))]
+
+
+def share_devices(devices: Sequence[str], islands: int, each: int) -> list[list[str]]:
+    """Divide GPUs among islands of so many processes, a GPU for each process; neighbours stay together.
+
+    Islands of one process share GPUs, in turn, where there are fewer than islands. Those of several cannot, because
+    NCCL wants a GPU for each process.
+    """
+    if islands * each <= len(devices):
+        return [list(devices[each * number : each * (number + 1)]) for number in range(islands)]
+    if each == 1:
+        return [[devices[number % len(devices)]] if devices else [] for number in range(islands)]
+    raise DeviceError(
+        f"{islands} islands of {each} processes need {islands * each} GPUs and this machine has {len(devices)}: "
+        f"start at most {len(devices) // each} here (--islands), make the mesh smaller, or set island.device=cpu"
+    )
+
+
+def devices_of(number: int, islands: int, config: IslandConfig) -> dict[str, str]:
+    """Return the variable that gives the island of this number, counted from 0, its GPUs; none where it uses none."""
+    devices = [] if config.device == "cpu" else visible_devices()
+    if not devices:
+        return {}
+    return {VISIBLE: ",".join(share_devices(devices, islands, config.fsdp * config.tp)[number])}

@@ -1,0 +1,307 @@
+"""Islands on hosts, as detached processes: on this machine, and on others by ssh.
+
+Both do the same by shell scripts, which go to `sh` on its standard input: secrets are on no command line. On a host an
+island has its own folder, which stays, and a job folder beside it for as long as it is launched.
+"""
+
+import os
+import shlex
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+from diloco.errors import ConfigError, LaunchError
+from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, program_of, template
+
+END = "end-of-file-7f3a"  # no line of our files is like that
+SSH_FAILED = 255
+KEYS = ("address", "dir", "program")
+
+# What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
+ALIVE = """alive() {
+    pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null || return 1
+    [ ! -r "/proc/$pid/cmdline" ] || tr '\\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$job/run.sh"
+}"""
+START = """set -e
+umask 077
+command -v setsid >/dev/null || { echo "setsid is missing there: install util-linux" >&2; exit 1; }
+mkdir -p "$job"
+if alive; then exit 0; fi
+WRITES
+rm -f "$job/exit"
+setsid sh "$job/run.sh" >>"$job/output.log" 2>&1 </dev/null &
+echo $! >"$job/pid"
+"""
+STATE = """if alive; then echo running
+elif [ -s "$job/exit" ]; then echo ended; cat "$job/exit"
+elif [ -s "$job/pid" ]; then echo gone
+else echo absent; fi"""
+CANCEL = """if alive; then
+    group=$pid
+    kill -TERM "$group" 2>/dev/null
+    while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
+    kill -KILL "-$group" 2>/dev/null
+fi
+rm -rf "$job"
+"""
+PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
+
+
+@dataclass(frozen=True)
+class Host:
+    """Specify a machine, and where islands lie on it."""
+
+    destination: str  # as ssh takes it; "" stands for this machine
+    address: str  # at which other islands reach it
+    dir: str
+    program: str
+
+
+class Hosts(ABC):
+    """Start islands on hosts, in turn; subclasses say which hosts, and how a script gets there."""
+
+    copies_secrets: bool  # to the job folder, for as long as the job lasts
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    @property
+    @abstractmethod
+    def hosts(self) -> list[Host]:
+        """Return the hosts; island K is on the K-th, and again from the first."""
+
+    @abstractmethod
+    def shell(self, host: Host) -> list[str]:
+        """Return the command of a shell on a host that reads a script."""
+
+    @abstractmethod
+    def job(self, island: Island) -> str:
+        """Return the island's job folder on its host."""
+
+    @abstractmethod
+    def secret(self, island: Island) -> str:
+        """Return where the island's secret lies on its host."""
+
+    @property
+    @abstractmethod
+    def directory(self) -> str:
+        """Return the working folder of islands, for a shell."""
+
+    def environment(self, island: Island) -> dict[str, str]:
+        """Return the variables of an island."""
+        return dict(self.launch.config.launch.environment)
+
+    def check(self) -> None:
+        """Refuse islands over several machines: nothing here starts those."""
+        if several := [island for island in self.launch.islands if island.nodes > 1]:
+            raise ConfigError(f"--nodes-per-island {several[0].nodes}: --on {self.launch.backend} has one machine each")
+
+    def host(self, island: Island) -> Host:
+        """Return the host of an island."""
+        hosts = self.hosts
+        return hosts[island.number % len(hosts)]
+
+    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return where islands listen: their hosts and ports are known."""
+        return {island.name: f"{_bracketed(self.host(island).address)}:{island.port}" for island in islands}
+
+    def render(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return the script of each island's job."""
+        return {f"{island.name}.sh": self._script(island) for island in islands}
+
+    def _script(self, island: Island) -> str:
+        options, host, job = self.launch.config.launch, self.host(island), self.job(island)
+        folder = f"{host.dir}/{island.name}"
+        words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
+        values = {
+            "directory": self.directory, "setup": self._setup(island), "job": quote(job),
+            "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
+            "passing": " ".join(map(quote, [f"{job}/pid", *[self.secret(island)] * self.copies_secrets])),
+        }  # fmt: skip
+        return template("island.sh", values)
+
+    def _setup(self, island: Island) -> str:
+        exports = [f"export {name}={quote(value)}" for name, value in self.environment(island).items()]
+        return "\n".join([*exports, *self.launch.config.launch.setup]) or ":"
+
+    def submit(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Bring files to the hosts, and start the islands detached."""
+        self._on_hosts(islands, self._start)
+        return {island.name: f"{self.host(island).destination or 'here'}:{self.job(island)}" for island in islands}
+
+    def _start(self, island: Island) -> str:
+        config = self.launch.config_file.read_text(encoding="utf-8")
+        files = {f"{self.job(island)}/run.sh": self._script(island), f"{self.job(island)}/{CONFIG}": config}
+        if self.copies_secrets:
+            files[self.secret(island)] = self.launch.secret_file(island.name).read_text(encoding="utf-8")
+        writes = [f"cat >{quote(path)} <<'{END}'\n{text.rstrip()}\n{END}" for path, text in files.items()]
+        return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
+
+    def states(self) -> dict[str, JobState]:
+        """Ask all hosts how the islands' processes are."""
+        told = self._on_hosts(self.launch.islands, lambda _: STATE)
+        found = {name: _state(words.split()) for name, words in told.items()}
+        places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
+        addresses = self.addresses(self.launch.islands)
+        return {
+            name: replace(state, where=places[name], address=addresses[name])
+            for name, state in found.items()
+            if state is not None
+        }
+
+    def cancel(self, islands: Sequence[Island]) -> None:
+        """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
+        grace_s = int(self.launch.config.launch.grace_s)
+        script = f"grace_s={grace_s}\n{CANCEL}"
+        self._on_hosts(islands, lambda _: script, timeout_s=grace_s + 60)
+
+    def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
+        """Bring what the islands have printed here."""
+        told = self._on_hosts(islands, lambda _: PRINTED)
+        folder, files = self.launch.here / LOGS, {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in told.items():
+            if text:
+                files[name] = folder / f"{name}.log"
+                files[name].write_text(text, encoding="utf-8")
+        return files
+
+    def _on_hosts(
+        self, islands: Sequence[Island], script: Callable[[Island], str], timeout_s: float = 120
+    ) -> dict[str, str]:
+        """Run a script for each island on its host, all at once; return what they print, or raise what failed first."""
+
+        def call(island: Island) -> str:
+            prelude = f"job={quote(self.job(island))}\n{ALIVE}"
+            return self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+
+        with ThreadPoolExecutor(16) as pool:
+            calls = {island.name: pool.submit(call, island) for island in islands}
+        return {name: called.result() for name, called in calls.items()}
+
+    def _run(self, host: Host, script: str, timeout_s: float) -> str:
+        where = host.destination or "this machine"
+        try:
+            done = subprocess.run(self.shell(host), input=script, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{where} does not answer within {timeout_s:.0f} s: try again") from None
+        except OSError as error:
+            raise LaunchError(f"{self.shell(host)[0]} cannot be started ({error.strerror}): install it") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            hint = f"; try: {shlex.join(self.shell(host))}" if done.returncode == SSH_FAILED else ""
+            raise LaunchError(f"{where}: {last}{hint}")
+        return done.stdout
+
+
+def _state(words: list[str]) -> JobState | None:
+    match words:
+        case ["running"]:
+            return JobState("running")
+        case ["ended", "0"]:
+            return JobState("finished")
+        case ["ended", "75"]:
+            return JobState("left")
+        case ["ended", code]:
+            return JobState("failed", detail=f"exit code {code}")
+        case ["gone"]:
+            return JobState("gone", detail="killed")
+    return None
+
+
+class Local(Hosts):
+    """Start islands on this machine. Their folders are in the run's folder."""
+
+    copies_secrets = False
+
+    @property
+    def hosts(self) -> list[Host]:
+        base = Path(self.launch.config.launch.dir or self.launch.folder).absolute()
+        return [Host("", "127.0.0.1", str(base), program_of(self.launch, same_machine=True))]
+
+    def shell(self, host: Host) -> list[str]:
+        return ["sh", "-s"]
+
+    def job(self, island: Island) -> str:
+        return str((self.launch.here / "jobs" / island.name).absolute())
+
+    def secret(self, island: Island) -> str:
+        return str(self.launch.secret_file(island.name).absolute())
+
+    def environment(self, island: Island) -> dict[str, str]:
+        """Return the variables of an island, with its share of this machine's cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return {"OMP_NUM_THREADS": str(max(1, cores // len(self.launch.islands)))} | super().environment(island)
+
+    @property
+    def directory(self) -> str:
+        """Return where it was launched: paths in the configuration are relative to that."""
+        return quote(str(Path.cwd()))
+
+
+class Ssh(Hosts):
+    """Start islands on other machines by ssh, without a shared file system."""
+
+    copies_secrets = True
+
+    @property
+    def hosts(self) -> list[Host]:
+        options = self.launch.config.launch
+        if options.hosts is None:
+            raise ConfigError("launch.hosts=null: --on ssh needs a file with a host on each line")
+        base = options.dir or f"diloco/{self.launch.config.run}"
+        return read_hosts(Path(options.hosts), dir=base, program=program_of(self.launch, same_machine=False))
+
+    def check(self) -> None:
+        """Refuse a host that cannot be reached, or has no diloco, before any island is started."""
+        super().check()
+
+        def script(island: Island) -> str:
+            program = self.host(island).program
+            hint = quote(f"there is no diloco there: `{program} --version` fails; set launch.program")
+            test = f"{program} --version </dev/null >/dev/null 2>&1"
+            return f"{self._setup(island)}\n{test} || {{ echo {hint} >&2; exit 1; }}"
+
+        self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
+
+    def shell(self, host: Host) -> list[str]:
+        return [*shlex.split(self.launch.config.launch.ssh), "-o", "BatchMode=yes", host.destination, "sh -s"]
+
+    def job(self, island: Island) -> str:
+        return f"{self.host(island).dir}/{island.name}.job"
+
+    def secret(self, island: Island) -> str:
+        return f"{self.job(island)}/secret"
+
+    @property
+    def directory(self) -> str:
+        """Return the home folder: paths in the configuration are relative to that, or absolute."""
+        return '"$HOME"'
+
+
+def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
+    """Read a hosts file: on each line a destination of ssh, then address=, dir= or program= where they differ."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"launch.hosts={path}: cannot be read: {error}") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        destination, *pairs = shlex.split(line, comments=True) or [""]
+        given = dict(pair.partition("=")[::2] for pair in pairs)
+        if wrong := [pair for pair in pairs if pair.partition("=")[0] not in KEYS or not pair.partition("=")[2]]:
+            raise ConfigError(f"{path}, line {number}: {wrong[0]!r}: write {' or '.join(f'{key}=…' for key in KEYS)}")
+        if destination:
+            address = destination.rpartition("@")[2]
+            hosts.append(Host(destination, **({"address": address, "dir": dir, "program": program} | given)))
+    if not hosts:
+        raise ConfigError(f"launch.hosts={path}: there is no host in it: write one on each line")
+    return hosts
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,203 @@
+"""Islands on Kubernetes: each an Indexed Job of its own, so that one restarts without touching the others.
+
+The template `kubernetes.yaml` is one island. Its pods have names that stay the same however often they are made anew,
+so every address is known beforehand. kubectl does the rest; the secrets go to it on its standard input.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError, LaunchError
+from diloco.launch.backend import (
+    LOGS,
+    Island,
+    JobState,
+    Launch,
+    attach_words,
+    fill,
+    program_of,
+    torchrun_of,
+)
+
+FOLDER = "/run-data"  # in a pod: where the island's volume is
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+NAME_LIMIT = 60  # of 63: a pod's name adds its number
+CALL_S = 120
+RUN, ISLAND = "diloco-run", "diloco-island"  # labels
+
+
+class Kubernetes:
+    """Apply a manifest for each island by kubectl, and follow its Job and its pods."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch, self.options = launch, launch.config.launch
+
+    def check(self) -> None:
+        """Refuse a machine without kubectl, and what cannot be rendered."""
+        if shutil.which("kubectl") is None:
+            raise LaunchError("there is no kubectl here: install it, or apply the files of --dry-run elsewhere")
+        self.render(self.launch.islands)
+
+    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return where the islands' first pods listen, by the names that their Services give them."""
+        return {island.name: f"{self._host(island)}:{island.port}" for island in islands}
+
+    def render(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return a manifest for each island."""
+        return {f"{island.name}.yaml": self._manifest(island) for island in islands}
+
+    def name(self, island: Island) -> str:
+        """Return what the objects of an island are called; raise ConfigError where that is no name for Kubernetes."""
+        name = f"{self.launch.config.run}-{island.name}"
+        if not LABEL.fullmatch(name) or len(name) > NAME_LIMIT:
+            raise ConfigError(
+                f"run={self.launch.config.run}: Kubernetes takes small letters, digits and -, and with the island's "
+                f"name at most {NAME_LIMIT} of them: set run=NAME to such a name"
+            )
+        return name
+
+    def _host(self, island: Island) -> str:
+        name = self.name(island)
+        return f"{name}-0.{name}.{self.options.namespace}.svc"
+
+    def _manifest(self, island: Island) -> str:
+        if self.options.image is None:
+            raise ConfigError("launch.image=null: --on kubernetes needs the name of an image with diloco in it")
+        name, options = self.name(island), self.options
+        values = {
+            "name": name, "namespace": options.namespace, "run": self.launch.config.run, "island": island.name,
+            "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
+            "port": island.port, "second_port": island.port + 1, "nodes": island.nodes, "restarts": options.restarts,
+            "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image), "folder": self._folder,
+            "command": self._command(island), "environment": _variables(options.environment),
+            "resources": _resources(options.resources, island.gpus), "volume": self._volume(island),
+            "run_volume": _run_volume(name, kept=options.storage is not None),
+        }  # fmt: skip
+        return fill("kubernetes.yaml", values, options.templates)
+
+    @property
+    def _folder(self) -> str:
+        return self.options.dir or FOLDER
+
+    def _command(self, island: Island) -> str:
+        """Return the shell lines of a pod: a private copy of the secret, then the island's part on this machine."""
+        host, secret = self._host(island), f"{self._folder}/secret/{island.name}"
+        program = program_of(self.launch, same_machine=False)
+        words = attach_words(
+            island, config="/launch/config.yaml", secret=secret, folder=f"{self._folder}/{island.name}"
+        )
+        machine = [str(island.nodes), host, str(self.options.port - 1), str(island.processes)]
+        return "\n".join([
+            *self.options.setup,
+            f"install -D -m 600 /secret/secret {secret}",
+            f"until getent hosts {host} >/dev/null; do sleep 1; done",
+            f"exec bash /launch/machine.sh {shlex.join(machine)} {torchrun_of(program)} -- \\",
+            f"  {program} {shlex.join(words)} --host {host}",
+        ])  # fmt: skip
+
+    def _volume(self, island: Island) -> str:
+        if self.options.storage is None:
+            return ""
+        values = {
+            "name": self.name(island), "namespace": self.options.namespace, "run": self.launch.config.run,
+            "island": island.name, "size": self.options.storage,
+            "access": "ReadWriteOnce" if island.nodes == 1 else "ReadWriteMany",
+        }  # fmt: skip
+        return fill("kubernetes-volume.yaml", values, self.options.templates)
+
+    def submit(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Apply secrets and manifests; a Job that has ended is made anew."""
+        for island in islands:
+            self._call("apply", "--server-side", "--force-conflicts", "-f", "-", text=self._secret(island))
+            self._call("delete", "job", self.name(island), "--ignore-not-found")
+            self._call("apply", "-f", str(self.launch.here / f"{island.name}.yaml"))
+        return {island.name: f"job/{self.name(island)}" for island in islands}
+
+    def _secret(self, island: Island) -> str:
+        labels = {"app": "diloco", RUN: self.launch.config.run, ISLAND: island.name}
+        metadata = {"name": self.name(island), "namespace": self.options.namespace, "labels": labels}
+        text = self.launch.secret_file(island.name).read_text(encoding="utf-8")
+        return json.dumps({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"secret": text}})
+
+    def states(self) -> dict[str, JobState]:
+        """Ask Kubernetes how the islands' Jobs and pods are."""
+        submitted = [island for island in self.launch.islands if island.job]
+        if not submitted:
+            return {}
+        listed = self._call("get", "jobs,pods", "-l", f"{RUN}={self.launch.config.run}", "-o", "json")
+        items = json.loads(listed)["items"]
+        return {island.name: self._state(island, items) for island in submitted}
+
+    def _state(self, island: Island, items: Sequence[Mapping[str, Any]]) -> JobState:
+        own = [item for item in items if item["metadata"]["labels"].get(ISLAND) == island.name]
+        jobs = [item for item in own if item["kind"] == "Job"]
+        if not jobs:
+            return JobState("gone", detail="it has no Job")
+        met = {each["type"]: each for each in jobs[0]["status"].get("conditions", []) if each["status"] == "True"}
+        if "Complete" in met:
+            return JobState("finished")
+        if "Failed" in met:
+            return JobState("failed", detail=met["Failed"].get("reason", ""))
+        pods = [item for item in own if item["kind"] == "Pod" and "deletionTimestamp" not in item["metadata"]]
+        running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
+        if len(running) < island.nodes:
+            return JobState("waiting", detail=f"{len(running)} of {island.nodes} pods run")
+        nodes = ",".join(sorted({pod["spec"].get("nodeName", "") for pod in running}))
+        return JobState("running", nodes, f"{self._host(island)}:{island.port}")
+
+    def cancel(self, islands: Sequence[Island]) -> None:
+        """Delete Jobs, with time to leave, and all but the volumes, which hold the islands' folders."""
+        for island in islands:
+            name, within_s = self.name(island), int(self.options.grace_s) + CALL_S
+            gone = ("--ignore-not-found", f"--timeout={within_s}s")
+            self._call("delete", "job", name, "--cascade=foreground", *gone, timeout_s=within_s + CALL_S)
+            self._call("delete", "service,configmap,secret", name, *gone, timeout_s=within_s + CALL_S)
+
+    def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
+        """Bring what the islands' present pods have printed here."""
+        folder, files = self.launch.here / LOGS, {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for island in [island for island in islands if island.job]:
+            own = f"{RUN}={self.launch.config.run},{ISLAND}={island.name}"
+            if text := self._call("logs", "-l", own, "--tail=-1", "--prefix", "--ignore-errors"):
+                files[island.name] = folder / f"{island.name}.log"
+                files[island.name].write_text(text, encoding="utf-8")
+        return files
+
+    def _call(self, *words: str, text: str | None = None, timeout_s: float = CALL_S) -> str:
+        """Run kubectl and return what it prints; raise LaunchError with its own words where it fails."""
+        command = ["kubectl", "--namespace", self.options.namespace, *words]
+        try:
+            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"kubectl {words[0]} does not end within {timeout_s:.0f} s: try again") from None
+        except OSError as error:
+            raise LaunchError(f"kubectl cannot be started ({error.strerror}): install it") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise LaunchError(f"kubectl {words[0]}: {last}")
+        return done.stdout
+
+
+def _variables(environment: Mapping[str, str]) -> str:
+    given = {"PYTHONUNBUFFERED": "1", **environment}
+    return "\n".join(f"- {{name: {json.dumps(name)}, value: {json.dumps(value)}}}" for name, value in given.items())
+
+
+def _resources(requests: Mapping[str, str | int], gpus: int) -> str:
+    """Return a container's resources as YAML; GPUs can only be limits."""
+    asked = {"requests": {name: str(value) for name, value in requests.items()}}
+    limits = {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}
+    found = {name: value for name, value in (asked | limits).items() if value}
+    return f"resources: {json.dumps(found)}" if found else ""
+
+
+def _run_volume(name: str, *, kept: bool) -> str:
+    what = f"persistentVolumeClaim: {{claimName: {name}}}" if kept else "emptyDir: {}"
+    return f"- name: run\n  {what}"

@@ -1,0 +1,154 @@
+"""Launching a run: secrets are made first, then files are rendered, then a backend submits them.
+
+Everything can be done again: a launch that was interrupted, or whose islands have ended, starts those islands that are
+not running, with the same secrets.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from diloco.atomic import write_file
+from diloco.config.schema import Config
+from diloco.errors import LaunchError
+from diloco.launch.backend import (
+    CONFIG,
+    SECRETS,
+    Backend,
+    Island,
+    JobState,
+    Launch,
+    backend_of,
+    new_islands,
+)
+from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
+
+AT_WORK = ("waiting", "running")
+
+
+def plan_launch(config: Config, backend: str, *, islands: int, nodes: int, gpus: int) -> Launch:
+    """Return what would be launched, with every address that is known beforehand. Nothing is written."""
+    return placed(Launch(Path(config.dir), config, backend, new_islands(config, 0, islands, nodes=nodes, gpus=gpus)))
+
+
+def plan_join(launch: Launch, *, islands: int, nodes: int, gpus: int) -> tuple[Launch, tuple[Island, ...]]:
+    """Return a launch with islands added, and these."""
+    first = 1 + max(island.number for island in launch.islands)
+    added = new_islands(launch.config, first, islands, nodes=nodes, gpus=gpus)
+    larger = placed(launch.having(added))
+    return larger, tuple(island for island in larger.islands if island.number >= first)
+
+
+def placed(launch: Launch) -> Launch:
+    """Return a launch whose islands have those addresses that are known before they are submitted."""
+    unplaced = [island for island in launch.islands if not island.address]
+    known = backend_of(launch).addresses(unplaced)
+    return launch.having(replace(island, address=known.get(island.name, "")) for island in unplaced)
+
+
+def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
+    """Start all islands of a launch that are not at work, and return which those were; secrets are made once."""
+    if (launch.here / CONFIG).exists():
+        launch = _again(launch)
+    elif [*launch.folder.glob("identity.key"), *launch.folder.glob("island-*/identity.key")]:
+        raise LaunchError(f"{launch.folder} already holds a run that was not launched: set run=NAME for another one")
+    backend = backend_of(launch)
+    backend.check()
+    launch.folder.mkdir(parents=True, exist_ok=True)
+    _write_secrets(launch)
+    launch.write()
+    (launch.folder / CONFIG).write_text(launch.config_file.read_text())  # by it a folder is known as a run
+    states = backend.states()
+    wanted = tuple(
+        island
+        for island in launch.islands
+        if not island.cancelled and (island.name not in states or states[island.name].state not in AT_WORK)
+    )
+    return submit(launch, backend, wanted), wanted
+
+
+def _again(launch: Launch) -> Launch:
+    """Return what was launched here before, if it is the same."""
+    before = Launch.read(launch.folder)
+    if before.backend != launch.backend or before.config != launch.config:
+        raise LaunchError(
+            f"{launch.folder} was launched on {before.backend} with its own configuration, {launch.config_file}: "
+            "use that, or set run=NAME for another run"
+        )
+    if len(before.islands) < len(launch.islands):
+        raise LaunchError(
+            f"{launch.folder} was launched with {len(before.islands)} islands: "
+            f"add some with `diloco launch --join {launch.folder} --islands N`"
+        )
+    return before
+
+
+def add(launch: Launch, added: Sequence[Island]) -> Launch:
+    """Make the secrets of islands that were added to a launched run, and start them."""
+    backend = backend_of(launch)
+    backend.check()
+    founder = IslandSecret.read(launch.secret_file(FOUNDER))
+    _keep(launch, make_secrets([island.name for island in added], _addresses(launch), founder))
+    launch.write()
+    return submit(launch, backend, added)
+
+
+def submit(launch: Launch, backend: Backend, islands: Sequence[Island]) -> Launch:
+    """Write the files of these islands' jobs, submit them, and remember what they are called."""
+    if not islands:
+        return launch
+    write_files(launch, backend.render(islands))
+    jobs = backend.submit(islands)
+    launch = launch.having(replace(island, job=jobs[island.name]) for island in islands)
+    launch.write()
+    return launch
+
+
+def write_files(launch: Launch, files: Mapping[str, str]) -> None:
+    """Write rendered files below RUN/launch."""
+    for name, text in files.items():
+        path = launch.here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+
+
+def cancel(launch: Launch, names: Sequence[str]) -> Launch:
+    """End islands for good: they contribute, save and leave, and are not started again."""
+    ending = [launch.island(name) for name in names]
+    backend_of(launch).cancel(ending)
+    launch = launch.having(replace(island, cancelled=True) for island in ending)
+    launch.write()
+    return launch
+
+
+def stop(launch: Launch) -> dict[str, Path]:
+    """End all islands, and return where what they printed lies. Launching the run again continues it."""
+    backend = backend_of(launch)
+    logs = backend.collect(launch.islands)
+    backend.cancel(launch.islands)
+    return logs
+
+
+def states_of(launch: Launch) -> dict[str, JobState]:
+    """Return how each island's job is, as whoever runs it says."""
+    return backend_of(launch).states()
+
+
+def _addresses(launch: Launch) -> dict[str, str]:
+    return {island.name: island.address for island in launch.islands if island.address}
+
+
+def _write_secrets(launch: Launch) -> None:
+    """Write the configuration and the secrets of a new launch; those of an earlier one stay as they are."""
+    folder = launch.here / SECRETS
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    if not launch.secret_file(FOUNDER).exists():  # it is written last: the others are made anew with it
+        _keep(launch, reversed(make_secrets([island.name for island in launch.islands], _addresses(launch))))
+    if not launch.config_file.exists():
+        write_file(launch.config_file, launch.config_text)
+
+
+def _keep(launch: Launch, secrets: Iterable[IslandSecret]) -> None:
+    for secret in secrets:
+        secret.write(launch.secret_file(secret.island))

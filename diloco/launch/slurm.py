@@ -1,0 +1,156 @@
+"""Islands as tasks of Slurm arrays: task K of an array is island-K; islands that are added later are another array.
+
+The run's folder is on a file system that the nodes share. The templates `slurm.sh` and `machine.sh` are the jobs: they
+restart an island that fails, queue one again that has left, and pass on requests to stop.
+"""
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from diloco.errors import ConfigError, LaunchError
+from diloco.launch.backend import LOGS, Island, JobState, Launch, fill, program_of, torchrun_of
+
+AT = "at"  # in RUN/launch: a file for each island with HOST:PORT, where it was started last
+MACHINE = "machine.sh"
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT", "RESIZING")
+RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
+CALL_S = 60
+
+
+class Slurm:
+    """Submit islands to Slurm by sbatch, and follow them by squeue."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch, self.options = launch, launch.config.launch
+
+    def check(self) -> None:
+        """Refuse a machine without Slurm's commands, and a configuration that Slurm would misread."""
+        if shutil.which("sbatch") is None:
+            raise LaunchError(
+                "there is no sbatch here: launch from a machine of the cluster, or with --on ssh or local"
+            )
+        for option in self.options.extra:
+            if not option.startswith("-") or "\n" in option:
+                raise ConfigError(f"launch.extra={option!r}: write options of sbatch, as in --mem=64G")
+
+    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return nothing: Slurm chooses the nodes."""
+        return {}
+
+    def render(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Return a job file for all islands that are alike, and the script that runs on each of their nodes."""
+        jobs = {_file(alike): self._job(alike) for alike in _alike(islands)}
+        return {**jobs, MACHINE: fill(MACHINE, {}, self.options.templates)}
+
+    def _job(self, islands: Sequence[Island]) -> str:
+        options, here, first = self.options, self.launch.here.absolute(), islands[0]
+        base = Path(options.dir or self.launch.folder).absolute()
+        program = program_of(self.launch, same_machine=options.container is None)
+        values = {
+            "job": self.job_name, "array": ",".join(str(island.number) for island in islands), "logs": here / LOGS,
+            "nodes": first.nodes, "processes": first.processes, "port": options.port, "restarts": options.restarts,
+            "grace_s": max(1, int(options.grace_s)), "interface": shlex.quote(options.interface or ""),
+            "options": "\n".join(f"#SBATCH {option}" for option in self._options(first)),
+            "setup": "\n".join(self._setup()), "srun": " ".join(self._srun(base)), "program": program,
+            "torchrun": torchrun_of(program), "changes": shlex.join(first.changes), "here": shlex.quote(str(here)),
+            "folder": shlex.quote(str(base)), "directory": shlex.quote(str(Path.cwd())),
+        }  # fmt: skip
+        return fill("slurm.sh", values, options.templates)
+
+    @property
+    def job_name(self) -> str:
+        """Return what all jobs of this run are called."""
+        return f"diloco-{self.launch.config.run}"
+
+    def _options(self, island: Island) -> list[str]:
+        given = {
+            "--partition": self.options.partition, "--account": self.options.account, "--time": self.options.time,
+            "--gpus-per-node": island.gpus or None,
+        }  # fmt: skip
+        return [*(f"{name}={value}" for name, value in given.items() if value is not None), *self.options.extra]
+
+    def _setup(self) -> list[str]:
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.options.environment.items()]
+        return [*(f"module load {shlex.quote(name)}" for name in self.options.modules), *exports, *self.options.setup]
+
+    def _srun(self, base: Path) -> list[str]:
+        if self.options.container is None:
+            return []
+        mounts = ",".join(f"{path}:{path}" for path in sorted({str(base), str(self.launch.folder.absolute())}))
+        return [shlex.quote(f"--container-image={self.options.container}"), shlex.quote(f"--container-mounts={mounts}")]
+
+    def submit(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Submit the job files; each island is a task of an array."""
+        (self.launch.here / LOGS).mkdir(exist_ok=True)
+        jobs = {}
+        for alike in _alike(islands):
+            array = _call("sbatch", "--parsable", str(self.launch.here / _file(alike))).strip().partition(";")[0]
+            jobs |= {island.name: f"{array}_{island.number}" for island in alike}
+        return jobs
+
+    def states(self) -> dict[str, JobState]:
+        """Ask Slurm how the islands' tasks are. It forgets those that have ended after a while."""
+        islands = [island for island in self.launch.islands if island.job]
+        if not islands:
+            return {}
+        wanted = f"--name={self.job_name}"
+        listed = _call("squeue", "--noheader", "--array", "--states=all", wanted, "--format=%F_%K|%T|%N|%r")
+        found = dict(line.strip().split("|", 1) for line in listed.splitlines() if "|" in line)
+        return {island.name: self._state(island, found.get(island.job)) for island in islands}
+
+    def _state(self, island: Island, line: str | None) -> JobState:
+        place = self.launch.here / AT / island.name
+        address = place.read_text().strip() if place.exists() else ""
+        if line is None:
+            return JobState("gone", detail="Slurm has forgotten it")
+        state, nodes, reason = line.split("|", 2)
+        if state in RUNNING:
+            return JobState("running", nodes, address, "" if state == "RUNNING" else state.lower())
+        if state in WAITING:
+            return JobState("waiting", detail=reason)
+        if state == "COMPLETED":
+            return JobState("finished")
+        return JobState("left" if state in ("CANCELLED", "PREEMPTED") else "failed", nodes, detail=state.lower())
+
+    def cancel(self, islands: Sequence[Island]) -> None:
+        """Cancel tasks: Slurm asks them to stop, and kills what is left after its KillWait. Their logs stay."""
+        if jobs := [island.job for island in islands if island.job]:
+            _call("scancel", *jobs)
+        for island in islands:
+            (self.launch.here / AT / island.name).unlink(missing_ok=True)
+
+    def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
+        """Return the logs, which Slurm writes where they belong."""
+        files = {island.name: self.launch.here / LOGS / f"{island.name}.log" for island in islands}
+        return {name: path for name, path in files.items() if path.exists()}
+
+
+def _alike(islands: Sequence[Island]) -> list[list[Island]]:
+    """Group islands that ask for the same nodes: an array's tasks do."""
+
+    def asked(island: Island) -> tuple[object, ...]:
+        return island.nodes, island.processes, island.gpus, island.changes
+
+    return [list(group) for _, group in groupby(sorted(islands, key=asked), key=asked)]
+
+
+def _file(islands: Sequence[Island]) -> str:
+    return f"slurm-{min(island.number for island in islands)}.sh"
+
+
+def _call(*words: str) -> str:
+    """Run one of Slurm's commands and return what it prints; raise LaunchError with its own words where it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=CALL_S)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{words[0]} does not answer within {CALL_S} s: try again") from None
+    except OSError as error:
+        raise LaunchError(f"{words[0]} cannot be started ({error.strerror}): launch where Slurm is") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise LaunchError(f"{words[0]}: {last}")
+    return done.stdout

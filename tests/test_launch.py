@@ -1,0 +1,172 @@
+"""`diloco launch`: islands here and on other machines, started, listed, added and ended; nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from attached import TINY, free_ports
+from conftest import read_events
+from launched import wait_until
+from ssh_hosts import MISSING, can_serve, machines, program
+
+from diloco.config.file import load_config
+from diloco.errors import ConfigError, LaunchError
+from diloco.launch.backend import Launch, backend_of
+from diloco.launch.hosts import read_hosts
+from diloco.launch.launching import plan_launch
+
+LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 4000}, "sync": {"every": "1s"}}
+
+
+def write_config(folder: Path, **sections: dict[str, object]) -> Path:
+    path = folder / "run.yaml"
+    tree = {**TINY, "run": "launched", "checkpoint": {"dir": str(folder / "run")}, **sections}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def launch(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "diloco", "launch", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def processes_with(text: str) -> list[str]:
+    """The command lines of all processes of this machine that have this text in them."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has just ended
+            continue
+        if text in words and int(pid) != os.getpid():
+            found.append(words)
+    return found
+
+
+def contributors(island: Path) -> list[list[str]]:
+    file = island / "events.jsonl"
+    return [event["contributors"] for event in read_events(file) if event["event"] == "round"] if file.exists() else []
+
+
+def test_a_dry_run_prints_every_job_and_writes_nothing(tmp_path: Path) -> None:
+    printed = launch(str(write_config(tmp_path)), "--islands", "2", "--dry-run")
+    assert "# ---- island-0.sh" in printed and "# ---- island-1.sh" in printed and "--attach" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_of_the_launch_section_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_config(tmp_path, launch={"partion": "gpu", "time": "soon", "port": 70000})
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    assert "launch.partion='gpu': there is no such key; did you mean launch.partition?" in str(refused.value)
+    assert "launch.time='soon'" in str(refused.value) and "launch.port=70000" in str(refused.value)
+
+
+def test_the_launch_section_is_not_part_of_the_run(tmp_path: Path) -> None:
+    from diloco.run.genesis import shared_of
+
+    path = write_config(tmp_path, launch={"partition": "gpu"})
+    assert "launch" not in shared_of(load_config(path))
+
+
+def test_a_mesh_that_does_not_fit_the_nodes_is_refused(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, island={"batch": 16, "fsdp": 1}))
+    with pytest.raises(ConfigError, match="their product is 16"):
+        plan_launch(config, "local", islands=2, nodes=2, gpus=8)
+
+
+def test_what_was_not_launched_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="was not launched"):
+        Launch.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "there is no host in it"),
+        ("# only words\n", "there is no host in it"),
+        ("one adress=10.0.0.1\n", "line 1: 'adress=10.0.0.1': write address=… or dir=… or program=…"),
+        ("one\ntwo dir=\n", "line 2"),
+    ],
+)
+def test_a_hosts_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_hosts(tmp_path / "hosts", dir="d", program="diloco")
+
+
+def test_a_hosts_file_says_where_islands_run(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(
+        "ann@one  # the first\n\ntwo address=10.0.0.2 dir=/data program='python -m diloco'\n"
+    )
+    one, two = read_hosts(tmp_path / "hosts", dir="d", program="diloco")
+    assert (one.destination, one.address, one.dir) == ("ann@one", "one", "d")
+    assert (two.address, two.dir, two.program) == ("10.0.0.2", "/data", "python -m diloco")
+
+
+def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("nowhere\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere' >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    options = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh")}
+    planned = plan_launch(load_config(write_config(tmp_path, launch=options)), "ssh", islands=1, nodes=1, gpus=0)
+    with pytest.raises(LaunchError, match="nowhere: ssh: Could not resolve hostname nowhere; try: "):
+        backend_of(planned).check()
+
+
+@pytest.mark.slow
+def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
+    path = write_config(tmp_path, launch={"port": free_ports(2)}, elastic={"min_islands": 2})
+    run = tmp_path / "run"
+    launch(str(path), "--islands", "2")
+    assert "started on local: nothing" in launch(str(path), "--islands", "2")
+    assert wait_until(lambda: launch("--list", str(run)).count("finished") == 2, 600)
+    assert "done: step 20" in (run / "launch" / "jobs" / "island-1" / "output.log").read_text()
+    assert [oct(file.stat().st_mode)[-3:] for file in sorted((run / "launch").glob("secrets/island-?"))] == ["600"] * 2
+    launch("--stop", str(run))
+    assert processes_with(str(tmp_path)) == [] and list((run / "launch" / "jobs").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_serve(), reason=MISSING)
+def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> None:
+    with machines(tmp_path, ["one", "two"]) as ssh:
+        (tmp_path / "hosts").write_text("one address=127.0.0.1\ntwo address=127.0.0.1\n")
+        options = {"hosts": str(tmp_path / "hosts"), "ssh": ssh, "program": program(), "port": free_ports(3)}
+        path = write_config(tmp_path, launch=options, **LONG)
+        run, one, two = str(tmp_path / "run"), tmp_path / "one/diloco/launched", tmp_path / "two/diloco/launched"
+
+        launch(str(path), "--on", "ssh", "--islands", "2")
+        assert oct((two / "island-1.job" / "secret").stat().st_mode)[-3:] == "600"
+        assert not (one / "island-1.job").exists()
+        assert wait_until(lambda: contributors(two / "island-1")[-1:] == [["island-0", "island-1"]])
+        launch("--join", run, "--islands", "1")
+        assert wait_until(lambda: "island-2" in (contributors(one / "island-2") or [[]])[-1])
+        listed = launch("--list", run).splitlines()
+        assert [line.split()[:3] for line in listed] == [[f"island-{k}", "running", "round"] for k in range(3)]
+
+        launch("--cancel", run, "island-1")
+        assert processes_with(str(two)) == [] and [file.name for file in two.iterdir()] == ["island-1"]
+        launch("--stop", run)
+        assert processes_with(str(tmp_path / "one")) == [
+            sshd for sshd in processes_with("sshd_config") if "/one/" in sshd
+        ]
+        assert [str(file) for file in tmp_path.glob("*/diloco/**/*secret*")] == []
+        assert [file.name for file in sorted(one.iterdir())] == ["island-0", "island-2"]
+        assert "step" in (tmp_path / "run" / "launch" / "logs" / "island-0.log").read_text()
+
+        rounds = len(contributors(one / "island-0"))
+        launch(str(path), "--on", "ssh", "--islands", "2")  # continues, without the one that was cancelled
+        assert wait_until(lambda: len(contributors(one / "island-0")) > rounds + 1)
+        assert not (two / "island-1.job").exists()
+        assert wait_until(lambda: launch("--list", run).count("finished") == 2, 600)
+        ends = [event for name in ("island-0", "island-2") for event in read_events(one / name / "events.jsonl")]
+        digests = {json.dumps([e["round"], e["state"]]) for e in ends if e["event"] == "agreed"}
+        assert len(digests) == 1
+        launch("--stop", run)
+        assert [file.name for file in sorted(one.iterdir())] == ["island-0", "island-2"]
