@@ -96,6 +96,7 @@ class Island:
         self.module.eval()
         losses = []
         for tokens in batches:
+            self.place.activity.count()
             with self._computing():
                 losses.append(whole(self._loss_of(self.module, tokens)))
         if isinstance(self.module, FSDPModule):
