@@ -7,11 +7,13 @@ rank is killed and stopped once: half of the faults in a run that the island has
 the largest number of rounds that the others commit after a signal, up to and with the first that contains work of the
 island's new life. `others_round_ratio` compares medians over rounds as each of the three others reports their ends:
 those that end between a signal and the island's return, over those in which all four islands took part, undisturbed.
-Phases are of a fixed time (`sync.every`), because a restart takes the processor away from everybody on this machine;
-what others lose by that is not theirs to lose on machines of their own. The first round after a signal may still take
-longer (a stopped island is waited for): `longest_round_ratio` is the longest of all over the undisturbed median.
+Phases are of a fixed time (`sync.every`) and inner steps mostly sleep, because all islands share this machine: a
+restart takes the processor away from everybody, which it would not on machines of their own. The first round after a
+signal may still take longer (a stopped island is waited for): `longest_round_ratio` is the longest of all over the
+undisturbed median.
 """
 
+import json
 import os
 import signal
 import time
@@ -32,6 +34,7 @@ from diloco.launch.processes import Child
 from diloco.report.events import Event
 from diloco.report.watching import Tail
 from diloco.run.invites import TICKET
+from diloco.simulate.real.network import VARIABLE as SIMULATION
 
 OTHERS = ("one", "two", "three")
 FOUNDER = "island-1"  # as the others see it
@@ -40,6 +43,8 @@ RANKS = 4
 CALM = 3  # undisturbed rounds of all islands before each fault
 WARM = 1  # rounds of all that are not counted
 INTO = 0.5  # of a phase, when the signal comes
+SLOW, MESH_SLOW = 30.0, 4.0  # times longer that inner steps take: the rest of it they sleep
+LINK_BITS_PER_S = 1e9
 LOOK_S = 0.1
 LONG_S = 900.0
 FAULTS = {  # by who has founded the run; every rank and both signals, in as few faults as can be
@@ -87,11 +92,13 @@ class RankCrew:
         self.root, self.founds = root, founds
         self.mesh = FOUNDER if founds else "mesh"
         self.names = (FOUNDER, *(OTHERS if founds else ("mesh", *OTHERS[1:])))
-        self.children = {name: Child(name, root / name) for name in self.names}
-        self._tails = {name: Tail(root / name / "run" / "events.jsonl") for name in self.names}
+        self.children = {name: Child(name, root / "output" / name) for name in self.names}
+        self._tails = {name: Tail(root / name / "events.jsonl") for name in self.names}
         self.events: dict[str, list[Event]] = {name: [] for name in self.names}
         self.calm, self.disturbed = list[Stretch](), list[Stretch]()
-        write_config(root / "run.yaml", root / FOUNDER / "run", every_s)
+        write_config(root / "run.yaml", root / FOUNDER, every_s)
+        slow = {name: MESH_SLOW if name == self.mesh else SLOW for name in self.names}
+        write_network(root / "network.json", slow)
 
     @property
     def others(self) -> list[str]:
@@ -103,14 +110,15 @@ class RankCrew:
         own = [word for change in MESH for word in ("--set", change)]
         first = own if self.founds else []
         self._start(FOUNDER, "run", str(self.root / "run.yaml"), "--islands", "1", *first)
-        ticket = self.root / FOUNDER / "run" / TICKET
+        ticket = self.root / FOUNDER / TICKET
         self.wait_for(ticket.exists)
         for name in self.names[1:]:
-            where = ["--name", name, "--dir", str(self.root / name / "run"), "--set", "island.batch=4"]
+            where = ["--name", name, "--dir", str(self.root / name), "--set", "island.batch=4"]
             self._start(name, "join", str(ticket), *where, *(own if name == self.mesh else ()))
 
     def _start(self, name: str, *arguments: str) -> None:
-        self.children[name].start(arguments, {"OMP_NUM_THREADS": "1"})
+        file = str(self.root / "network.json")
+        self.children[name].start(arguments, {"OMP_NUM_THREADS": "1", SIMULATION: file})
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds; raise DeviceError if an island ends before, or after LONG_S seconds."""
@@ -223,3 +231,10 @@ def write_config(path: Path, folder: Path, every_s: float) -> None:
         "checkpoint": {"dir": str(folder)},
     }  # fmt: skip
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+
+
+def write_network(path: Path, slow: dict[str, float]) -> None:
+    """Write what a simulation says of these islands: fast links, and steps that take so many times as long."""
+    rates = {"up_bits_per_s": LINK_BITS_PER_S, "down_bits_per_s": LINK_BITS_PER_S}
+    islands = {name: {"id": name, **rates, "slow": factor} for name, factor in slow.items()}
+    path.write_text(json.dumps({"islands": islands, "paths": [], "cut": [], "silent": []}), encoding="utf-8")
