@@ -1,9 +1,11 @@
 """What other benches count: real processes and real files, scaled down. What they measure depends on the machine."""
 
 import pytest
+import torch
 
-from diloco.bench import checkpoint, join
+from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
+from diloco.island.mesh import ProcessMesh
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +33,22 @@ def test_with_rounds_every_block_of_the_overhead_has_one():
     assert [check.name for check in report.checks] == ["overhead.with_rounds_ratio"]
     assert report.figures["rounds"] == 2  # the first block warms up
     assert EVERY % STEPS_A_TURN == 0
+
+
+def test_a_mesh_that_is_forced_on_one_process_computes_what_the_process_does_without_it():
+    cpu = torch.device("cpu")
+    with mesh.forced_mesh(cpu, "gloo") as forced:
+        config = mesh.config_of("tiny", batch=2, sequence=16, vocab=256, steps=40)
+        plain_s, forced_s, losses = mesh.compare(config, ProcessMesh(0, 1, cpu, None), forced, blocks=1)
+    assert len(plain_s) == len(forced_s) == 1
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.soak
+def test_a_killed_process_is_named_and_its_island_back_whoever_founded_the_run():
+    report = ranks.measure(every_s=15.0, faults=1)
+    assert [check.name for check in report.checks] == [
+        "ranks.named_s", "ranks.rounds_until_back", "ranks.others_round_ratio"
+    ]  # fmt: skip
+    assert len(report.figures["faults"]) == 2
+    assert all(row["right"] for row in report.figures["faults"].values())

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import SMALL, read_events, run_cli
 from typer.testing import CliRunner
@@ -26,8 +27,8 @@ COMMANDS = [
     "plan", "doctor", "ticket", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "trust", "recover", "join", "soak", "checkpoint", "virtual", "mutants",
-    "overlap", "plan", "quality", "link",
+    "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "mesh", "join", "soak", "checkpoint",
+    "virtual", "mutants", "overlap", "plan", "quality", "link",
 ]  # fmt: skip
 
 
@@ -246,6 +247,11 @@ def test_bad_input_is_one_clear_line(command, monkeypatch, config_file, tmp_path
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it; without, a mesh starts its own processes
     assert complaint in command.refused("run", *path, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is what it needs")
+def test_bench_mesh_is_refused_in_one_line_without_a_gpu(command):
+    assert "bench mesh needs an NVIDIA GPU" in command.refused("bench", "mesh")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import load_config, overrides_tree
 from diloco.errors import SaveError
 from diloco.launch.fleet import RESTARTS, SAVING_S, Fleet, Plan, is_saving, open_run, spread
+from diloco.launch.mesh_processes import SUPERVISED
 from diloco.launch.processes import Child
 from diloco.report.watching import IslandsView
 from diloco.run.folder import release
@@ -68,7 +69,7 @@ def test_the_founder_gets_every_override_and_a_folder_of_its_own(plan):
 
 def test_islands_share_the_cores(plan):
     cores = len(os.sched_getaffinity(0))
-    assert plan.environment == {"OMP_NUM_THREADS": str(max(1, cores // 2))}
+    assert plan.environment == {"OMP_NUM_THREADS": str(max(1, cores // 2)), SUPERVISED: "1"}
 
 
 @pytest.fixture

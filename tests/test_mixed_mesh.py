@@ -14,6 +14,7 @@ import pytest
 import yaml
 from conftest import SMALL
 
+from diloco.launch.mesh_processes import SUPERVISED
 from diloco.report.events import Event
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ class Crew:
 
     def _start(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", SUPERVISED: "1"}  # an island that fails ends
             command = [sys.executable, "-m", "diloco", *arguments]
             self.started[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -139,7 +140,9 @@ def test_streaming_goes_on_when_a_process_of_one_island_is_killed(tmp_path):
         wait_until(lambda: any({"island-1", "split"} <= contributors for contributors in crew.rounds("founder")), crew)
         os.kill(crew.processes("split")[1], signal.SIGKILL)
         assert crew.started["split"].wait(30) != 0
-        assert "process 1 of 2 was killed by SIGKILL; the island ends with it" in crew.log("split")
+        line = next(line for line in crew.log("split").splitlines() if line.startswith("error[process]"))
+        assert "process 1 of 2 (host " in line and "was killed by SIGKILL at " in line
+        assert line.endswith("; the island ends with it")
         crew.wait("founder", "one", "two")
         assert len(crew.rounds("founder")) == 21  # every fragment, 10 times and once more
         assert "split" not in crew.rounds("founder")[-1]

@@ -5,7 +5,7 @@ a state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,7 +21,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin
-from diloco.island.mesh import open_mesh
+from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.report.events import Event, Events
 from diloco.run.join import alone, options_for
 from diloco.train.outer import apply_record
@@ -44,11 +44,12 @@ class Heard:
 
 
 @contextmanager
-def trainer_of(config: Config) -> Iterator[tuple[Trainer, Heard]]:
-    """Yield a trainer and its events. Its folder is a temporary one, since a run saves at its end."""
+def trainer_of(config: Config, place: ProcessMesh | None = None) -> Iterator[tuple[Trainer, Heard]]:
+    """Yield a trainer and its events, on a mesh that is open or on this process' own. Its folder is a temporary one,
+    since a run saves at its end."""
     with (
         TemporaryDirectory(prefix="diloco-bench-", ignore_cleanup_errors=True) as folder,
-        open_mesh(config.island) as place,
+        open_mesh(config.island) if place is None else nullcontext(place) as place,
     ):
         heard = Heard()
         checkpoint = config.checkpoint.model_copy(update={"dir": folder})

@@ -125,6 +125,33 @@ def recover(
     return {"values": values, "silence_s": silence, "islands": islands, "line": line, "into": into}
 
 
+@benchmark("ranks --json")
+def ranks(
+    every: Annotated[float, typer.Option(min=5.0, help="Seconds that islands train between two rounds.")] = 20.0,
+    faults: Annotated[int, typer.Option(min=1, max=4, help="Faults in each of the two runs, a rank each.")] = 4,
+) -> Mapping[str, Any]:
+    """Kill and stop processes inside an island (15 minutes).
+
+    An island of 2 x 2 processes trains among three others, as the founder of the run and as one that joined. Measures
+    how soon the process is named, after how many rounds the island contributes again, and what that costs the others.
+    """
+    return {"every_s": every, "faults": faults}
+
+
+@benchmark("mesh --json")
+def mesh(
+    preset: Annotated[str, typer.Option(help="Model size.")] = "150m",
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 32,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 32768,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps to measure; both take turns.")] = 8,
+) -> None:
+    """Measure what FSDP2 over NCCL costs a step, on one NVIDIA GPU.
+
+    FSDP2 is forced on a mesh of 1 x 1, and the step compiled; it is compared with the same step without FSDP2.
+    """
+
+
 @benchmark("join --json")
 def join(
     values: Values = 25_000_000,

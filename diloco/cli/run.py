@@ -50,7 +50,7 @@ def run(
         int | None, typer.Option(min=1, max=64, help="Start a run that others can join, with this many islands.")
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart/--no-restart", help="With --islands: restart islands that die.")
+        bool, typer.Option("--restart/--no-restart", help="Restart an island that dies, or in which a process hangs.")
     ] = True,
     link: Link = None,
     host: RunHost = None,
@@ -90,6 +90,7 @@ def run(
     """
     from diloco.config.file import load_config
     from diloco.launch.fleet import Plan
+    from diloco.launch.restarts import continues
     from diloco.run.folder import islands_to_start
 
     loaded = load_config(config, set_ or [])
@@ -102,6 +103,8 @@ def run(
         if value is not None:
             raise ConfigError(f"{option} goes with --attach: add that, or leave it out")
     islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
+    if continues(Path(loaded.dir), fresh=fresh):
+        resume, fresh = True, False
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
     (many_islands if islands > 1 else one_island)(plan, fresh=fresh)
 
@@ -112,11 +115,11 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     for option, value in options.items():
         if value is not None and not plan.islands:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
-    from diloco.launch.processes import start_if_several
+    from diloco.launch.mesh_processes import start_if_several
 
     up, down, delay_s = rates_of(plan.link)
     island, folder = plan.config.island, plan.config.dir
-    start_if_several(island)
+    start_if_several(island, restart=plan.restart)
     from diloco.run.peer import Connection
     from diloco.run.start import run
     from diloco.simulate.real.network import as_simulated
@@ -218,7 +221,7 @@ def join(
     """
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
-    from diloco.launch.processes import start_if_several
+    from diloco.launch.mesh_processes import start_if_several
 
     mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
     own = overrides_tree([*(set_ or []), *mesh])

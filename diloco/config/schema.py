@@ -119,6 +119,9 @@ class IslandConfig(Section):
     )
     compile: bool = key(False, "torch.compile the model")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+    hang_s: Annotated[Seconds, Field(gt=0)] = key(
+        900.0, "seconds without progress until a mesh counts as hung; its start, first step and saves get 4 times that"
+    )
 
     @property
     def mesh(self) -> str:

@@ -96,6 +96,7 @@ class Island:
         self.module.eval()
         losses = []
         for tokens in batches:
+            self.place.activity.count()
             with self._computing():
                 losses.append(whole(self._loss_of(self.module, tokens)))
         if isinstance(self.module, FSDPModule):
@@ -157,12 +158,15 @@ class Island:
         return stack
 
     def _compile(self, blocks: list[nn.Module]) -> None:
-        """Compile the whole computation with its loss on one process; on a mesh, each block between FSDP's hooks."""
+        """Compile the whole computation with its loss on one process; on a mesh, each block between FSDP's hooks, and
+        the loss, whose logits are large (not with tensor parallelism, which splits the vocabulary)."""
         if self.place.mesh is None:
             self._loss_of = torch.compile(next_token_loss)
             return
         for block in blocks:
             block.compile()
+        if self.place.mesh["tp"].size() == 1:
+            self._loss_of = partial(next_token_loss, loss=torch.compile(cross_entropy))
 
 
 def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
@@ -172,11 +176,18 @@ def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
 
 
-def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in fp32, of every token [B, S + 1] given those before it."""
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of logits [B, S, vocab] for targets [B, S]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def next_token_loss(
+    module: nn.Module, tokens: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+) -> Tensor:
+    """Return the mean loss of every token [B, S + 1] given those before it."""
     output = module(tokens[:, :-1])
     logits = output if isinstance(output, Tensor) else output.logits  # [B, S, vocab]
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return loss(logits, tokens[:, 1:])
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

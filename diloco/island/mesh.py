@@ -3,16 +3,19 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError, DilocoError, LeaderFailed
+from diloco.island.activity import Activity
+from diloco.island.signs import giving_signs
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class ProcessMesh:
     world: int
     device: torch.device
     mesh: DeviceMesh | None  # None: this process is the whole island
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def leader(self) -> bool:
@@ -47,6 +51,7 @@ class ProcessMesh:
         """Return True on every process if the flag is true on at least one."""
         if self.mesh is None:
             return flag
+        self.activity.count()
         votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
@@ -54,6 +59,7 @@ class ProcessMesh:
     def mean(self, value: torch.Tensor) -> float:
         """Return the mean over the island's processes as a number, for which the caller waits."""
         if self.mesh is not None:
+            self.activity.count()
             dist.all_reduce(value)
             value = value / self.world
         return value.item()
@@ -66,9 +72,19 @@ class ProcessMesh:
         """
         if self.mesh is None:
             return value
+        self.activity.count()
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes by rank, on every process."""
+        if self.mesh is None:
+            return [value]
+        self.activity.count()
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def leader_first(self, work: Callable[[], None]) -> None:
         """Let the leader do something for all; if it fails, every process stops, and only the leader says why."""
@@ -82,6 +98,9 @@ class ProcessMesh:
             raise error or LeaderFailed("the leader process stopped; its message says why")
 
 
+PATIENCE = timedelta(days=1)
+
+
 @contextmanager
 def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
     """Join the island's other processes (as torchrun or processes.py describe them), and leave them at the end."""
@@ -91,15 +110,31 @@ def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
     if world == 1:
         yield ProcessMesh(0, 1, device, None)
         return
-    # the leader may wait for other islands for hours; who started the processes notices one that dies
-    meeting = os.environ.get("DILOCO_MEETING")  # none: torchrun says where
-    dist.init_process_group(_backend(device), meeting, timedelta(days=1), rank=rank, world_size=world)
-    try:
-        mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
-        yield ProcessMesh(rank, world, device, mesh)
-        dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
-    finally:
-        dist.destroy_process_group()
+    meeting, activity = os.environ.get("DILOCO_MEETING"), Activity()  # no meeting: torchrun says where
+    with giving_signs(activity, rank, world, config.hang_s):
+        # the leader may wait for other islands for hours: by its signs, not by a timeout, one is known that hangs
+        dist.init_process_group(
+            _backend(device), meeting, PATIENCE, rank=rank, world_size=world, store=_store_of_this_life()
+        )
+        try:
+            mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
+            yield ProcessMesh(rank, world, device, mesh, activity)
+            dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
+        finally:
+            dist.destroy_process_group()
+
+
+def _store_of_this_life() -> Any:
+    """Return torchrun's store under a name of this life; None where torch finds one by itself.
+
+    torchrun keeps one store for all restarts (torch 2.13 at least): a process would find where one of the last life
+    listened, and wait for it for ever.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "DILOCO_MEETING" in os.environ:
+        return None
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*where, timeout=PATIENCE, wait_for_workers=False)
+    return PrefixStore(f"diloco/life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _check_processes(config: IslandConfig, world: int) -> None:

@@ -21,6 +21,7 @@ from diloco.config.file import render_config
 from diloco.config.schema import Config
 from diloco.errors import Evicted, SaveError
 from diloco.launch.devices import devices_of
+from diloco.launch.mesh_processes import SUPERVISED
 from diloco.launch.processes import Child
 from diloco.report.board import Board
 from diloco.report.events import Event
@@ -66,9 +67,9 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that give each island its share of this machine's cores."""
+        """Return the variables that give each island its share of this machine's cores, and say who restarts it."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return {"OMP_NUM_THREADS": str(max(1, cores // self.islands))}
+        return {"OMP_NUM_THREADS": str(max(1, cores // self.islands)), SUPERVISED: "1"}
 
     def devices(self, name: str) -> dict[str, str]:
         """Return the variable that gives this island its share of this machine's GPUs."""

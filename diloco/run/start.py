@@ -4,6 +4,7 @@
 island alone founds a run of one that nobody else can join (no `Connection`): in all else it is a run like any other.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from diloco.config.schema import Config, IslandConfig
 from diloco.elastic.runtime.restoring import Origin
 from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
+from diloco.island.signs import ENDED
 from diloco.report.events import Events
 from diloco.run.attach import LEFT, Attachment, anybody_has_the_run, wait_for_ports
 from diloco.run.branch import branch_if_needed
@@ -48,12 +50,15 @@ from diloco.run.join import (
     open_store,
 )
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
+from diloco.run.shared import refuse_unshared
 from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
 from diloco.train.rounds import Rounds
 from diloco.train.trainer import Outcome, Trainer
+
+GETTING_IN = "the search for the run"
 
 Build = Callable[[Config], Participant]  # refuses what cannot work, before anything on disk is touched
 
@@ -157,6 +162,7 @@ class RunEntry:
         """Continue a run that was founded here, from this island's disk and from whichever others are present."""
         folder = Path(config.dir)
         open_peer = partial(self._founding_peer, folder, folder.name)
+        refuse_unshared(folder, self.place)
         refuse_other_protocols(folder)
         if self.closed and not has_log(folder) and not saves(folder):
             raise SaveError(f"{folder} holds no save to resume from: start without --resume")
@@ -219,8 +225,9 @@ class RunEntry:
     ) -> Participant:  # fmt: skip
         peer, genesis, start = None, None, None
         if self.place.leader:
-            peer = open_peer()
-            genesis = known_genesis(folder, peer, self.search)
+            with self.place.activity.during(GETTING_IN, waits=True):
+                peer = open_peer()
+                genesis = known_genesis(folder, peer, self.search)
             if founded_with is not None:
                 genesis.refuse_changes(founded_with)
         genesis = self.place.share(genesis)
@@ -233,12 +240,16 @@ class RunEntry:
         again = self.place.share(peer is not None and genesis.founder == peer.id and not has_state(folder))
         vectors = part.initial_vectors() if again else None
         if peer is not None:
-            peer.publish()
-            start = find_start(peer, genesis, part, vectors, self.search)
+            with self.place.activity.during(GETTING_IN, waits=True):
+                peer.publish()
+                start = find_start(peer, genesis, part, vectors, self.search)
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
         self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
+        refuse_unshared(Path(config.dir), self.place)
+        if self.place.leader and (ended := os.environ.get(ENDED)):
+            self.events.emit("note", text=f"restarted: {ended}")
 
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
         """Open the peer of an island with a secret. It is fine if nobody answers yet."""
@@ -302,7 +313,9 @@ class RunEntry:
             if earlier is not None:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
-            rounds = Rounds(meet(self.stack, peer, start, part, incarnation), config, peer.name_of)
+            with self.place.activity.during(GETTING_IN, waits=True):
+                driver = meet(self.stack, peer, start, part, incarnation)
+            rounds = Rounds(driver, config, peer.name_of)
             self.stop.on_pause = rounds.driver.pause
         part.join(rounds, self.place.share(earlier))
         return part

@@ -254,13 +254,15 @@ class Participant(ABC):
 
     def begin_save(self) -> None:
         """Write a save in the background. A full disk is no reason to stop: there may be space for the next one."""
-        self.saver.begin(self.step_count, **self._contents())
+        with self.place.activity.during("a save", long=True):
+            self.saver.begin(self.step_count, **self._contents())
 
     def save(self) -> Path:
         """Write a save; it is on disk when this returns."""
-        self.saver.wait()
-        started = time.perf_counter()
-        path = write_save(Path(self.config.dir), self.step_count, **self._contents())
+        with self.place.activity.during("a save", long=True):
+            self.saver.wait()
+            started = time.perf_counter()
+            path = write_save(Path(self.config.dir), self.step_count, **self._contents())
         self.events.emit("save", step=self.step_count, path=str(path), seconds=time.perf_counter() - started)
         return path
 

@@ -25,6 +25,7 @@ from diloco.train.rounds import Rounds
 from diloco.train.schedule import Apply, Launch, TimedSchedule, fair_share, schedule_of
 
 PHASES_AHEAD = 2  # worth of samples that an island leases
+FOR_OTHERS = "the wait for other islands"
 LOOK_S = 0.1  # how often an island without samples looks again
 
 
@@ -131,7 +132,8 @@ class SyncLoop:
             self.refresh_samples()
         else:
             if self.rounds is not None:
-                self.rounds.session.wait(LOOK_S)
+                with self.place.activity.during(FOR_OTHERS, waits=True):
+                    self.rounds.session.wait(LOOK_S)
             self._phase_began = self._updated_at = time.perf_counter()
         self._follow()
 
@@ -145,7 +147,10 @@ class SyncLoop:
         """Carry out a decision to its end. Return False if asked to stop before."""
         for head in waits:
             with self._waiting():
-                news = self.rounds.session.wait_for_news(head, should_stop) if self.rounds is not None else None
+                news = None
+                if self.rounds is not None:
+                    with self.place.activity.during(FOR_OTHERS, waits=True):
+                        news = self.rounds.session.wait_for_news(head, should_stop)
                 news = self.place.share(news)
             if not news:
                 waits.close()

@@ -70,6 +70,7 @@ class Trainer(Participant):
         self._model_name = network.name
         self._slowness = slowness
         self._idle_s = 0.0  # without samples, since the last step
+        self._compiles = True  # in the first step, if at all
         self._checked_at = 0, 0  # inner steps done here, and those of them that were skipped, up to the last phase
 
     def run(self, should_stop: Callable[[], bool] = never, pausing: Callable[[], bool] = never) -> Outcome:
@@ -97,9 +98,11 @@ class Trainer(Participant):
 
     def _inner_step(self, batch: Ranges) -> None:
         began = time.perf_counter()
+        self.place.activity.begin(f"inner step {self.sync.policy.steps}", long=self._compiles)
         rate = self._learning_rate
         loss = self.island.step(self.batches.read(batch, first(self.sync.pool, size(batch))), rate)
         self.observe(self._tokens_per_step, loss, lr=rate, skipped=lambda: int(self.island.skipped.item()))
+        self._compiles = False
         if self._slowness > 1:
             time.sleep((self._slowness - 1) * (time.perf_counter() - began))
 
