@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from diloco.checkpoint.save import PATIENCE
 from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError, DilocoError, LeaderFailed
 
@@ -22,7 +22,13 @@ class ProcessMesh:
     rank: int
     world: int
     device: torch.device
-    mesh: DeviceMesh | None  # None: this process is the whole island
+    mesh: DeviceMesh | None  # fsdp x tp, of the built-in model; None: nothing is cut, or the user has cut it
+    group: dist.ProcessGroup | None = None  # by which the processes agree; None: the default one
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether this process is the whole island."""
+        return self.world == 1
 
     @property
     def leader(self) -> bool:
@@ -45,18 +51,19 @@ class ProcessMesh:
 
     def any(self, flag: bool) -> bool:
         """Return True on every process if the flag is true on at least one."""
-        if self.mesh is None:
+        if self.alone:
             return flag
         votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         return bool(votes.item())
 
-    def mean(self, value: torch.Tensor) -> float:
-        """Return the mean over the island's processes as a number, for which the caller waits."""
-        if self.mesh is not None:
-            dist.all_reduce(value)
-            value = value / self.world
-        return value.item()
+    def mean(self, value: torch.Tensor | None) -> float:
+        """Return the mean over the processes that have a value, for which the caller waits; NaN if none has."""
+        if self.alone:
+            return float("nan") if value is None else value.item()
+        total = torch.tensor([0.0, 0.0] if value is None else [value.item(), 1.0], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return (total[0] / total[1]).item()
 
     def share(self, value: Any) -> Any:
         """Return the leader's value on every process; what the others pass is ignored.
@@ -64,10 +71,10 @@ class ProcessMesh:
         Torch pickles it on the way. That stays inside one island: its processes are one program of one owner, started
         together, and neither files nor other islands get here.
         """
-        if self.mesh is None:
+        if self.alone:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def leader_first(self, work: Callable[[], None]) -> None:
@@ -83,6 +90,29 @@ class ProcessMesh:
 
 
 @contextmanager
+def joined_processes(device: torch.device) -> Iterator[ProcessMesh]:
+    """Describe this process among those of a user's own program, which has started torch.distributed by itself.
+
+    They agree by a group of their own: the user's may serve GPUs only, and its timeout is one of training, while the
+    leader may wait for other islands for hours.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+            raise DeviceError(
+                "several processes were started and torch.distributed was not: call init_device_mesh (or "
+                "init_process_group) and shard the model before diloco.connect"
+            )
+        yield ProcessMesh(0, 1, device, None)
+        return
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield ProcessMesh(dist.get_rank(), dist.get_world_size(), device, None, group)
+    finally:
+        if dist.is_initialized():  # a program that fails may have ended it before
+            dist.destroy_process_group(group)
+
+
+@contextmanager
 def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
     """Join the island's other processes (as torchrun or processes.py describe them), and leave them at the end."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -91,9 +121,8 @@ def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
     if world == 1:
         yield ProcessMesh(0, 1, device, None)
         return
-    # the leader may wait for other islands for hours; who started the processes notices one that dies
     meeting = os.environ.get("DILOCO_MEETING")  # none: torchrun says where
-    dist.init_process_group(_backend(device), meeting, timedelta(days=1), rank=rank, world_size=world)
+    dist.init_process_group(_backend(device), meeting, PATIENCE, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
         yield ProcessMesh(rank, world, device, mesh)
