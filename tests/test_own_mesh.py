@@ -19,6 +19,7 @@ from diloco.config.schema import Config
 pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).parent / "own_mesh_worker.py"
+EXAMPLES = WORKER.parent.parent / "examples"
 ROUNDS, EVERY = 5, 4
 
 
@@ -127,3 +128,31 @@ def test_an_island_ends_when_one_of_its_processes_fails(tmp_path, torchrun, rank
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert "end" not in {event["event"] for event in events}
     assert [event["step"] for event in events if event["event"] == "round" and event["contributors"]] == [4]
+
+
+def example(name: str, processes: int, *words: str, cwd: Path, before: tuple[str, ...] = ()) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *torchrun, *before, str(EXAMPLES / name), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILOCO_STEPS": "20"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_example_trains_on_a_mesh(tmp_path):
+    out = example("own_loop_mesh.py", 2, "--tp", "2", "--steps", "30", cwd=tmp_path)
+    assert "the ticket in runs/own-loop-mesh/ticket" in out and "step 30: mean squared error 0.0" in out
+    assert "resumes at step 30" in example("own_loop_mesh.py", 2, "--steps", "30", cwd=tmp_path)  # cut in another way
+
+
+def test_torchtitan_takes_part_unmodified(tmp_path):
+    for package in ("triton", "torchtitan"):  # not of `make install`: triton alone has 260 MB
+        pytest.importorskip(package)
+    out = example(
+        "torchtitan_island.py", 2, "--parallelism.tensor_parallel_degree", "2", cwd=tmp_path,
+        before=(str(WORKER.with_name("titan_on_cpu.py")),),
+    )  # fmt: skip
+    assert "the ticket in runs/torchtitan/ticket" in out
+    events = read_events(tmp_path / "runs" / "torchtitan" / "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "round" and event["contributors"]] == [10, 20]
+    assert events[-1]["event"] == "agreed"
