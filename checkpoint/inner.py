@@ -7,13 +7,14 @@ file what overlaps with its own parts, so that no process ever holds more than t
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,11 +26,17 @@ from diloco.errors import SaveError
 
 FORMAT = 1
 MOST_RANKS = 1 << 16
+OF_ONE_RANK = "rng."  # begins the name of what each process has by itself
 OLD_INDEX = ".metadata"  # of a torch distributed checkpoint, which is a pickle
 DICT, LIST, TUPLE, TENSOR, VALUE = "dict", "list", "tuple", "tensor", "value"  # the kinds of nodes in a tree
 
 Keys = tuple[str | int, ...]  # keys and positions that lead to a leaf of a tree
 Offset = tuple[int, ...]  # where a part lies in the whole tensor
+Like = Callable[[Keys], Tensor | None]  # a tensor that is cut as the one at this place shall be; None: not at all
+
+
+def whole_tensors(path: Keys) -> None:
+    """Cut no tensor: the default for whoever reads all of a save."""
 
 
 @dataclass
@@ -63,7 +70,7 @@ class StagedInner:
         raise SaveError(f"{_in_words(path)} is a {type(value).__name__}, and saves hold tensors, numbers and text only")
 
     def _encode_tensor(self, tensor: Tensor, path: Keys, copy: bool) -> dict[str, Any]:
-        shape, offset, gives = list(tensor.shape), list(offset_of(tensor)), _gives(tensor)
+        shape, offset, gives = list(tensor.shape), list(offset_of(tensor)), _gives(tensor, path)
         part = local(tensor).detach()
         node: dict[str, Any] = {TENSOR: None, "shape": shape, "dtype": str(part.dtype).removeprefix("torch.")}
         if gives and part.numel():
@@ -88,10 +95,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _gives(tensor: Tensor) -> bool:
-    """Tell whether this process writes its part: of the holders of copies along a mesh's dimension, the first does."""
+def _gives(tensor: Tensor, path: Keys) -> bool:
+    """Tell whether this process writes its part: of the holders of copies along a mesh's dimension, the first does. Of
+    what is not sharded every process has a copy, except for its own random numbers."""
     if not isinstance(tensor, DTensor):
-        return True
+        return not dist.is_initialized() or dist.get_rank() == 0 or str(path[0]).startswith(OF_ONE_RANK)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a process holds tensors of its own meshes only"
     return all(at == 0 for at, way in zip(coordinate, tensor.placements, strict=True) if way.is_replicate())
@@ -144,11 +152,13 @@ class SavedInner:
             )
         self.leaves: dict[Keys, _Leaf] = {}
         first = self._read_index(0)
+        entries: dict[str | int, Any] = {}  # of the trees of all processes, which differ in what each has by itself
         for rank in range(first["ranks"]):
             index = first if rank == 0 else self._read_index(rank)
             for path, node in _leaves(index["tree"], ()):
                 self._add(rank, path, node)
-        self.tree = first["tree"]
+            entries = dict(index["tree"][DICT]) | entries
+        self.tree = {DICT: list(entries.items())}
 
     def _read_index(self, rank: int) -> dict[str, Any]:
         path = self._folder / f"rank-{rank:05}.json"
@@ -218,20 +228,25 @@ class SavedInner:
         if filled != mine.numel():
             raise ValueError(f"it lacks a part of {_in_words(path)}")
 
-    def whole(self) -> Any:
-        """Return the whole tree, in this process' memory."""
-        return self.fill(self._empty(self.tree))
+    def read(self, like: Like) -> Any:
+        """Return the whole tree in this process' memory, except for tensors that are cut as `like` says: of those it
+        holds its own part."""
+        return self.fill(self._empty(self.tree, (), like))
 
-    def _empty(self, node: Mapping[str, Any]) -> Any:
+    def _empty(self, node: Mapping[str, Any], path: Keys, like: Like) -> Any:
         if DICT in node:
-            return {key: self._empty(part) for key, part in node[DICT]}
-        if LIST in node:
-            return [self._empty(part) for part in node[LIST]]
-        if TUPLE in node:
-            return tuple(self._empty(part) for part in node[TUPLE])
+            return {key: self._empty(part, (*path, key), like) for key, part in node[DICT]}
+        if LIST in node or TUPLE in node:
+            parts = enumerate(node.get(LIST, node.get(TUPLE)))
+            return (list if LIST in node else tuple)(self._empty(part, (*path, at), like) for at, part in parts)
         if VALUE in node:
             return None
-        return torch.empty(tuple(map(int, node["shape"])), dtype=getattr(torch, node["dtype"]))
+        shape, dtype, cut = tuple(map(int, node["shape"])), getattr(torch, node["dtype"]), like(path)
+        if not isinstance(cut, DTensor) or not shape:
+            return torch.empty(shape, dtype=dtype)
+        if shape != tuple(cut.shape):
+            raise ValueError(f"{_in_words(path)} is {list(shape)} there and its parameter {list(cut.shape)}")
+        return torch.empty_like(cut, dtype=dtype, requires_grad=False)
 
 
 def _read_part(file: Any, part: _Part, dtype: torch.dtype, there: tuple[slice, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.inner import SavedInner, StagedInner, write_rank
+from diloco.checkpoint.inner import Like, SavedInner, StagedInner, whole_tensors, write_rank
 from diloco.checkpoint.log.writing import Rest, WritePace, make_way, no_rest, write_tensors
 from diloco.errors import SaveError, first_line
 
@@ -263,9 +263,12 @@ def read_inner(folder: Path, into: dict[str, Any]) -> None:
     _read_inner(folder, lambda: _by_all(fill))
 
 
-def read_whole_inner(folder: Path) -> dict[str, Any]:
-    """Return all of a save's inner state, whatever it holds, in this process' memory."""
-    return _read_inner(folder, lambda: SavedInner(folder / "inner").whole())
+def read_inner_tree(folder: Path, like: Like = whole_tensors, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Return a save's inner state, whatever it holds, in this process' memory; of a tensor that is cut as `like` says,
+    this process' part. All processes call it."""
+    state: list[dict[str, Any]] = []
+    _read_inner(folder, lambda: _by_all(lambda: state.append(SavedInner(folder / "inner").read(like)), group))
+    return state[0]
 
 
 def _read_inner(folder: Path, read: Callable[[], Any]) -> Any:

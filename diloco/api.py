@@ -1,6 +1,5 @@
 """`diloco.connect` lets any PyTorch loop take part in a run, through the `Run` that it yields (train/user_loop.py)."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -15,10 +14,10 @@ from diloco.checkpoint.save import saves
 from diloco.comm.peers.ticket import PREFIX, Ticket
 from diloco.config.file import load_tree, parse_config
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, DeviceError, SaveError
-from diloco.island.mesh import ProcessMesh
+from diloco.errors import ConfigError, SaveError
+from diloco.island.mesh import ProcessMesh, joined_processes
 from diloco.island.optimizer import named_optimizer
-from diloco.island.user_model import OwnModel
+from diloco.island.user_model import OwnModel, device_of
 from diloco.report.events import Events
 from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.invites import TICKET
@@ -58,23 +57,25 @@ def connect(
     optimizer, rounds under way, position in the data, torch's random numbers; the optimizer's settings are the
     program's own (let a learning rate follow `run.step_count`). Among others, it continues from where its own log of
     the run ends, or where the others are by now, with the optimizer's state of its newest save.
+
+    Under torchrun all processes are one island. Cut the model with `fully_shard` and tensor parallelism (or give each
+    process a copy, as DDP does) and make the optimizer first; then every process calls this with the same arguments.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise DeviceError("diloco.connect takes part with one process an island: start it without torchrun")
-    own = OwnModel.of(model)
-    chosen = _optimizer(optimizer, optimizer_options or {}, own)
-    where = _read(where)
     connection = _connection(name, host, max_up, max_down, link)
     with ExitStack() as stack:
+        place = stack.enter_context(joined_processes(device_of(model)))
+        own = OwnModel.of(model, place)
+        chosen = _optimizer(optimizer, optimizer_options or {}, own)
+        where = _read_together(where, place)
         events = Events()
         stack.callback(events.close)
 
         def enter(connection: Connection | None) -> RunEntry:
-            place, build = ProcessMesh(0, 1, own.device, None), partial(Run, model=own, optimizer=chosen, events=events)
+            build = partial(Run, model=own, optimizer=chosen, events=events)
             return RunEntry(place, events, stack, connection, build, view=False)
 
         if isinstance(where, str):
-            run = _join(enter, connection, where, dir)
+            run = _join(enter, place, connection, where, dir)
         else:
             here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
             run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
@@ -93,31 +94,49 @@ def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnM
     entrance.stack.callback(release, folder)
     founded_here = has_log(folder) and (folder / OWNER_KEY).exists()
     left_alone = entrance.closed and bool(saves(folder))
-    if not fresh and (founded_here or left_alone):
+    # the leader changes the folder as soon as it goes on: what it saw counts for all
+    resumes, is_used = own.place.share((founded_here or left_alone, bool(saves(folder) or has_log(folder))))
+    if not fresh and resumes:
         run = cast(Run, entrance.resume(config))
-        print(f"{folder}: resumes at step {run.step_count} of {run.steps} (fresh=True starts over)", flush=True)
+        _say(own.place, f"{folder}: resumes at step {run.step_count} of {run.steps} (fresh=True starts over)")
     else:
-        if not fresh and (saves(folder) or has_log(folder)):
+        if not fresh and is_used:
             raise SaveError(
                 f"{folder} already holds a run: alone=True resumes one of an island alone, its ticket one that was "
                 "joined; fresh=True starts over (the old one is kept), dir=FOLDER uses another folder"
             )
         run = cast(Run, entrance.found(config, fresh=fresh))
-    if entrance.ticket is not None:
-        run.ticket = entrance.ticket.render()
-        print(f"{config.run}: others join with the same program and the ticket in {folder / TICKET}", flush=True)
+    run.ticket = own.place.share(entrance.ticket.render() if entrance.ticket is not None else None)
+    if run.ticket is not None:
+        _say(own.place, f"{config.run}: others join with the same program and the ticket in {folder / TICKET}")
     return run
 
 
-def _join(enter: Callable[[Connection], RunEntry], connection: Connection, text: str, dir: str | Path | None) -> Run:
+def _say(place: ProcessMesh, text: str) -> None:
+    """Print a line for people, once for all processes of the island."""
+    if place.leader:
+        print(text, flush=True)
+
+
+def _join(
+    enter: Callable[[Connection], RunEntry], place: ProcessMesh, connection: Connection, text: str,
+    dir: str | Path | None,
+) -> Run:  # fmt: skip
     ticket = Ticket.parse(text, 0.0)
-    name, host = connection.name or own_name(), connection.host or host_towards(ticket.addresses)
+    name, host = connection.name or place.share(own_name()), connection.host or host_towards(ticket.addresses)
     folder = Path(dir or Path("runs") / f"{ticket.run_id.hex()[:8]}-{name}")
     entrance = enter(replace(connection, name=name, host=host))
     entrance.stack.callback(release, folder)
     run = cast(Run, entrance.join(ticket, {}, folder))
     run.ticket = text
     return run
+
+
+def _read_together(where: str | Path | Mapping[str, Any] | Config, place: ProcessMesh) -> str | Config:
+    """Read a ticket or a configuration where the leader is: the files of an island of several machines are its own."""
+    found: list[str | Config] = []
+    place.leader_first(lambda: found.append(_read(where)))
+    return cast(str | Config, place.share(found[0] if found else None))
 
 
 def _read(where: str | Path | Mapping[str, Any] | Config) -> str | Config:

@@ -32,7 +32,7 @@ ORDER = [
     "elastic.protocol", "elastic.runtime",
     "config", "model", "island", "data", "report", "train",
     "run", "launch", "history", "plan", "simulate.virtual", "simulate.real",
-    "api", "bench", "cli",
+    "api", "integrations", "bench", "cli",
 ]  # fmt: skip
 
 

@@ -182,13 +182,15 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, change
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sharded_model_is_refused(tmp_path):
+def test_a_model_cut_over_one_process_is_whole(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = made()
         model[2].weight = shared(model[2].weight)
-        with pytest.raises(ModelError, match=r"^2\.weight is a DTensor: .*one process an island.*$"):
-            OwnModel.of(model)
+        with diloco.connect(run_of(tmp_path), model, "SGD", optimizer_options={"lr": 0.1}, alone=True) as run:
+            assert run.place.alone
+            train_all(run, model)
+        torch.testing.assert_close(vector(model), alone(tmp_path / "plain")[2])
     finally:
         torch.distributed.destroy_process_group()
 

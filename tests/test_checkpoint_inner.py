@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.checkpoint.inner import StagedInner, write_rank
-from diloco.checkpoint.save import read_inner, read_whole_inner
+from diloco.checkpoint.save import read_inner, read_inner_tree
 from diloco.errors import SaveError
 
 
@@ -27,7 +27,7 @@ def test_whatever_an_optimizer_keeps_comes_back(tmp_path: Path):
         "same/name": torch.ones(1),
         "same": {"name": torch.zeros(1)},
     }
-    found = read_whole_inner(put(tmp_path, state))
+    found = read_inner_tree(put(tmp_path, state))
     assert found.keys() == state.keys() and found["numbers"] == state["numbers"]
     assert [part.dtype for part in found["kinds"]] == [*kinds]
     for here, there in zip(found["kinds"], state["kinds"], strict=True):
@@ -48,7 +48,7 @@ def test_the_state_of_an_optimizer_with_lists_comes_back(tmp_path: Path):
 
     optimizer.step(closure)
     before = optimizer.state_dict()
-    found = read_whole_inner(put(tmp_path, {"moments": before["state"]}))["moments"]
+    found = read_inner_tree(put(tmp_path, {"moments": before["state"]}))["moments"]
     assert found[0].keys() == before["state"][0].keys() and len(found[0]["old_dirs"]) > 0
     for here, there in zip(found[0]["old_dirs"], before["state"][0]["old_dirs"], strict=True):
         assert torch.equal(here, there)

@@ -30,7 +30,9 @@ from diloco.units import format_size
 
 TESTED_TORCH = ("2.11", "2.13")
 HIVEMIND = "1.1.12"
-EXTRAS = {"transformers": "hf", "datasets": "hf", "tensorboard": "tensorboard", "wandb": "wandb"}
+EXTRAS = {
+    "transformers": "hf", "datasets": "hf", "lightning": "lightning", "tensorboard": "tensorboard", "wandb": "wandb",
+}  # fmt: skip
 RELEASE_YEAR = 2026
 MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "bad": "[red]✗[/]"}
 

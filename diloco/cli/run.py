@@ -144,7 +144,7 @@ def attach_island(
     machines each process does, because each machine's job has to know.
     """
     from diloco.config.file import load_config
-    from diloco.launch.processes import start_if_several
+    from diloco.launch.mesh_processes import start_if_several
     from diloco.run.secret import IslandSecret, parse_places
 
     secret, places = IslandSecret.read(file), parse_places(at)

@@ -40,7 +40,7 @@ class Shards:
         """
         with self._copies.beside():
             for bucket in self._buckets(names):
-                if self._place.mesh is None:
+                if self._place.alone:
                     self._read_alone(bucket, out)
                 else:
                     self._read_together(bucket, out)
@@ -103,7 +103,7 @@ class Shards:
             if vector is not None:
                 for (lo, hi), part in _cut(values, stretches):
                     part.copy_(vector[lo:hi], non_blocking=True)
-        if self._place.mesh is not None:
+        if not self._place.alone:
             dist.broadcast(values, src=0)
         return values
 

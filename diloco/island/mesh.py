@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from diloco.checkpoint.save import PATIENCE
 from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError, DilocoError, LeaderFailed
 from diloco.island.activity import Activity
@@ -25,8 +25,14 @@ class ProcessMesh:
     rank: int
     world: int
     device: torch.device
-    mesh: DeviceMesh | None  # None: this process is the whole island
+    mesh: DeviceMesh | None  # fsdp x tp, of the built-in model; None: nothing is cut, or the user has cut it
+    group: dist.ProcessGroup | None = None  # by which the processes agree; None: the default one
     activity: Activity = field(default_factory=Activity, compare=False)
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether this process is the whole island."""
+        return self.world == 1
 
     @property
     def leader(self) -> bool:
@@ -49,20 +55,21 @@ class ProcessMesh:
 
     def any(self, flag: bool) -> bool:
         """Return True on every process if the flag is true on at least one."""
-        if self.mesh is None:
+        if self.alone:
             return flag
         self.activity.count()
         votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         return bool(votes.item())
 
-    def mean(self, value: torch.Tensor) -> float:
-        """Return the mean over the island's processes as a number, for which the caller waits."""
-        if self.mesh is not None:
-            self.activity.count()
-            dist.all_reduce(value)
-            value = value / self.world
-        return value.item()
+    def mean(self, value: torch.Tensor | None) -> float:
+        """Return the mean over the processes that have a value, for which the caller waits; NaN if none has."""
+        if self.alone:
+            return float("nan") if value is None else value.item()
+        self.activity.count()
+        total = torch.tensor([0.0, 0.0] if value is None else [value.item(), 1.0], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return (total[0] / total[1]).item()
 
     def share(self, value: Any) -> Any:
         """Return the leader's value on every process; what the others pass is ignored.
@@ -70,20 +77,20 @@ class ProcessMesh:
         Torch pickles it on the way. That stays inside one island: its processes are one program of one owner, started
         together, and neither files nor other islands get here.
         """
-        if self.mesh is None:
+        if self.alone:
             return value
         self.activity.count()
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes by rank, on every process."""
-        if self.mesh is None:
+        if self.alone:
             return [value]
         self.activity.count()
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def leader_first(self, work: Callable[[], None]) -> None:
@@ -98,7 +105,27 @@ class ProcessMesh:
             raise error or LeaderFailed("the leader process stopped; its message says why")
 
 
-PATIENCE = timedelta(days=1)
+@contextmanager
+def joined_processes(device: torch.device) -> Iterator[ProcessMesh]:
+    """Describe this process among those of a user's own program, which has started torch.distributed by itself.
+
+    They agree by a group of their own: the user's may serve GPUs only, and its timeout is one of training, while the
+    leader may wait for other islands for hours.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+            raise DeviceError(
+                "several processes were started and torch.distributed was not: call init_device_mesh (or "
+                "init_process_group) and shard the model before diloco.connect"
+            )
+        yield ProcessMesh(0, 1, device, None)
+        return
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield ProcessMesh(dist.get_rank(), dist.get_world_size(), device, None, group)
+    finally:
+        if dist.is_initialized():  # a program that fails may have ended it before
+            dist.destroy_process_group(group)
 
 
 @contextmanager
@@ -118,7 +145,7 @@ def open_mesh(config: IslandConfig) -> Iterator[ProcessMesh]:
         )
         try:
             mesh = init_device_mesh(device.type, (config.fsdp, config.tp), mesh_dim_names=("fsdp", "tp"))
-            yield ProcessMesh(rank, world, device, mesh, activity)
+            yield ProcessMesh(rank, world, device, mesh, activity=activity)
             dist.barrier()  # nobody hangs up while another one still talks: gloo may abort then
         finally:
             dist.destroy_process_group()

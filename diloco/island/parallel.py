@@ -156,10 +156,11 @@ def held(parameter: Tensor, place: ProcessMesh) -> Held:
         return Held(parameter, (0,) * parameter.ndim, place.leader)
     mesh, placements = parameter.device_mesh, parameter.placements
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    assert place.mesh is not None and mesh.mesh_dim_names is not None and place.mesh.mesh_dim_names is not None
-    cut = {name for name, way in zip(mesh.mesh_dim_names, placements, strict=True) if not way.is_replicate()}
-    gives = all(name in cut or place.mesh.get_local_rank(name) == 0 for name in place.mesh.mesh_dim_names)
-    return Held(parameter, tuple(offset), gives)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a process holds parameters of its own meshes only"
+    first = all(at == 0 for at, way in zip(coordinate, placements, strict=True) if way.is_replicate())
+    # a mesh over some of the processes has brothers with the same values: the leader's holds all of them
+    return Held(parameter, tuple(offset), first and 0 in mesh.mesh)
 
 
 Slices = tuple[slice, ...]

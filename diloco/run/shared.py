@@ -24,7 +24,7 @@ def refuse_unshared(folder: Path, place: ProcessMesh, *, visible_s: float = VISI
 
     The leader raises SaveError, the others LeaderFailed. Where the leader has no folder, there is nothing to look for.
     """
-    if place.mesh is None:
+    if place.alone:
         return
     name = place.share(_leave_proof(folder) if place.leader else None)
     if not name:

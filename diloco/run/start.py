@@ -172,7 +172,7 @@ class RunEntry:
                 f"diloco join TICKET --dir {folder}"
             )
         if not self.closed:
-            if not has_begun(folder):
+            if not self.place.share(has_begun(folder)):  # the leader's answer: it changes the folder as it goes on
                 return self.found(config, fresh=False)
             return self._enter(folder, own_sections(config), self.build, open_peer, founded_with=config)
         part = self.build(config)

@@ -180,7 +180,7 @@ class Participant(ABC):
         self.meter.count(tokens)
         if self.step_count % self.config.log.every and self.step_count != self.sync.config.inner.steps:
             return
-        mean = self.place.mean(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        mean = self.place.mean(torch.stack(self._losses).mean() if self._losses else None)
         rate = self.meter.tokens_per_s()
         read = {name: value() if callable(value) else value for name, value in figures.items()}
         self.events.emit("step", step=self.step_count, loss=mean, tokens_per_s=rate, mfu=self.meter.mfu(rate), **read)
@@ -262,7 +262,7 @@ class Participant(ABC):
         with self.place.activity.during("a save", long=True):
             self.saver.wait()
             started = time.perf_counter()
-            path = write_save(Path(self.config.dir), self.step_count, **self._contents())
+            path = write_save(Path(self.config.dir), self.step_count, **self._contents(), group=self.place.group)
         self.events.emit("save", step=self.step_count, path=str(path), seconds=time.perf_counter() - started)
         return path
 

@@ -5,23 +5,25 @@ What `Trainer` is for the built-in model, `Run` is for a user's: the loop belong
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from diloco.checkpoint.save import read_whole_inner
+from diloco.checkpoint.inner import OF_ONE_RANK, Keys, Like
+from diloco.checkpoint.save import read_inner_tree
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import over_epochs
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import ProcessMesh
-from diloco.island.user_model import OwnModel
+from diloco.island.parallel import whole
+from diloco.island.user_model import OwnModel, reshard
 from diloco.model.frozen import FrozenDigests, frozen_of
 from diloco.report.events import Events
 from diloco.train.participant import Participant
@@ -36,10 +38,10 @@ class Run(Participant):
     def __init__(
         self, config: Config, model: OwnModel, optimizer: torch.optim.Optimizer | None, events: Events
     ) -> None:
-        place = ProcessMesh(0, 1, model.device, None)
-        super().__init__(config, place, events, model.shards, model.fragments(config.sync), None)
+        super().__init__(config, model.place, events, model.shards, model.fragments(config.sync), None)
         self.optimizer = optimizer
         self._model = model
+        self._frozen = frozen_of(model.module)  # now, by all processes: of what is sharded they need each other
         self._drawn: Ranges = ()  # samples since the last step
 
     @property
@@ -65,24 +67,27 @@ class Run(Participant):
         collate: Callable[[list[Any]], Any] = default_collate,
         shuffle: bool = True,
         per_step: int = 1,
+        mesh: DeviceMesh | None = None,
     ) -> Iterator[Any]:
         """Yield batches until the run ends; over all islands, each sample comes once in an epoch.
 
         `dataset` is anything with a length and an index. Islands share the work by position, so they need the same data
         in the same order. Each epoch has an order of its own that follows from the run's seed, unless `shuffle` is off.
-        `per_step` is the number of batches that make up one optimizer step.
+        `per_step` is the number of batches that make up one optimizer step. An island of several processes names the
+        `mesh` over which they train on different samples: `batch_size` is the island's, each process gets its part.
         """
         batch_size = batch_size or self.config.island.batch
         _refuse_unfit(dataset, batch_size, per_step)
+        part = part_of(batch_size, mesh, self.place.world)
         want = samples_ahead(self.config, batch_size * per_step)
-        assert self.rounds is not None
-        self.rounds.session.request_samples(want)
+        if self.rounds is not None:
+            self.rounds.session.request_samples(want)
         seed = self.config.seed if shuffle else None
-        return self._batches(dataset, batch_size, want, seed, collate)
+        return self._batches(batch_size, want, lambda batch: collate(
+            [dataset[index] for index in indices(batch, len(dataset), seed)[part]]
+        ))  # fmt: skip
 
-    def _batches(
-        self, dataset: Any, count: int, most: int, seed: int | None, collate: Callable[[list[Any]], Any]
-    ) -> Iterator[Any]:
+    def _batches(self, count: int, most: int, read: Callable[[Ranges], Any]) -> Iterator[Any]:
         while not self.finished:
             if size(self._drawn) + count > most:
                 raise LoopError(
@@ -92,14 +97,15 @@ class Run(Participant):
             batch = first(minus(self.sync.pool, self._drawn), count)
             if size(batch) == count:
                 self._drawn = normal((*self._drawn, *batch))
-                yield collate([dataset[index] for index in indices(batch, len(dataset), seed)])
+                yield read(batch)
             else:
                 self.sync.without_samples(size(self._drawn) + count)
 
     def step(self, tokens: int | None = None, loss: Tensor | float | None = None) -> bool:
         """Send what is due and apply what has come, after each optimizer step. Return False when the run has ended.
 
-        `tokens` is the weight of what was trained, by default the number of samples.
+        `tokens` is the weight of what the island has trained, by default the number of its samples. All processes of
+        an island call this; the loss that is reported is the mean of theirs.
         """
         if self.finished:
             return False
@@ -108,7 +114,8 @@ class Run(Participant):
         if tokens < max(1, size(drawn)):
             raise LoopError(f"run.step(tokens={tokens}) after {size(drawn)} samples: count at least one for each")
         self.sync.trained(drawn, tokens)
-        self.observe(tokens, None if loss is None else torch.as_tensor(loss).detach().float().mean(), skipped=0)
+        value = None if loss is None else whole(torch.as_tensor(loss).detach()).float().mean()
+        self.observe(tokens, value, skipped=0)
         self.after_step()
         return not self.finished
 
@@ -117,22 +124,24 @@ class Run(Participant):
         it."""
         return self.sync.exchange.outer_parameters()
 
-    @cached_property
+    @property
     def frozen(self) -> FrozenDigests:
-        return frozen_of(self._model.module)
+        return self._frozen
 
     def inner_state(self) -> dict[str, Any]:
-        return inner_state(self._model.module, self.optimizer)
+        reshard(self._model.module)  # a save holds what each process has, not what it has gathered
+        return inner_state(self._model.module, self.optimizer, self.place)
 
     def load_inner(self, save: Path, facts: dict[str, Any]) -> None:
-        restore_inner(save, self._model.module, self.optimizer)
+        reshard(self._model.module)
+        restore_inner(save, self._model.module, self.optimizer, self.place)
 
     def begin(self) -> None:
         """Report what is trained and from where, then carry out what an earlier life of this island was waiting for."""
         module = self._model.module
         self.report_start(
             module, model=type(module).__name__, data=OWN_LOOP, data_tokens=None, dtype="float32",
-            mesh="fsdp 1 x tp 1", tokens_per_step=None,
+            mesh=f"{self.place.world} process{'es' * (not self.place.alone)}", tokens_per_step=None,
         )  # fmt: skip
         self.sync.finish_step()
 
@@ -141,6 +150,27 @@ def indices(batch: Ranges, length: int, seed: int | None) -> list[int]:
     """Return the samples at these positions, which continue over epochs, as indices into the user's data."""
     positions = np.concatenate([np.arange(lo, hi) for lo, hi in batch])
     return [int(place) for place in over_epochs(positions, length, seed)]
+
+
+def part_of(batch_size: int, mesh: DeviceMesh | None, processes: int) -> slice:
+    """Return which part of an island's batch this process trains on: its own along the mesh, or all of it."""
+    if mesh is None:
+        if processes > 1:
+            raise LoopError(
+                f"run.batches on {processes} processes: say which of them share a batch, as run.batches(..., "
+                'mesh=mesh["fsdp"]); those along a tensor-parallel dimension get the same samples'
+            )
+        return slice(0, batch_size)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or batch_size % mesh.size():
+        raise LoopError(
+            f"run.batches: batch_size={batch_size} is to be a multiple of the mesh's {mesh.size()} processes"
+        )
+    rank = 0
+    for at, length in zip(coordinate, mesh.mesh.shape, strict=True):
+        rank = rank * length + at
+    count = batch_size // mesh.size()
+    return slice(rank * count, (rank + 1) * count)
 
 
 def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
@@ -162,18 +192,21 @@ def _refuse_unfit(dataset: Any, batch_size: int, per_step: int) -> None:
 AGAIN = "undo that, or start again with fresh=True"
 
 
-def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def inner_state(module: nn.Module, optimizer: torch.optim.Optimizer | None, place: ProcessMesh) -> dict[str, Any]:
     """Collect what a save holds: the model, the state of the user's optimizer, and the random numbers' states."""
     dice = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         dice["cuda"] = torch.cuda.get_rng_state()
-    state = {"model": module.state_dict(), "rng": dice, "optimizer": _name(optimizer)}
+    state = {"model": module.state_dict(), _dice(place): dice, "optimizer": _name(optimizer)}
     return state if optimizer is None else {**state, "moments": optimizer.state_dict()["state"]}
 
 
-def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load what `inner_state` collected, except for the optimizer's settings. Another model or optimizer is refused."""
-    state = read_whole_inner(save)
+def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, place: ProcessMesh) -> None:
+    """Load what `inner_state` collected, except for the optimizer's settings. Another model or optimizer is refused.
+
+    Random numbers are restored where the save has them: one of fewer processes lacks those of others.
+    """
+    state = read_inner_tree(save, _cut_like(module, optimizer), place.group)
     if state["optimizer"] != _name(optimizer):
         raise SaveError(f"{save} was made with optimizer={state['optimizer']}, now it is {_name(optimizer)}: {AGAIN}")
     try:
@@ -183,9 +216,30 @@ def restore_inner(save: Path, module: nn.Module, optimizer: torch.optim.Optimize
     if optimizer is not None:
         moments = state.get("moments", {})
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(state["rng"]["cpu"])
-    if "cuda" in state["rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    dice = state.get(_dice(place), {})
+    if "cpu" in dice:
+        torch.set_rng_state(dice["cpu"])
+    if "cuda" in dice and torch.cuda.is_available():
+        torch.cuda.set_rng_state(dice["cuda"])
+
+
+def _dice(place: ProcessMesh) -> str:
+    """Name what holds a process' random numbers in a save; each process but the leader has an entry of its own."""
+    return "rng" if place.leader else f"{OF_ONE_RANK}{place.rank}"
+
+
+def _cut_like(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Like:
+    """Return how the tensors of a save are cut here: the state of the optimizer as the parameter that it belongs to."""
+    model = module.state_dict()
+    groups = optimizer.param_groups if optimizer is not None else []
+    parameters = [parameter for group in groups for parameter in group["params"]]
+
+    def like(path: Keys) -> Tensor | None:
+        if path[0] == "moments" and isinstance(path[1], int) and path[1] < len(parameters):
+            return parameters[path[1]]
+        return model.get(str(path[1])) if path[0] == "model" else None
+
+    return like
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
