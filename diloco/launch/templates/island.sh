@@ -6,16 +6,22 @@ ${setup}
 asked= child= failures=0 code=75
 trap 'asked=1; [ -z "$$child" ] || kill -TERM "$$child" 2>/dev/null' TERM INT HUP
 while [ -z "$$asked" ]; do
+    # an island that comes back when the others have finished and gone would wait for them for ever
+    [ ! -e ${finished} ] || { code=0 && break; }
     ${command} &
     child=$$!
+    (until [ -e ${finished} ]; do sleep 10; done; sleep ${grace_s}; kill -TERM "$$child") 2>/dev/null &
+    watcher=$$!
     wait "$$child"
     code=$$?
     while kill -0 "$$child" 2>/dev/null; do # a signal ends `wait` before the island has left
         wait "$$child"
         code=$$?
     done
+    kill "$$watcher" 2>/dev/null
     child=
-    [ "$$code" -ne 0 ] || break # the run is finished
+    [ "$$code" -ne 0 ] || touch ${finished}
+    [ ! -e ${finished} ] || { code=0 && break; }
     if [ "$$code" -ne 75 ]; then # 75: it left before the end, and can be started again
         failures=$$((failures + 1))
         [ "$$failures" -le ${restarts} ] || break
