@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit soak browser quick coverage demo docs audit picture record prove clean
+.PHONY: help install test lint types unit soak cluster browser quick coverage demo docs audit picture record prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ unit: install browser .venv/.compiled  ## the tests, in three processes for two 
 soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
 	$(BIN)/python tests/prove.py --only 'faults of every kind'
+
+cluster: install  ## islands on a real Slurm of virtual nodes: requeues, signals, a lost node (half an hour; root, Debian)
+	$(BIN)/pytest tests/test_slurm.py tests/test_kubernetes.py
 
 browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \

@@ -7,6 +7,13 @@ from pydantic import BeforeValidator, Field
 from diloco.config.fields import Count, Seconds, Section, Where, key, names
 
 
+def clock(value: object) -> object:
+    """Turn seconds into hours, minutes and seconds: YAML reads a plain 12:00:00 as the number 43200."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    return f"{value // 3600}:{value // 60 % 60:02}:{value % 60:02}"
+
+
 class LaunchConfig(Section):
     """How `diloco launch` starts islands elsewhere; no part of the run itself."""
 
@@ -29,8 +36,8 @@ class LaunchConfig(Section):
     )
     partition: str | None = key(None, "slurm: the partition")
     account: str | None = key(None, "slurm: the account")
-    time: str | None = key(
-        None, "slurm: the time limit, as in 12:00:00 or 2-00:00:00", pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"), BeforeValidator(clock)] | None = key(
+        None, "slurm: the time limit, as in 12:00:00 or 2-00:00:00; a plain number is seconds"
     )
     interface: str | None = key(
         None, "slurm: network interface towards the other islands, as in ib0; null: the node's address in Slurm"

@@ -72,8 +72,8 @@ class Kubernetes:
         name, options = self.name(island), self.options
         values = {
             "name": name, "namespace": options.namespace, "run": self.launch.config.run, "island": island.name,
-            "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates), "port": island.port,
-            "second_port": island.port + 1, "nodes": island.nodes, "restarts": options.restarts,
+            "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
+            "port": island.port, "second_port": island.port + 1, "nodes": island.nodes, "restarts": options.restarts,
             "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image), "folder": self._folder,
             "command": self._command(island), "environment": _variables(options.environment),
             "resources": _resources(options.resources, island.gpus), "volume": self._volume(island),

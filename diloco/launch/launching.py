@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from diloco.atomic import write_file
 from diloco.config.schema import Config
 from diloco.errors import LaunchError
@@ -148,8 +146,7 @@ def _write_secrets(launch: Launch) -> None:
     if not launch.secret_file(FOUNDER).exists():  # it is written last: the others are made anew with it
         _keep(launch, reversed(make_secrets([island.name for island in launch.islands], _addresses(launch))))
     if not launch.config_file.exists():
-        tree = launch.config.model_dump(mode="json", exclude_unset=True)
-        write_file(launch.config_file, yaml.safe_dump(tree, sort_keys=False))
+        write_file(launch.config_file, launch.config_text)
 
 
 def _keep(launch: Launch, secrets: Iterable[IslandSecret]) -> None:

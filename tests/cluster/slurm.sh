@@ -2,8 +2,6 @@
 # A Slurm on one machine for tests: no systemd, no cgroups, no database. Debian (slurm 22.05 of bookworm), root.
 #   slurm.sh install          installs what is missing
 #   slurm.sh up NODES GPUS    starts munged (if none answers), slurmctld and NODES slurmds (8 nodes of 2 GPUs each)
-#   slurm.sh lose NODE        ends a node's slurmd with all that runs on it, as if its power were cut
-#   slurm.sh back NODE        starts its slurmd again
 #   slurm.sh down             ends all that `up` has started
 # The nodes n1..nK are virtual: a slurmd each, with a port of its own, all of them at 127.0.0.1. Each has as many CPUs as
 # GPUs, whatever this machine has. A GPU is a link to /dev/null, the device file that a GRES without cgroups asks for;
@@ -103,33 +101,27 @@ up() {
     sinfo; tail -5 "$DIR"/log/*.log >&2; exit 1
 }
 
-stop_daemon() {  # by its pid file, and waits for its end
-    [ -s "$1" ] || return 0
-    local pid; pid=$(cat "$1")
-    kill "${2:--TERM}" "$pid" 2>/dev/null || return 0
-    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || return 0; sleep 0.1; done
-    kill -KILL "$pid" 2>/dev/null || true
-}
+# whether a process runs; nobody may have waited for one that has ended, where init does not
+runs() { [ -e "/proc/$1" ] && ! grep -q '^State:.*Z' "/proc/$1/status" 2>/dev/null; }
 
-lose() {
-    local step
-    stop_daemon "$DIR/slurmd.$1.pid" -KILL
-    # the steps on this node: slurmstepd's children outlive it, so they go first
-    for step in $(pgrep -f "^slurmstepd: " || true); do
-        tr '\0' '\n' <"/proc/$step/environ" 2>/dev/null | grep -qx "SLURMD_NODENAME=$1" && kill -KILL "$step" 2>/dev/null || true
+stop_daemons() {  # by their pid files, and waits for their ends
+    local file pid pids=()
+    for file in "$@"; do [ ! -s "$file" ] || pids+=("$(cat "$file")"); done
+    for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+    for pid in "${pids[@]}"; do
+        for _ in $(seq 100); do runs "$pid" || continue 2; sleep 0.1; done
+        kill -KILL "$pid" 2>/dev/null || true
     done
 }
 
 down() {
-    for pid in "$DIR"/slurmd.*.pid "$DIR"/slurmctld.pid; do stop_daemon "$pid"; done
-    [ ! -e "$DIR/munged-is-ours" ] || { stop_daemon /run/munge/munged.pid; rm "$DIR/munged-is-ours"; }
+    stop_daemons "$DIR"/slurmd.*.pid "$DIR"/slurmctld.pid
+    [ ! -e "$DIR/munged-is-ours" ] || { stop_daemons /run/munge/munged.pid; rm "$DIR/munged-is-ours"; }
 }
 
 case ${1:-} in
     install) install_packages ;;
     up) up "${@:2}" ;;
-    lose) lose "$2" ;;
-    back) node_up "$2" ;;
     down) down ;;
-    *) sed -n '2,8p' "$0"; exit 2 ;;
+    *) sed -n '2,5p' "$0"; exit 2 ;;
 esac
