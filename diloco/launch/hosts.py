@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, program_of, template
+from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
 
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
@@ -123,7 +123,7 @@ class Hosts(ABC):
             "finished": quote(self._finished(host)), "grace_s": str(max(1, int(options.grace_s))),
             "passing": " ".join(map(quote, [f"{job}/pid", *[self.secret(island)] * self.copies_secrets])),
         }  # fmt: skip
-        return template("island.sh", values)
+        return fill("island.sh", values, options.templates)
 
     def _finished(self, host: Host) -> str:
         """Return the file that says, on each host, that one of its islands has seen the end of the run."""
