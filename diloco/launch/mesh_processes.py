@@ -22,6 +22,7 @@ from diloco.errors import DeviceError
 from diloco.island.hangs import HangDetector, doing, process_state
 from diloco.island.signs import ENDED, FOLDER, HUNG, FolderSigns
 from diloco.launch.processes import REFUSED, killed_by, last_line, start_process
+from diloco.run.attach import LEFT
 from diloco.run.signals import PAUSE, signals
 
 LOOK_S = 0.1
@@ -156,10 +157,10 @@ class _Mesh:
             codes = [process.poll() for process in self.processes]
             now = time.monotonic()
             self._observe(now)
-            if any(codes):
+            if any(code not in (None, 0, LEFT) for code in codes):
                 return self._failed(codes, asked=bool(heard))
             if None not in codes:
-                return Ending(0, final=True)
+                return Ending(LEFT if LEFT in codes else 0, final=True)
             if (hang := self.detector.find(now)) is not None:
                 return Ending(HUNG, hang.text, final=bool(heard))
             if len(heard) > passed_on:
@@ -177,7 +178,9 @@ class _Mesh:
     def _failed(self, codes: list[int | None], *, asked: bool) -> Ending:
         """Say which process has failed. One that was killed says nothing itself; one that fails may do so because the
         leader has, which then says why."""
-        failed = min((code, rank) for rank, code in enumerate(codes) if code)[1]  # below zero: by a signal
+        failed = min((code, rank) for rank, code in enumerate(codes) if code not in (None, 0, LEFT))[
+            1
+        ]  # below 0: signals
         leader, code = self.processes[0], self.processes[failed].returncode
         if code > 0:
             with suppress(subprocess.TimeoutExpired):
