@@ -94,6 +94,10 @@ class DiskStore(Store):
             self._threads.append(thread)
             thread.start()
 
+    @property
+    def readable(self) -> Path:
+        return self.folder
+
     # what is handed in
 
     def put(self, payload: str, data: Buffer) -> None:

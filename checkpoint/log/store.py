@@ -93,7 +93,6 @@ class Store:
     """Accept everything and keep none of it: nothing is durable, and nothing waits. `DiskStore` overrides it."""
 
     keeps = False  # snapshots
-    folder: Path | None = None  # where it keeps them
     download: PartialDownload | None = None  # a download of a whole state
     on_durable: Callable[[str], None] = staticmethod(lambda version: None)  # called with each head that becomes durable
 
@@ -101,6 +100,11 @@ class Store:
     def wants_snapshot(self) -> bool:
         """Tell whether a snapshot is needed: without one, what is written now could not be replayed."""
         return False
+
+    @property
+    def readable(self) -> Path | None:
+        """Return the folder from which everything that is durable can be read again; None: nothing is kept."""
+        return None
 
     def put(self, payload: str, data: Buffer) -> None:
         """Store the bytes of a result by their digest; nobody changes them any more."""

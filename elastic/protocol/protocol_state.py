@@ -324,7 +324,7 @@ class ProtocolState:
         """
         if self.rules.promises_outlive_states and (self.promise != NO_BALLOT or self.held is not None):
             self.vows[self.state.head] = msg.Vow(self.state.head, self.promise, self.held)
-            if not decided and len(self.state.roster) >= LATCH_FROM:
+            if not decided and self.may_go_back:  # whatever its roster: that of the latched record was larger
                 self.latchable.add(self.state.head)
         self.state = state
         vow = self.vows.pop(state.head, msg.Vow(state.head, NO_BALLOT))

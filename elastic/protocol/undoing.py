@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from diloco.elastic.protocol import messages as msg
-from diloco.elastic.protocol.protocol_state import ProtocolState
+from diloco.elastic.protocol.protocol_state import KEPT_VOWS, ProtocolState
 from diloco.elastic.protocol.state import RunState
 
 
@@ -24,9 +24,17 @@ class Undoing:
         if own.latch is None or own.is_latched or own.going_back or not own.rules.void_records_are_undone:
             return
         target = own.last_valid
-        if target is not None and target != own.out_of_reach:
+        if target is not None and target != own.out_of_reach and self._knows_its_vow(target):
             own.going_back = target
             own.effects.append(msg.GoBack(target))
+
+    def _knows_its_vow(self, digest: str) -> bool:
+        """Return whether this island knows what it has promised and holds for what follows a record.
+
+        Of very many vows some were dropped: there it cannot vote again, and waits.
+        """
+        vows = self.own.vows
+        return len(vows) < KEPT_VOWS or any(head.digest == digest for head in vows)
 
     def is_wanted(self, digest: str) -> bool:
         """Return whether this island still has to go back to this record: it may have moved meanwhile."""

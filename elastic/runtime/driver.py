@@ -302,7 +302,7 @@ class Driver:
 
     def _go_back(self, digest: str) -> None:
         """Read this island's own log again, up to where the owner's latch makes records void."""
-        origin = read_back(self.store.folder, self.run, self._note)
+        origin = read_back(self.store.readable, self.run, self._note)
         if origin is None or origin.state.head.digest != digest:
             self.post(partial(self.node.cannot_go_back, digest))
             return
