@@ -104,6 +104,18 @@ class SlurmRun:
         steps = [event["step"] for event in events if event["event"] == "round"]
         self.diloco("set", f"runs/{self.name}/island-0", f"inner.steps={max(steps) + 200}")
 
+    def starts(self, number: int) -> int:
+        """How often Slurm has started an island's job."""
+        log = self.dir / "launch" / "logs" / f"island-{number}.log"
+        return log.read_text().count(f"island-{number} starts on") if log.exists() else 0
+
+    def comes_back(self, number: int, *command: str) -> None:
+        """Do something to an island, and wait until it was started again and contributes."""
+        before = self.starts(number)
+        self.call(*command)
+        assert wait_until(lambda: self.starts(number) > before, 900), self.logs()
+        assert self.contributes(number, after=self.last_round), self.logs()
+
     def contributes(self, number: int, after: int) -> bool:
         """Wait until an island has contributed to a round after this one."""
         return wait_until(lambda: max(self.rounds(number), default=0) > after, 900)
