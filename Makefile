@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit soak cluster browser quick coverage demo docs audit picture record prove clean
+.PHONY: help install test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,7 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install browser .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
+unit: install browser sshd .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak' --durations=25
 
 soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
@@ -35,6 +35,11 @@ browser:  ## Debian's chromium, where it is missing and may be installed: a test
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		{ [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 		echo "NO CHROMIUM: the tests will NOT open the report of a simulation in a browser" >&2
+
+sshd:     ## OpenSSH's server, where it is missing and may be installed: a test launches islands on hosts
+	@command -v sshd || test -x /usr/sbin/sshd || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends openssh-server openssh-client; } || \
+		echo "NO SSHD: the tests will NOT launch islands by ssh" >&2
 
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow and not soak'

@@ -50,7 +50,7 @@ A value that cannot be right is refused before anything starts, with the key, th
 are keys that cannot work together. Whole numbers may have a suffix (`2k`, `25M`), durations a unit (`80ms`, `5s`,
 `2min`); a duration without a unit is in seconds. `null` unsets a key.
 
-This page is written by `python tests/docs.py --write` from `diloco/config/schema.py`.
+This page is written by `python tests/docs.py --write` from `diloco/config/`.
 """
 COMMANDS = """\
 # Commands
@@ -137,6 +137,8 @@ def accepted(kind: Any, checks: list[Any]) -> str:
         return ", ".join(f"`{name}`" for name in names)
     if get_origin(kind) is tuple:
         return f"list of {'' if Ellipsis in parts else f'{len(parts)}: '}{accepted(parts[0], [])}"
+    if get_origin(kind) is dict:
+        return "`{NAME: value, …}`"
     return ", ".join([asked(checks) or TYPES[kind], *limits(checks)])
 
 

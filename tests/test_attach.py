@@ -65,6 +65,7 @@ def test_a_secret_that_is_none_or_that_others_can_read_is_refused(tmp_path: Path
 
 
 def test_addresses_are_refused_by_name() -> None:
+    assert parse_places("") == {}
     assert parse_places("island-0=h:1, island-1=[::1]:2,") == {"island-0": "h:1", "island-1": "[::1]:2"}
     for text in ("island-0", "island-0=h", "=h:1", "island-0=h:0", "island-0=h:70000"):
         with pytest.raises(ConfigError, match="write NAME=HOST:PORT"):

@@ -22,8 +22,8 @@ from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "run", "join", "config", "tokenize", "export", "log", "restore", "rewind", "evict", "force-roster", "set", "sample",
-    "plan", "doctor", "ticket", "simulate", "bench",
+    "run", "join", "launch", "config", "tokenize", "export", "log", "restore", "rewind", "evict", "force-roster", "set",
+    "sample", "plan", "doctor", "ticket", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "trust", "recover", "join", "soak", "checkpoint", "virtual", "mutants",

@@ -58,6 +58,8 @@ BEFORE = {  # what a reader has done before, by the command that builds on it
 NOT_RUN = (
     "diloco join runs/NAME/ticket --dir runs/restored",  # its run has ended, and no other test does it
     "diloco ticket revoke NAME ID",  # the id is chance
+    "diloco launch",  # tests/test_launch.py and its like do
+    "diloco run run.yaml --attach",  # tests/test_attach.py does
 )
 
 

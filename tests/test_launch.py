@@ -125,7 +125,8 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch(str(path), "--islands", "2")
     assert "started on local: nothing" in launch(str(path), "--islands", "2")
-    assert wait_until(lambda: launch("--list", str(run)).count("finished") == 2, 600)
+    assert wait_until(lambda: len(list(run.glob("launch/jobs/*/exit"))) == 2, 600)
+    assert launch("--list", str(run)).count("finished") == 2
     assert "done: step 20" in (run / "launch" / "jobs" / "island-1" / "output.log").read_text()
     assert [oct(file.stat().st_mode)[-3:] for file in sorted((run / "launch").glob("secrets/island-?"))] == ["600"] * 2
     launch("--stop", str(run))
@@ -164,7 +165,8 @@ def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> 
         launch(str(path), "--on", "ssh", "--islands", "2")  # continues, without the one that was cancelled
         assert wait_until(lambda: len(contributors(one / "island-0")) > rounds + 1)
         assert not (two / "island-1.job").exists()
-        assert wait_until(lambda: launch("--list", run).count("finished") == 2, 600)
+        assert wait_until(lambda: len(list(one.glob("*.job/exit"))) == 2, 600)
+        assert launch("--list", run).count("finished") == 2 and not list(one.glob("*.job/secret"))
         ends = [event for name in ("island-0", "island-2") for event in read_events(one / name / "events.jsonl")]
         digests = {json.dumps([e["round"], e["state"]]) for e in ends if e["event"] == "agreed"}
         assert len(digests) == 1

@@ -32,7 +32,7 @@ class LaunchConfig(Section):
     setup: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "shell lines that run before diloco")
     modules: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "slurm: environment modules to load")
     templates: Where | None = key(
-        None, "folder whose slurm.sh, machine.sh or kubernetes.yaml are used in place of ours"
+        None, "folder whose island.sh, slurm.sh, machine.sh or kubernetes.yaml are used in place of ours"
     )
     partition: str | None = key(None, "slurm: the partition")
     account: str | None = key(None, "slurm: the account")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from string import Template
 from textwrap import indent
 from typing import Literal, Protocol
 
@@ -182,11 +181,6 @@ def program_of(launch: Launch, *, same_machine: bool) -> str:
 def attach_words(island: Island, *, config: str, secret: str, folder: str) -> list[str]:
     """Return the arguments of `diloco` that let an island take part, however often it was started before."""
     return ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port), *island.changes]
-
-
-def template(name: str, values: Mapping[str, str]) -> str:
-    """Fill in a template: a plain file in `templates/`, in which ${name} stands for a value and $$ for a dollar."""
-    return Template((TEMPLATES / name).read_text(encoding="utf-8")).substitute(values)
 
 
 def fill(name: str, values: Mapping[str, object], own: str | None = None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, program_of, template
+from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
 
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
@@ -120,9 +120,14 @@ class Hosts(ABC):
         values = {
             "directory": self.directory, "setup": self._setup(island), "job": quote(job),
             "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
+            "finished": quote(self._finished(host)), "grace_s": str(max(1, int(options.grace_s))),
             "passing": " ".join(map(quote, [f"{job}/pid", *[self.secret(island)] * self.copies_secrets])),
         }  # fmt: skip
-        return template("island.sh", values)
+        return fill("island.sh", values, options.templates)
+
+    def _finished(self, host: Host) -> str:
+        """Return the file that says, on each host, that one of its islands has seen the end of the run."""
+        return f"{host.dir}/finished"
 
     def _setup(self, island: Island) -> str:
         exports = [f"export {name}={quote(value)}" for name, value in self.environment(island).items()]
@@ -156,8 +161,13 @@ class Hosts(ABC):
     def cancel(self, islands: Sequence[Island]) -> None:
         """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
         grace_s = int(self.launch.config.launch.grace_s)
-        script = f"grace_s={grace_s}\n{CANCEL}"
-        self._on_hosts(islands, lambda _: script, timeout_s=grace_s + 60)
+        everything = {island.name for island in islands} == {island.name for island in self.launch.islands}
+
+        def script(island: Island) -> str:
+            rest = f"rm -f {quote(self._finished(self.host(island)))}" if everything else ""
+            return f"grace_s={grace_s}\n{CANCEL}{rest}"
+
+        self._on_hosts(islands, script, timeout_s=grace_s + 60)
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
         """Bring what the islands have printed here."""

@@ -131,7 +131,7 @@ def parse_places(text: str) -> dict[str, str]:
     In a folder each island has a file of its name that holds HOST:PORT: whoever starts it there writes it. What has not
     been written whole is not counted; the folder is read again and again.
     """
-    if "=" not in text and (folder := Path(text)).is_dir():
+    if text and "=" not in text and (folder := Path(text)).is_dir():
         found = {path.name: path.read_text().strip() for path in folder.glob("[!.]*")}
         return {name: place for name, place in found.items() if HOST_PORT.fullmatch(place)}
     places = {}
