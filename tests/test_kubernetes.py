@@ -20,8 +20,7 @@ IMAGE = "registry.example/diloco:1"
 SETTINGS = {
     "a laptop's cluster": ({}, {"nodes": 1, "gpus": 0}),
     "eight GPUs and a volume": (
-        {"storage": "200Gi", "resources": {"cpu": 16, "memory": "64Gi"}},
-        {"nodes": 1, "gpus": 8},
+        {"storage": "200Gi", "resources": {"cpu": 16, "memory": "64Gi"}}, {"nodes": 1, "gpus": 8}
     ),
     "two machines, variables and a namespace": (
         {
