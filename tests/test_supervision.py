@@ -121,6 +121,17 @@ def test_under_torchrun_the_processes_name_a_stopped_one_themselves_and_go_on_af
 
 
 @pytest.mark.slow
+def test_in_a_stuck_collective_the_process_is_named_that_lives_and_does_not_enter_it():
+    worker = str(Path(__file__).parent / "hang_worker.py")
+    done = subprocess.run([sys.executable, *TORCHRUN[:-2], worker], capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[process]")]
+    assert done.returncode != 0 and lines
+    assert "process 1 of 2 (host " in lines[0] and "has not moved on since " in lines[0]
+    assert "in inner step 1 (read_for_ever in hang_worker.py:" in lines[0]
+    assert "process 0, in inner step 1 (all_reduce in distributed_c10d.py:" in lines[0]
+
+
+@pytest.mark.slow
 def test_an_island_that_somebody_else_restarts_ends_with_the_name_of_the_process(tmp_path):
     with island(tmp_path, supervised=True) as mesh:
         mesh.trains(life=1)
