@@ -15,7 +15,8 @@ from conftest import read_events
 from own_loops import DATA, PLAIN, made, run_of, train, train_all, vector
 from team import PATIENT, own_folder, own_loop_driver, side_by_side
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import diloco
 from diloco.bench.team import Heard
@@ -161,10 +162,6 @@ def test_optimizers_by_name(tmp_path, name, kind):
         assert isinstance(run.optimizer, kind) and run.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def shared(parameter) -> nn.Parameter:
-    return nn.Parameter(DTensor.from_local(parameter.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
-
-
 REFUSED = [
     (lambda model: model.requires_grad_(False), {}, ModelError, "nothing to train"),
     (lambda model: model.append(nn.Linear(1, 1, device="meta")), {}, ModelError, "lies on cpu and meta: .* one device"),
@@ -185,12 +182,12 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, change
 def test_a_model_cut_over_one_process_is_whole(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = made()
-        model[2].weight = shared(model[2].weight)
+        model = fully_shard(made(), mesh=init_device_mesh("cpu", (1,)))
         with diloco.connect(run_of(tmp_path), model, "SGD", optimizer_options={"lr": 0.1}, alone=True) as run:
             assert run.place.alone
             train_all(run, model)
-        torch.testing.assert_close(vector(model), alone(tmp_path / "plain")[2])
+        whole = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(whole, alone(tmp_path / "plain")[2])
     finally:
         torch.distributed.destroy_process_group()
 
