@@ -85,6 +85,11 @@ def open_islands(tmp_path: Path, settings: dict[str, Any] | None = None) -> Iter
         yield make
 
 
+def addresses_of(island: Island) -> list[str]:
+    """Where its libp2p node listens."""
+    return (island.folder / "addresses").read_text().split()
+
+
 def end(process: "subprocess.Popen[str]") -> str:
     """Kill it, and return what it has said of errors; nothing the second time."""
     process.kill()
