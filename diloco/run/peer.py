@@ -184,9 +184,7 @@ class Peer(LocalPeer):
             return DirectTransport(self.id, listen_host(self.connection.host), port=port, inbox=inbox)
         except OSError as error:
             self.directory.close()
-            raise DirectoryError(
-                f"cannot listen at port {port} ({error.strerror}): --port takes two ports in a row, use another one"
-            ) from None
+            raise DirectoryError(f"cannot listen at port {port} ({error.strerror}): use another --port") from None
 
     def _enter(self, *, lonely: bool) -> "Directory":
         """Start the directory, at this peer's old address where that is free: old tickets name it."""
