@@ -13,7 +13,7 @@ from random import Random
 import pytest
 from invited import admitted, ticket_in
 from launched import wait_until
-from real_islands import Island, addresses_of, open_islands, together
+from real_islands import Island, addresses_of, open_islands, ports_of, together
 from strangers import Outsider
 
 from diloco.comm.peers.dht import dht_key
@@ -131,13 +131,6 @@ def open_halves(port: int, stack: ExitStack) -> None:
         half.setblocking(False)
         with suppress(BlockingIOError):
             half.connect(("127.0.0.1", port))
-
-
-def ports_of(pid: int) -> list[int]:
-    """Where a process and its children listen."""
-    told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
-    mine = [line for line in told if f"pid={pid}," in line]
-    return [int(line.split()[3].rpartition(":")[2]) for line in mine]
 
 
 @pytest.mark.soak
