@@ -5,12 +5,18 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record prove clean
+.PHONY: help install locked test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed  ## create .venv with everything in it (PYTHON=python3.12 picks the interpreter)
+
+locked:  ## the same on Linux, where every package has to have its digest of requirements.lock
+	@test ! -e .venv || { echo "there is a .venv already, with packages that were not compared: remove it first"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python tests/lock.py --install
+	@touch .venv/.installed
 
 test: lint types unit  ## install, then every check below
 

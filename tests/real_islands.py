@@ -85,6 +85,18 @@ def open_islands(tmp_path: Path, settings: dict[str, Any] | None = None) -> Iter
         yield make
 
 
+def addresses_of(island: Island) -> list[str]:
+    """Where its libp2p node listens."""
+    return (island.folder / "addresses").read_text().split()
+
+
+def ports_of(pid: int) -> list[int]:
+    """Where a process and its children listen."""
+    told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
+    mine = [line for line in told if f"pid={pid}," in line]
+    return [int(line.split()[3].rpartition(":")[2]) for line in mine]
+
+
 def end(process: "subprocess.Popen[str]") -> str:
     """Kill it, and return what it has said of errors; nothing the second time."""
     process.kill()

@@ -236,3 +236,18 @@ def test_the_norm_of_bytes_is_that_of_what_they_decode_to(name, scale):
     codec, count = CODECS[name], 18 * PAGE + 300
     payload = codec.encode(torch.randn(count) * scale, NoiseKey(1, 0, "a"))
     assert codec.norm(payload, count) == pytest.approx(float(codec.decode(payload, count).double().norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_compiled_norm_is_torchs_whatever_lies_behind_the_last_value(name, kind, plain):
+    codec, values = CODECS[name], INPUTS[kind]
+    payload = codec.encode(values, KEY)
+    if behind := -len(values) % BLOCK:
+        packed = payload[-(codec.unit_bytes - codec.scale_bytes) :]  # of the last block
+        packed[BLOCK - behind :] = 0x77  # of its second half as nibbles, from its value on as bytes
+    compiled = codec.sum_of_squares(payload, len(values))
+    exact = float(codec.decode(payload, len(values)).double().square().sum())
+    assert compiled == pytest.approx(exact, rel=1e-6, abs=1e-80)
+    plain()
+    assert compiled == pytest.approx(codec.sum_of_squares(payload, len(values)), rel=1e-4, abs=1e-80)

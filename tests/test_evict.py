@@ -61,5 +61,7 @@ def test_islands_are_found_by_the_names_that_people_see():
     assert island_named("one", roster, names) == roster[0] and island_named("ijklmnop", roster, names) == roster[1]
     with pytest.raises(SaveError, match=r"no such island; the run has one .*unknown \(…ijklmnop\)"):
         island_named("two", roster, names)
+    assert island_named("three", roster, {**names, "gone": "three"}, ["gone"]) == "gone"
+    assert island_named("one", roster, {**names, "gone": "one"}, ["gone"]) == roster[0], "one of now goes first"
     with pytest.raises(SaveError, match="two islands are called that"):
         island_named("one", roster, dict.fromkeys(roster, "one"))

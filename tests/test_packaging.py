@@ -11,6 +11,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import lock
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -175,3 +176,23 @@ def test_the_checks_reach_the_linked_folders() -> None:
     assert settings["coverage"]["run"]["source"] == ["."]
     checked = succeed(sys.executable, "-m", "ruff", "check", "--show-files", ".", cwd=ROOT).splitlines()
     assert {str(ROOT / name / "__init__.py") for name in LINKED} <= set(checked)
+
+
+def test_the_lock_has_digests_of_exactly_the_versions_that_are_tested() -> None:
+    assert {name: version for name, (version, digests) in lock.locked().items() if digests} == lock.pins()
+    assert "://" not in lock.LOCK.read_text(), "where files come from is everybody's own matter"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mergedeep", "varint"])  # a wheel, and a source archive
+def test_a_file_with_another_digest_is_not_installed(tmp_path: Path, name: str) -> None:
+    environment, (version, digests) = empty_environment(tmp_path / "venv"), lock.locked()[name]
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "python"), "install", "--no-deps"]
+    asked = tmp_path / "asked.txt"
+    asked.write_text(lock.entry(name, version, {"0" * 64}))
+    refused = run(*pip, "--require-hashes", "--no-build-isolation", "-r", asked, cwd=tmp_path)
+    assert refused.returncode and "DO NOT MATCH THE HASHES" in refused.stderr, refused
+    asked.write_text(lock.entry(lock.FIRST, *lock.locked()[lock.FIRST]))
+    succeed(*pip, "--require-hashes", "-r", asked, cwd=tmp_path)
+    asked.write_text(lock.entry(name, version, digests))
+    succeed(*pip, "--require-hashes", "--no-build-isolation", "-r", asked, cwd=tmp_path)

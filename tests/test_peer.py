@@ -1,16 +1,23 @@
 """A machine as a peer: where it listens, and how others see it."""
 
 import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+import yaml
+from conftest import SMALL
 from invited import ticket_in
 
+from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DirectoryError
 from diloco.run.peer import Connection, Peer, host_towards, listen_host
 
 ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
@@ -50,6 +57,49 @@ def peer_of(tmp_path: Path) -> Callable[..., Peer]:
             return peer
 
         yield make
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_port_that_is_taken_is_named_with_two_that_are_free(tmp_path: Path, taken: int) -> None:
+    with ExitStack() as stack:
+        port = first_of_two_ports()
+        stack.enter_context(socket.create_server(("127.0.0.1", port + taken)))
+        text = (
+            f"--port {port} takes the ports {port} and {port + 1}, and {port + taken} cannot be had: "
+            "another program listens there. Use two that are free: --port "
+        )
+        with pytest.raises(DirectoryError, match=text) as refused:
+            Peer(tmp_path, ticket_in(tmp_path), Connection(port=port), lonely=True)
+        free = int(str(refused.value).split()[-1])
+        for number in (free, free + 1):
+            stack.enter_context(socket.create_server(("127.0.0.1", number)))
+
+
+@pytest.mark.slow
+def test_a_founder_says_in_one_line_that_its_port_is_taken(tmp_path: Path) -> None:
+    config, port = tmp_path / "run.yaml", first_of_two_ports()
+    config.write_text(yaml.safe_dump({**SMALL, "checkpoint": {"dir": str(tmp_path / "run")}}))
+    with socket.create_server(("127.0.0.1", port + 1)):
+        command = [sys.executable, "-m", "diloco", "run", str(config), "--islands", "1", "--port", str(port)]
+        said = subprocess.run(command, capture_output=True, text=True)
+    (line,) = said.stderr.splitlines()
+    assert line.startswith(f"error[directory]: --port {port} takes the ports") and said.returncode == 2
+
+
+def first_of_two_ports() -> int:
+    """Return one that nobody uses now, nor the next one."""
+    while True:
+        with suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", 0)) as first:
+            socket.create_server(("127.0.0.1", first.getsockname()[1] + 1)).close()
+            return int(first.getsockname()[1])
+
+
+def test_an_island_that_was_killed_leaves_its_ports_in_time() -> None:
+    listener = socket.create_server(("127.0.0.1", port := first_of_two_ports()))
+    leaving = threading.Timer(0.5, listener.close)
+    leaving.start()
+    refuse_taken("127.0.0.1", port, within_s=60)
+    leaving.join()
 
 
 def test_an_address_that_is_led_here_is_what_others_are_told(peer_of: Callable[..., Peer]) -> None:

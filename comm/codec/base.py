@@ -27,6 +27,7 @@ from diloco.errors import CodecError
 REFUSED = "the vector holds NaN or infinity, or numbers beyond {}: it was not encoded"
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
+SQUARES_ABOVE = 1e-15  # norms of pages below this lose squares among fp32's denormals
 SQUARED_PAGES = 16  # decoded at a time for their norm: 2 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
@@ -178,7 +179,7 @@ class Codec(ABC):
             first, values = lo // PAGE * self.size(PAGE), room[: hi - lo].view(pages, -1)
             self._add(payload[first : first + self.size(hi - lo)], room[: hi - lo], 1.0, fresh=True)
             norms = torch.linalg.vector_norm(values, dim=1).double()  # a page is short enough for fp32
-            if not torch.isfinite(norms).all():
+            if not ((norms > SQUARES_ABOVE) & torch.isfinite(norms)).all():
                 norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)  # squares beyond fp32
             total += float(norms.square().sum())
         return total

@@ -220,6 +220,14 @@ class Integer(Scaled):
         finite: bool = kernels.is_finite(payload, self.levels)
         return finite
 
+    def sum_of_squares(self, payload: Tensor, count: int) -> float:
+        """Return the squared norm of what a payload encodes: where compiled, from its whole numbers and scales."""
+        kernels = dense_kernels(payload.device.type)
+        if kernels is None or not hasattr(kernels, "sum_of_squares"):
+            return super().sum_of_squares(payload, count)
+        squares: float = kernels.sum_of_squares(payload, count, self.levels)
+        return squares
+
 
 class Int8(Integer):
     """Encode values as whole numbers up to 127, a byte each, with a scale for each block of 256."""

@@ -3,16 +3,19 @@
 After a long cut, or when all have to start again, an island tries these besides those of its ticket.
 """
 
+import errno
 import json
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from diloco.atomic import write_file
+from diloco.errors import DirectoryError
 
 VERSION = 2  # 1 was one address a line
 MAX_PEERS, MAX_ADDRESSES = 64, 4
@@ -101,6 +104,39 @@ def free_port(host: str, port: int = 0) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
+
+
+def refuse_taken(host: str, port: int, *, within_s: float = 3.0) -> None:
+    """Raise DirectoryError if this port or the next one cannot be had: it names which, and two that can.
+
+    A process that was killed leaves its ports after a moment, when its daemon has ended too.
+    """
+    deadline = time.monotonic() + within_s
+    for number in (port, port + 1):
+        while (error := _why_not(host, number)) is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if error is not None:
+            why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+            raise DirectoryError(
+                f"--port {port} takes the ports {port} and {port + 1}, and {number} cannot be had: {why}. "
+                f"Use two that are free: --port {_free_pair(host, port + 2)}"
+            )
+
+
+def _why_not(host: str, port: int) -> OSError | None:
+    try:
+        free_port(host, port)
+    except OSError as error:
+        return error
+    return None
+
+
+def _free_pair(host: str, port: int) -> int:
+    """Return the first of two free ports in a row, from this one on where there are such, else among the high ones."""
+    for first in (*range(port, min(port + 1000, 65535)), *range(65534, 49151, -2)):
+        with suppress(OSError):
+            return free_port(host, free_port(host, first) + 1) - 1
+    return 49152
 
 
 def _read(path: Path) -> dict[str, tuple[str, ...]]:

@@ -70,7 +70,7 @@ class NodeOptions:
     bootstrap: Sequence[str] = ()
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
-    fixed: bool = False  # the port: no other one will do
+    fixed: bool = False  # the port: no other one will do, and the next one is for streams
     announce: Sequence[str] = ()  # multiaddrs under which others see this peer, where they differ from its own
     behind_nat: bool = False  # look for relays and open a port on the router
     # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes

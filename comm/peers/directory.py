@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar
 
 from diloco.comm.peers import dht
+from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity
@@ -52,9 +53,11 @@ class Directory:
 
         `options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …
         """
-        directory = cls(identity, admission)
+        directory, node = cls(identity, admission), dht.NodeOptions(**options)
         try:
-            directory._open(dht.NodeOptions(**options))
+            if node.fixed:  # said here and now: of a daemon that cannot listen, others hear only that nobody answers
+                refuse_taken(node.listen_host, node.listen_port)
+            directory._open(node)
         except BaseException:
             directory.close()
             raise

@@ -48,7 +48,8 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     state = newest_state(folder / OUTER)
     made = with_waiting(folder, state.amendments)
     out = {peer for amendment in made for peer in amendment.evicts}
-    peer = island_named(name, state.roster, names_of(find_logs(run)))
+    gone = set(state.invites) - {*state.roster, *out}  # it may come back, or whoever has its key
+    peer = island_named(name, state.roster, names_of(find_logs(run)), gone)
     if (folder / "identity.key").is_file() and peer == Identity.load(folder / "identity.key").peer_id:
         raise SaveError(f"{name} brings your changes to the others, and cannot be taken out: stop it, and it leaves")
     if peer in out:

@@ -4,7 +4,7 @@ Nothing is changed here, and the run may be training meanwhile.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,14 +74,21 @@ def names_of(logs: list[Path]) -> dict[str, str]:
     return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()} | heard
 
 
-def island_named(name: str, roster: Iterable[str], names: dict[str, str]) -> str:
-    """Return the id of the member with this name, or whose id ends so. Raise SaveError unless it is exactly one."""
-    found = [peer for peer in roster if name == names.get(peer) or (len(name) >= ID_LETTERS and peer.endswith(name))]
+def island_named(name: str, roster: Collection[str], names: dict[str, str], gone: Collection[str] = ()) -> str:
+    """Return the id of the member with this name, or whose id ends so; if there is none, of those who are gone.
+
+    Raise SaveError unless it is exactly one.
+    """
+
+    def among(peers: Collection[str]) -> list[str]:
+        return [peer for peer in peers if name == names.get(peer) or (len(name) >= ID_LETTERS and peer.endswith(name))]
+
+    found = among(roster) or among(gone)
     if len(found) == 1:
         return found[0]
     if not name:
         raise SaveError("an empty name: remove the extra comma")
-    known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in roster)
+    known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in (*roster, *gone))
     raise SaveError(f"{name}: {'two islands are called that' if found else 'no such island'}; the run has {known}")
 
 

@@ -15,6 +15,7 @@ from diloco.comm.peers.record import PeerRecord
 from diloco.elastic.protocol.state import RunState
 
 PLACE_S = 60.0  # for which one that is no member keeps its place after it was let in last
+TAKEN_OUT = "the run's owner has taken it out"  # islands of one version say so to each other
 MEMBERS = (Right.CONTRIBUTE, Right.WITNESS)
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Gate:
         state, invite = self._state(), admission.invite
         if state is not None:
             if peer in state.evicted:
-                return "the run's owner has taken it out"
+                return TAKEN_OUT
             if peer in state.invites:
                 return ""
             if invite.key.hex() in state.revoked:

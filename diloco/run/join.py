@@ -273,6 +273,8 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
 
     def refresh(addresses: Mapping[str, PeerAddress]) -> None:
         driver.know(addresses)
+        if isinstance(peer, Peer):
+            driver.keep_only(peer.records)
         hand_in(driver.amend)
 
     run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)

@@ -30,9 +30,9 @@ from diloco.comm.transport.relay import Relay
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.protocol.state import RunState
-from diloco.elastic.runtime.driver import Network
-from diloco.errors import ConfigError, DaemonLost, DirectoryError, IdentityError, TicketError
-from diloco.run.gate import Gate
+from diloco.elastic.runtime.driver import EVICTED, Network
+from diloco.errors import ConfigError, DaemonLost, DirectoryError, Evicted, IdentityError, TicketError
+from diloco.run.gate import TAKEN_OUT, Gate
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -186,9 +186,7 @@ class Peer(LocalPeer):
             return DirectTransport(self.id, listen_host(self.connection.host), port=port, inbox=inbox)
         except OSError as error:
             self.directory.close()
-            raise DirectoryError(
-                f"cannot listen at port {port} ({error.strerror}): --port takes two ports in a row, use another one"
-            ) from None
+            raise DirectoryError(f"cannot listen at port {port} ({error.strerror}): use another --port") from None
 
     def _enter(self, *, lonely: bool) -> "Directory":
         """Start the directory, at this peer's old address where that is free: old tickets name it."""
@@ -348,6 +346,7 @@ class Peer(LocalPeer):
 
     def _watch(self, know: Know, fail: Fail) -> None:
         published, asked, said, said_at, refused = -PUBLISH_S, -ASK_OTHERS_S, "", 0.0, ""
+        since = time.monotonic()
         while not self._stop.wait(LOOK_S):
             try:
                 if not self.directory.running:
@@ -356,6 +355,9 @@ class Peer(LocalPeer):
                 if (refusal := self.directory.refusal) != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
+                if self._is_taken_out(refusal, since):
+                    fail(Evicted(EVICTED))
+                    return
                 if self.reach_lost(time.monotonic()) or self._publish_soon.is_set():
                     published = -PUBLISH_S  # they have not heard of us, or of our relay
                     self._publish_soon.clear()
@@ -378,10 +380,17 @@ class Peer(LocalPeer):
                     log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
                     said, said_at = str(error), time.monotonic()
 
+    def _is_taken_out(self, refusal: str, since: float) -> bool:
+        """Tell whether the owner has taken this island out while it was away, as others say and none contradicts: a
+        liar alone could not keep those silent that would let it in."""
+        heard_at = max((since, *self._renewed_at.values()))
+        return refusal == TAKEN_OUT and time.monotonic() - heard_at > OVERDUE_S
+
     def reach_lost(self, now: float) -> bool:
         """Dial those whose records are overdue, as often as their turns come; return whether anybody answered."""
         places = self._places()
-        lost = [peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S]
+        overdue = {peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S}
+        lost = sorted(overdue - self._gate.kept_out)
         due = self._redial.due(lost, now)
         if not due:
             return False

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -93,6 +93,11 @@ class Driver:
         self.addresses = {**self.addresses, **others}
         self.mailbox.know(others)
         self.post(partial(self.node.know, others))
+
+    def keep_only(self, peers: Container[str]) -> None:
+        """Speak to nobody but these any more, until `know` brings others. Called on any thread."""
+        self.addresses = {peer: address for peer, address in self.addresses.items() if peer in peers}
+        self.mailbox.keep_only(peers)
 
     @property
     def bytes_sent(self) -> int:

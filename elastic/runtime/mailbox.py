@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +62,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._closed = False
         self._last: tuple[Message | None, bytes] = None, b""
+        self._sent_before = 0  # on lines that were closed
         self.met: set[str] = set()  # peers to or from which a stream was open in the life of this process
         self.heard_at: dict[str, float] = {}  # when a message of a peer came last
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
@@ -75,6 +76,15 @@ class Mailbox:
                     line = self._lines[peer] = PeerLine(self, address)
             if line is not None:
                 line.move_to(address)
+
+    def keep_only(self, peers: Container[str]) -> None:
+        """Close the lines to all others: who may not speak to this island any more is not dialled either."""
+        with self._lock:
+            others = [peer for peer in self._lines if peer not in peers]
+            lines = [self._lines.pop(peer) for peer in others]
+            self._sent_before += sum(line.bytes_sent for line in lines)
+        for line in lines:
+            line.close()
 
     def send(self, peer: str, message: Message) -> None:
         """Queue a message to a peer. It is dropped if the peer's address is not known."""
@@ -92,7 +102,7 @@ class Mailbox:
     @property
     def bytes_sent(self) -> int:
         """Return the bytes of control messages sent to all peers so far."""
-        return sum(line.bytes_sent for line in list(self._lines.values()))
+        return self._sent_before + sum(line.bytes_sent for line in list(self._lines.values()))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything that is queued has been sent, or the time is over."""

@@ -1,6 +1,5 @@
 """Outsiders against real islands: who has an address gets nothing, and a ticket works for whom it says."""
 
-import asyncio
 import socket
 import subprocess
 import sys
@@ -12,13 +11,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hivemind.dht.node import DHTNode
 from invited import admitted, ticket_in
 from launched import wait_until
-from real_islands import Island, open_islands, together
+from real_islands import Island, addresses_of, open_islands, ports_of, together
+from strangers import Outsider
 
-from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
-from diloco.comm.peers.directory import Directory, LoopThread
+from diloco.comm.peers.dht import dht_key
+from diloco.comm.peers.directory import Directory
 from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.record import PeerRecord, encode
 from diloco.comm.peers.ticket import Ticket
@@ -42,10 +41,6 @@ def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Island]]:
         yield two
 
 
-def addresses_of(island: Island) -> list[str]:
-    return (island.folder / "addresses").read_text().split()
-
-
 def rounds_in(island: Island, seconds: float) -> int:
     since = time.time()
     time.sleep(seconds)
@@ -54,42 +49,6 @@ def rounds_in(island: Island, seconds: float) -> int:
 
 def roster_of(island: Island) -> tuple[str, ...]:
     return newest_state(island.folder / OUTER).roster
-
-
-class Outsider:
-    """A node with a key of its own that knows an island's address, checks nothing, and has no admission."""
-
-    def __init__(self, path: Path, bootstrap: list[str]) -> None:
-        self.identity, self.thread, self.bootstrap = Identity.load(path), LoopThread("outsider"), bootstrap
-        options = {"initial_peers": bootstrap, "identity_path": str(path), "check_if_identity_free": False}
-        p2p = self.thread.call(GuardedP2P.create(**options), 30)
-        self.node = self.thread.call(DHTNode.create(p2p=p2p), 30)
-        self.peer = next(iter(self.thread.call(p2p.list_peers(), 10))).peer_id
-
-    def read(self, run_id: bytes) -> object:
-        protocol, key = self.node.protocol, self.node.protocol.node_id.generate(source=dht_key(run_id))
-        return self.thread.call(protocol.call_find(self.peer, [key]), 30)
-
-    def publish(self, run_id: bytes, record: PeerRecord, identity: Identity) -> list[bool] | None:
-        key = self.node.protocol.node_id.generate(source=dht_key(run_id))
-        raw = self.node.protocol.serializer.dumps(encode(record, identity))
-        storing = self.node.protocol.call_store(
-            self.peer, [key], [raw], record.expires_at, subkeys=[identity.public_key]
-        )
-        return self.thread.call(storing, 30)
-
-    def stream(self) -> bytes:
-        async def knock() -> bytes:
-            _, reader, writer = await self.node.p2p.call_binary_stream_handler(self.peer, "/diloco/stream/1")
-            answer = await asyncio.wait_for(reader.read(500), 10)
-            writer.close()
-            return answer
-
-        return self.thread.call(knock(), 30)
-
-    def close(self) -> None:
-        self.thread.at_end = lambda: close_node(self.node)
-        self.thread.stop()
 
 
 @pytest.fixture
@@ -172,13 +131,6 @@ def open_halves(port: int, stack: ExitStack) -> None:
         half.setblocking(False)
         with suppress(BlockingIOError):
             half.connect(("127.0.0.1", port))
-
-
-def ports_of(pid: int) -> list[int]:
-    """Where a process and its children listen."""
-    told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
-    mine = [line for line in told if f"pid={pid}," in line]
-    return [int(line.split()[3].rpartition(":")[2]) for line in mine]
 
 
 @pytest.mark.soak
