@@ -127,10 +127,10 @@ def recover(
 
 @benchmark("ranks --json")
 def ranks(
-    every: Annotated[float, typer.Option(min=5.0, help="Seconds that islands train between two rounds.")] = 20.0,
+    every: Annotated[float, typer.Option(min=5.0, help="Seconds that islands train between two rounds.")] = 30.0,
     faults: Annotated[int, typer.Option(min=1, max=4, help="Faults in each of the two runs, a rank each.")] = 4,
 ) -> Mapping[str, Any]:
-    """Kill and stop processes inside an island (15 minutes).
+    """Kill and stop processes inside an island (25 minutes).
 
     An island of 2 x 2 processes trains among three others, as the founder of the run and as one that joined. Measures
     how soon the process is named, after how many rounds the island contributes again, and what that costs the others.
