@@ -47,9 +47,13 @@ class Torchrun:
         return json.loads((self.folder / f"{name}.out").read_text())
 
     @staticmethod
-    def finish(process: subprocess.Popen[str]) -> None:
-        _, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err[-4000:]
+    def finish(*processes: subprocess.Popen[str]) -> None:
+        """Wait for all; one that fails is told at once, as the others would wait for it."""
+        assert wait_until(
+            lambda: any(each.poll() for each in processes) or all(each.poll() == 0 for each in processes), 600
+        )
+        for process in processes:
+            assert not process.poll(), process.stderr.read()[-4000:]
 
 
 @pytest.fixture
@@ -80,8 +84,7 @@ def test_two_islands_match_the_built_in_trainer(small, tmp_path, torchrun, one, 
     joiner = torchrun.start(
         "two", two, **job, batches=str(tmp_path / "two.batches"), dir=str(tmp_path / "two"), ticket=str(ticket)
     )
-    for process in (founder, joiner):
-        torchrun.finish(process)
+    torchrun.finish(founder, joiner)
     for name, mesh in (("one", one), ("two", two)):
         for rank in range(mesh[0] * mesh[1]):
             outer = torch.load(tmp_path / f"{name}.out.{rank}")
