@@ -99,10 +99,26 @@ class SlurmRun:
         return max((number for k in range(16) for number in self.rounds(k)), default=0)
 
     def finish(self) -> None:
-        """Let the run end a few rounds from now."""
-        events = Tail(self.dir / "island-0" / "events.jsonl").read()
-        steps = [event["step"] for event in events if event["event"] == "round"]
-        self.diloco("set", f"runs/{self.name}/island-0", f"inner.steps={max(steps) + 200}")
+        """Let the run end soon: islands go on while the command is on its way, so it may have to be said again."""
+        for more in (2000, 8000, 32000):
+            events = Tail(self.dir / "island-0" / "events.jsonl").read()
+            steps = max(event["step"] for event in events if event["event"] == "round") + more
+            words = (sys.executable, "-m", "diloco", "set", f"runs/{self.name}/island-0", f"inner.steps={steps}")
+            if subprocess.run(words, cwd=self.folder, env=self.environment).returncode == 0:
+                return
+        raise AssertionError(self.logs())
+
+    def starts(self, number: int) -> int:
+        """How often Slurm has started an island's job."""
+        log = self.dir / "launch" / "logs" / f"island-{number}.log"
+        return log.read_text().count(f"island-{number} starts on") if log.exists() else 0
+
+    def comes_back(self, number: int, *command: str) -> None:
+        """Do something to an island, and wait until it was started again and contributes."""
+        before = self.starts(number)
+        self.call(*command)
+        assert wait_until(lambda: self.starts(number) > before, 900), self.logs()
+        assert self.contributes(number, after=self.last_round), self.logs()
 
     def contributes(self, number: int, after: int) -> bool:
         """Wait until an island has contributed to a round after this one."""

@@ -12,6 +12,8 @@ from diloco.config.file import load_config
 from diloco.errors import DeviceError
 from diloco.launch.devices import VISIBLE, devices_of, share_devices, visible_devices
 from diloco.launch.fleet import Plan, open_run
+from diloco.launch.hosts import Local
+from diloco.launch.launching import plan_launch
 from diloco.report.watching import IslandsView
 
 EIGHT = [str(number) for number in range(8)]
@@ -77,3 +79,10 @@ def test_real_islands_see_their_own_gpu(tmp_path, monkeypatch):
         assert wait_until(lambda: set(pids(tmp_path)) == {ONE, TWO})
         seen = {name: environment_of(pid)[VISIBLE] for name, pid in pids(tmp_path).items()}
     assert seen == {ONE: "4", TWO: "7"}
+
+
+def test_islands_that_are_launched_on_this_machine_have_gpus_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv(VISIBLE, "0,1,2,3")
+    config = plan_of(tmp_path, 2, device="auto", fsdp=2).config
+    launch = plan_launch(config, "local", islands=2, nodes=1, gpus=0)
+    assert [Local(launch).environment(island)[VISIBLE] for island in launch.islands] == ["0,1", "2,3"]

@@ -19,7 +19,9 @@ from diloco.launch.launching import plan_launch
 IMAGE = "registry.example/diloco:1"
 SETTINGS = {
     "a laptop's cluster": ({}, {"nodes": 1, "gpus": 0}),
-    "eight GPUs and a volume": ({"storage": "200Gi", "resources": {"cpu": 16, "memory": "64Gi"}}, {"nodes": 1, "gpus": 8}),
+    "eight GPUs and a volume": (
+        {"storage": "200Gi", "resources": {"cpu": 16, "memory": "64Gi"}}, {"nodes": 1, "gpus": 8}
+    ),
     "two machines, variables and a namespace": (
         {
             "storage": "1Ti", "namespace": "team-a", "environment": {"NCCL_DEBUG": "WARN", "QUOTES": "a \"b\" 'c': d"},

@@ -28,8 +28,7 @@ def test_islands_on_slurm_are_queued_again_and_end_with_equal_states(cluster, tm
     assert [line.split()[:2] for line in listed] == [["island-0", "running"], ["island-1", "running"]]
     assert all("round " in line and run.task(number) in line for number, line in enumerate(listed))
     assert "nothing: all islands" in run.diloco(*asked) and len(run.jobs) == 2
-    run.call("scontrol", "requeue", run.task(0))  # the founder's
-    assert run.contributes(0, after=run.last_round), run.logs()
+    run.comes_back(0, "scontrol", "requeue", run.task(0))  # the founder's
     run.finish()
     assert run.ends(), run.logs()
     assert set(run.jobs.values()) == {"COMPLETED"}, run.logs()
@@ -59,21 +58,13 @@ def test_a_run_on_slurm_survives_requeues_signals_and_a_lost_node(cluster, tmp_p
     seen = devices(run)
     assert {island for _, island, _ in seen} == {f"island-{number}" for number in range(4)}
     assert len({(node, gpus) for node, _, gpus in seen}) == len(seen) == 5  # each process has a GPU of its own
-
-    def back(number: int) -> None:
-        assert run.contributes(number, after=run.last_round), f"island-{number} did not come back\n{run.logs()}"
-
     for number in [0, *(chance.randrange(4) for _ in range(REQUEUES - 1))]:
-        run.call("scontrol", "requeue", run.task(number))
-        back(number)
-    run.call("scancel", "--signal=TERM", run.task(1))
-    back(1)
+        run.comes_back(number, "scontrol", "requeue", run.task(number))
+    run.comes_back(1, "scancel", "--signal=TERM", run.task(1))
     run.diloco("launch", "--join", "runs/long", "--islands", "2", "--gpus-per-node", "1")
-    back(4)
-    back(5)
+    assert run.contributes(4, after=0) and run.contributes(5, after=0), run.logs()
     lost = next(node for node, island, _ in devices(run) if island == "island-2")
-    run.call("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
-    back(2)
+    run.comes_back(2, "scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
     run.call("scontrol", "update", f"nodename={lost}", "state=idle")
     run.finish()
     assert run.ends(), run.logs()

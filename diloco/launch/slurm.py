@@ -86,7 +86,7 @@ class Slurm:
     def submit(self, islands: Sequence[Island]) -> dict[str, str]:
         """Submit the job files; each island is a task of an array."""
         (self.launch.here / LOGS).mkdir(exist_ok=True)
-        jobs = {}
+        jobs: dict[str, str] = {}
         for alike in _alike(islands):
             array = _call("sbatch", "--parsable", str(self.launch.here / _file(alike))).strip().partition(";")[0]
             jobs |= {island.name: f"{array}_{island.number}" for island in alike}
