@@ -295,7 +295,7 @@ class Driver:
             found = fetch_state(network, peer, donors, genesis, sizes, self.store.download)
             self.post(partial(self._switch, found.of(self.node.state.owner)))
         except FETCH_ERRORS as error:
-            self._note("behind", f"could not catch up yet: {error}")
+            self.note("behind", f"could not catch up yet: {error}")
             self.post(partial(self.node.catch_up_failed, peer))
 
     def _missed(
@@ -307,7 +307,7 @@ class Driver:
 
     def _go_back(self, digest: str) -> None:
         """Read this island's own log again, up to where the owner's latch makes records void."""
-        origin = read_back(self.store.readable, self.run, self._note)
+        origin = read_back(self.store.readable, self.run, self.note)
         if origin is None or origin.state.head.digest != digest:
             self.post(partial(self.node.cannot_go_back, digest))
             return
@@ -319,7 +319,8 @@ class Driver:
 
         self.post(step)
 
-    def _note(self, kind: str, text: str) -> None:
+    def note(self, kind: str, text: str) -> None:
+        """Report to people what has happened to this island. Called on any thread."""
         self.report(msg.Note(kind, self.node.me, text))
 
     def _take_over(self, found: FetchedState) -> None:
@@ -347,7 +348,7 @@ class Driver:
         if len(missed) > 1 and state != self.node.state:  # one is nothing: a round went on without this island
             size = sum(len(result) for _, result in missed)
             text = f"rounds {self.node.state.head.round + 1} to {state.head.round} from peers: {size} bytes"
-            self._note("caught up", text)
+            self.note("caught up", text)
         return self.node.caught_up(state, now, whole=False, followed_by=followed_by)
 
     def _switch(self, snapshot: FetchedState, now: float) -> list[msg.Effect]:
@@ -356,7 +357,7 @@ class Driver:
             self._take_over(snapshot)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
-            self._note("caught up", text)
+            self.note("caught up", text)
         return self.node.caught_up(snapshot.state, now)
 
     def _mend(self) -> None:
@@ -371,7 +372,7 @@ class Driver:
                 self._mend_after(asked)
             if since is None or self._ended:
                 break
-        self._note("mended" if since is None else "not mended", "its log, from peers")
+        self.note("mended" if since is None else "not mended", "its log, from peers")
 
     def _mend_after(self, since: str) -> None:
         """Fetch the records after a damaged one from the first peer that has them."""
