@@ -130,7 +130,7 @@ def test_two_of_five_go_on_when_three_are_gone_for_good(tmp_path):
         left = islands[:2]
         assert wait_until(lambda: left[0].told("waiting")), left[0].process.poll()
         (text, *_) = left[0].told("waiting")
-        assert "go on without them: `diloco force-roster RUN --keep island-1,island-2`" in text
+        assert "continue without them: `diloco force-roster RUN --keep island-1,island-2`" in text
         before = [len(island.events("round")) for island in left]
         names = ("--keep", "island-1,island-2")
         command = [sys.executable, "-m", "diloco", "force-roster", str(tmp_path / "island-1"), *names]

@@ -86,7 +86,7 @@ def test_an_island_alone_of_two_waits_and_says_for_whom(tmp_path):
         assert wait_until(lambda: joiner.told("waiting")), joiner.process.poll()
         (text,) = joiner.told("waiting")
         assert text.startswith("for island-1: 1 of 2 members are here, that is no quorum")
-        assert "go on without them: `diloco force-roster RUN --keep island-2`" in text
+        assert "continue without them: `diloco force-roster RUN --keep island-2`" in text
         rounds = len(joiner.events("round"))
         start(1, resume="")
         assert wait_until(lambda: len(joiner.events("round")) > rounds), "together, they go on"
