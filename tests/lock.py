@@ -24,6 +24,8 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
 from pip._internal.models.index import PyPI  # the index that pip asks unless it is told otherwise: we name none
+from pip._vendor.packaging.tags import sys_tags
+from pip._vendor.packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK, PINS = ROOT / "requirements.lock", ROOT / "constraints.txt"
@@ -50,7 +52,7 @@ def pins() -> dict[str, str]:
 
 def files_of(name: str, indexes: list[str], folders: list[str]) -> dict[str, str]:
     """Return the digests of all files of a package, by their names."""
-    plain, found = re.sub(r"[-_.]+", "-", name).lower(), {}
+    plain, found = normal(name), {}
     context = ssl.create_default_context(cafile=next(iter(setting("cert")), None))
     for index in indexes:
         place = f"{index.rstrip('/')}/{plain}/"
@@ -70,7 +72,7 @@ def files_of(name: str, indexes: list[str], folders: list[str]) -> dict[str, str
                 found[unquote(urlsplit(address).path.rpartition("/")[2])] = digest
     for folder in folders:
         for path in Path(folder).glob("*"):
-            if re.sub(r"[-_.]+", "-", path.name.split("-")[0]).lower() == plain:
+            if is_of(path.name, name):
                 found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
@@ -84,6 +86,27 @@ def digests_of(name: str, version: str, indexes: list[str], folders: list[str]) 
     return wheels or {digest for file, digest in files.items() if archive.match(file)}
 
 
+def at_hand(name: str, digests: set[str]) -> Path | None:
+    """Return the file of a package in a folder of pip's that this Python can use and the lock knows.
+
+    pip itself would rather take one of an index, which says its digest beforehand: another build, perhaps.
+    """
+    usable = set(sys_tags())
+    for path in (path for folder in setting("find-links") for path in Path(folder).glob("*.whl")):
+        fits = is_of(path.name, name) and usable & parse_wheel_filename(path.name)[3]
+        if fits and hashlib.sha256(path.read_bytes()).hexdigest() in digests:
+            return path
+    return None
+
+
+def is_of(file: str, name: str) -> bool:
+    return normal(file.split("-")[0]) == normal(name)
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def locked() -> dict[str, tuple[str, set[str]]]:
     """Return the version and the digests of each package of the lock."""
     if not LOCK.exists():
@@ -92,8 +115,12 @@ def locked() -> dict[str, tuple[str, set[str]]]:
     return {name: (version, set(re.findall(r"sha256:(\w+)", rest))) for name, version, rest in entries}
 
 
-def entry(name: str, version: str, digests: set[str]) -> str:
-    return f"{name}=={version}" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(digests)) + "\n"
+def entry(name: str, version: str, digests: set[str], file: Path | None = None) -> str:
+    return (
+        str(file or f"{name}=={version}")
+        + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(digests))
+        + "\n"
+    )
 
 
 def write() -> int:
@@ -118,7 +145,7 @@ def install() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, names in enumerate(([FIRST], [name for name in lock if name != FIRST])):
             part = Path(folder) / f"{number}.txt"
-            part.write_text("".join(entry(name, *lock[name]) for name in names))
+            part.write_text("".join(entry(name, *lock[name], at_hand(name, lock[name][1])) for name in names))
             words = ["install", "--quiet", "--no-deps", "--require-hashes", "--no-build-isolation", "-r", str(part)]
             if (done := pip(*words)).returncode:
                 print(done.stdout + done.stderr)

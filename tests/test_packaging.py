@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -196,3 +197,13 @@ def test_a_file_with_another_digest_is_not_installed(tmp_path: Path, name: str) 
     succeed(*pip, "--require-hashes", "-r", asked, cwd=tmp_path)
     asked.write_text(lock.entry(name, version, digests))
     succeed(*pip, "--require-hashes", "--no-build-isolation", "-r", asked, cwd=tmp_path)
+
+
+def test_a_build_at_hand_that_the_lock_knows_goes_before_that_of_an_index(tmp_path: Path, monkeypatch) -> None:
+    wheel = tmp_path / "torch-2.13.0+cpu-py3-none-any.whl"
+    wheel.write_bytes(b"a build of torch")
+    (tmp_path / "torch-2.13.0+cpu-py2-none-any.whl").write_bytes(b"one for another Python")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = sha256(b"a build of torch").hexdigest()
+    assert lock.at_hand("torch", {digest}) == wheel and lock.at_hand("torch", {"0" * 64}) is None
+    assert lock.entry("torch", "2.13.0", {digest}, wheel).startswith(f"{wheel} \\\n    --hash=sha256:{digest}")
