@@ -5,20 +5,20 @@ Whoever launched a run has its owner's key, and by it looks into the directory a
 
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.comm.peers.addressbook import answering, multiaddr
+from diloco.comm.peers.addressbook import answering, by_peer, multiaddr
 from diloco.comm.peers.admission import Right
 from diloco.comm.peers.identity import Identity, peer_id_of
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import DirectoryError, LaunchError
+from diloco.errors import LaunchError
 from diloco.launch.backend import JobState, Launch
 from diloco.run.secret import FOUNDER, IslandSecret, host_port
 
-LOOK_S, AGAIN_S = 5.0, 0.5
+LOOK_S, AGAIN_S = 20.0, 0.5
 LIFETIME_S = 600.0
 
 
@@ -58,22 +58,20 @@ def _answering(known: Mapping[str, str]) -> list[str]:
     return [address for found in answering([[place] for place in places]) for address in found]
 
 
-def _look(ticket: Ticket, places: Iterable[str]) -> dict[str, Member]:
+def _look(ticket: Ticket, places: Sequence[str]) -> dict[str, Member]:
     from diloco.comm.peers.directory import Directory  # takes seconds: hivemind
     from diloco.run.peer import host_towards
 
-    bootstrap, found = tuple(places), dict[str, Member]()
+    known, found = by_peer(places), dict[str, Member]()
     with tempfile.TemporaryDirectory(prefix="diloco-") as scratch:
-        me = Identity.load(Path(scratch) / "identity.key")
-        admission = ticket.admission(me.public_key)
-        try:
-            opened = Directory.start(me, admission, bootstrap=bootstrap, listen_host=host_towards(bootstrap))
-        except DirectoryError as error:
-            raise LaunchError(f"the run's directory does not answer: {error}") from None
-        with closing(opened) as directory:
+        me, host = Identity.load(Path(scratch) / "identity.key"), host_towards(tuple(places))
+        with closing(Directory.start(me, ticket.admission(me.public_key), listen_host=host)) as directory:
             deadline = time.monotonic() + LOOK_S
             while not found and time.monotonic() < deadline:
+                directory.reach(known)
                 records = directory.peers().items()
                 found = {peer_id_of(k): Member(r.name, r.round, any(r.chain_digest)) for k, r in records}
                 time.sleep(AGAIN_S)
+            if not found:
+                raise LaunchError(f"nobody is in the run's directory ({directory.refusal or 'no answer'}): try again")
     return found
