@@ -70,7 +70,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_who_was_taken_out_is_not_called_any_more(evicted) -> None:
     islands, listeners = evicted
     time.sleep(QUIET_S / 2)  # for calls that were under way
@@ -80,7 +80,7 @@ def test_who_was_taken_out_is_not_called_any_more(evicted) -> None:
     assert islands[0].rounds_of(1, since), "and rounds go on"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_who_was_taken_out_while_it_was_away_ends_and_says_why(evicted) -> None:
     islands, listeners = evicted
     for listener in listeners:
