@@ -146,3 +146,20 @@ def test_while_no_quorum_is_there_nobody_is_stuck():
     third.tick(alone)
     assert not third.leading.is_stuck(alone + STUCK_SILENCES * SILENCE_S)
     assert third.leading.is_stuck(alone + STUCK_SILENCES * SILENCE_S + 0.2), "though it is back"
+
+
+def test_one_with_nothing_to_offer_promises_to_anybody_once_its_coordinator_is_idle_for_long():
+    """It waits for samples, say: what others wait for it cannot tell, and without its promise there is no quorum."""
+    third = node("C", {"A": "ABC", "B": "ABC"})
+    third.receive("A", msg.Collect(STATE.head, 1), 0.5)
+    third.remembered(0.5)
+    third.moved(3.0)
+    long = 3.0 + STUCK_SILENCES * SILENCE_S
+    beats = {peer: replace(beat(sequence=2), follows="A") for peer in "AB"}
+    third.receive("A", replace(beats["A"], leading=True), long)
+    third.receive("B", beats["B"], long)
+    assert not third.leading.may_promise("B", long + 0.1), "others may be training"
+    third.receive("A", replace(beats["A"], sequence=3), long)
+    assert not third.leading.may_promise("B", long), "the last byte counts"
+    assert third.leading.coordinator(long + 0.1) == "A" and third.leading.may_promise("B", long + 0.1)
+    assert not third.leading.is_stuck(long + 0.1), "it need not lead itself"

@@ -55,6 +55,7 @@ HARSH_ONCE_WRONG = [
     ("auto", 17501),  # who had promised too late to be asked to store a result was never asked
     ("auto", 15242),  # who had a record by hearsay took it for one without a quorum, and led nothing after the latch
     ("quorum", 14913),  # all had waited too long when the quorum came back, but those who had nothing to wait with
+    ("quorum", 8873),  # one without samples, so with nothing to wait with, promised to nobody but an idle coordinator
     ("quorum", 12711),  # a result was spoilt when the faults were over: of two islands, one was excluded for 40 s
 ]
 LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each

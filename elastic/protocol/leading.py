@@ -99,7 +99,7 @@ class Leading:
     def may_promise(self, peer: str, now: float) -> bool:
         """Return whether this island may promise to a peer: it follows it, or no round has come about for long."""
         limited = self.own.rules.follow_the_linked and self.liveness.are_few() and peer != self.own.me
-        return not limited or self.coordinator(now) == peer or self.is_stuck(now)
+        return not limited or self.coordinator(now) == peer or self.is_stuck(now) or self._is_left_alone(now)
 
     def may_lead(self, now: float) -> bool:
         """Return whether this island is to lead: it follows itself, as do at least half of those linked."""
@@ -133,6 +133,17 @@ class Leading:
     def is_stuck(self, now: float) -> bool:
         """Return whether this island has waited so long for a round, without a byte, that anybody may lead."""
         return self.own.rules.follow_the_linked and self.own.ready_at is not None and now > self._stuck_at()
+
+    def _is_left_alone(self, now: float) -> bool:
+        """Return whether this island has seen no byte for so long, with nothing to offer, and whom it follows is idle.
+
+        It may need samples, which only a round brings. While its coordinator leads, others may still be training.
+        """
+        own = self.own
+        if own.ready_at is not None or own.term is not None or now <= self._stuck_at():
+            return False
+        view = own.peers.views.get(self.coordinator(now))
+        return view is None or not view.leading
 
     def was_stuck_since(self, started_at: float, now: float) -> bool:
         """Return whether a term that began at this time has seen no byte for so long."""
