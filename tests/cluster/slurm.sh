@@ -66,7 +66,8 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=1,sched_interval=1,bf_interval=1,requeue_delay=1
-ReturnToService=2
+# a node that is set down stays down, though its slurmd answers
+ReturnToService=1
 JobRequeue=1
 KillWait=10
 MinJobAge=300
