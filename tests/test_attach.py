@@ -18,7 +18,7 @@ from diloco.run.secret import IslandSecret, make_secrets, parse_places
 
 START_S = 25.0  # within which islands are started, doubled and killed
 SLOW = ("--link", "100mbit,150ms")  # rounds take long enough to do something between two of them
-FEW, MANY = range(3), range(3, 20)
+FEW, MANY = range(1), range(1, 20)
 
 
 def secrets(folder: Path, *names: str) -> list[Path]:
