@@ -60,15 +60,18 @@ def goes_on_without_the_liar(islands: list[TestIsland], *, rounds: int = 2) -> N
     assert torch.isfinite(honest[0].driver.replica.vectors["parameters"]).all()
 
 
+def is_refused(islands: list[TestIsland]) -> bool:
+    return any(note.peer == LIAR and "refuse" in note.text for island in islands for note in list(island.notes))
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("codec", ["int8", "fp32"])
 def test_bytes_that_are_not_what_the_offer_says_are_refused_by_name(lie, codec):
     with team(codec=codec, count=3 * PAGE) as (_, islands):
         wait_for(lambda: all(island.contained for island in islands), islands)
         sent_by(next(island for island in islands if island.name == LIAR), lie)
+        wait_for(lambda: is_refused(islands), islands)  # under load it may be lost first, and come back
         goes_on_without_the_liar(islands)
-        notes = [note.text for island in islands for note in island.notes if note.peer == LIAR]
-        assert any("refuse" in text for text in notes)
 
 
 def test_bytes_are_compared_with_the_offer_in_groups_too(monkeypatch):
