@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.ticket import PREFIX, Ticket
 from diloco.config.file import load_tree, parse_config
 from diloco.config.schema import Config

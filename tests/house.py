@@ -28,7 +28,7 @@ BEGIN, END = "<!-- picture: written by `make picture` -->", "<!-- end of the pic
 ORDER = [
     "atomic", "errors", "units", "version",
     "comm.codec", "comm.peers", "comm.transport", "comm.reduce",
-    "checkpoint.log", "checkpoint.inner", "checkpoint.save", "checkpoint.transfer",
+    "checkpoint.log", "checkpoint.save", "checkpoint.transfer",
     "elastic.protocol", "elastic.runtime",
     "config", "model", "island", "data", "report", "train",
     "run", "launch", "history", "plan", "simulate.virtual", "simulate.real",

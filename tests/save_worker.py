@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from diloco.bench.team import Heard
-from diloco.checkpoint.save import FACTS, Saver, read_inner, saves
+from diloco.checkpoint.save.facts import FACTS, saves
+from diloco.checkpoint.save.saver import Saver, read_inner
 from diloco.config.file import parse_config
 from diloco.island.mesh import open_mesh
 from diloco.report.events import Events

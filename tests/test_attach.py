@@ -13,8 +13,9 @@ from launched import wait_until
 
 from diloco.comm.peers.identity import Identity
 from diloco.errors import ConfigError, IdentityError, TicketError
-from diloco.run.attach import LEFT, Attachment
+from diloco.run.attach import Attachment
 from diloco.run.secret import IslandSecret, make_secrets, parse_places
+from diloco.run.signals import LEFT
 
 START_S = 25.0  # within which islands are started, doubled and killed
 SLOW = ("--link", "100mbit,150ms")  # rounds take long enough to do something between two of them

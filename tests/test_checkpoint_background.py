@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from diloco.checkpoint.log.writing import DTYPES, PIECE, REST, WritePace, write_tensors
-from diloco.checkpoint.save import Saver, read_inner, read_outer, write_save
+from diloco.checkpoint.save.saver import Saver, read_inner, read_outer, write_save
 
 FACTS = {"round": 1}
 
@@ -59,7 +59,7 @@ def test_rests_no_more_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_save_has_half_the_time_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([10.0, 50.0, 56.0])
     saver = Saver(tmp_path, lambda step, path, seconds: None, pytest.fail)  # type: ignore[arg-type]
-    monkeypatch.setattr("diloco.checkpoint.save.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("diloco.checkpoint.save.saver.time.monotonic", lambda: next(moments))
     assert [saver._time_to_spare() for _ in range(3)] == [math.inf, 20.0, 3.0]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.inner import StagedInner, write_rank
-from diloco.checkpoint.save import read_inner, read_inner_tree
+from diloco.checkpoint.save.inner import StagedInner, write_rank
+from diloco.checkpoint.save.saver import read_inner, read_inner_tree
 from diloco.errors import SaveError
 
 

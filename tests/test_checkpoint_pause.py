@@ -15,7 +15,7 @@ from launched import ONE, TWO, events_of, islands, last_agreed, rounds_with, wai
 from lives import Life, live
 from team import PATIENT
 
-from diloco.checkpoint.save import read_facts, saves
+from diloco.checkpoint.save.facts import read_facts, saves
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config, parse_config
 from diloco.config.schema import Config

@@ -16,7 +16,8 @@ from alone import train
 from conftest import SMALL
 
 from diloco.atomic import ASIDE
-from diloco.checkpoint.save import FACTS, KEEP, Saver, read_facts, read_inner, read_outer, saves, write_save
+from diloco.checkpoint.save.facts import FACTS, read_facts, saves
+from diloco.checkpoint.save.saver import KEEP, Saver, read_inner, read_outer, write_save
 from diloco.errors import SaveError
 from diloco.history.load import load_trained
 
@@ -114,7 +115,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        monkeypatch.setattr("diloco.checkpoint.save.write_save", self._write)
+        monkeypatch.setattr("diloco.checkpoint.save.saver.write_save", self._write)
 
     def _write(self, *arguments: object, **named: object) -> Path:
         assert self.open.wait(20)
@@ -175,7 +176,7 @@ def test_a_save_that_fails_is_told_of_and_the_next_one_is_written(tmp_path, monk
         raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr("diloco.checkpoint.save.write_tensors", refuse)
+        broken.setattr("diloco.checkpoint.save.saver.write_tensors", refuse)
         begin(saver, 1)
         saver.wait()
     assert isinstance(error, RuntimeError) or list(tmp_path.iterdir()) == []  # the log needs the space

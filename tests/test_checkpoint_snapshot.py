@@ -19,7 +19,7 @@ from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import clean, manifests, read_manifest, read_vectors, snapshots, write_snapshot
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.errors import SnapshotDamaged
 from diloco.report.events import Events, JsonLines
 from diloco.run.join import alone

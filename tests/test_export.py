@@ -9,7 +9,7 @@ import torch
 from conftest import SMALL
 from trained_run import TEXT, byte_pairs, train
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.config.file import parse_config
 from diloco.errors import SaveError
 from diloco.history import export as exporting

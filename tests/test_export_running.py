@@ -15,7 +15,8 @@ from launched import events_of, islands, wait_until
 from safetensors.torch import load_file
 from trained_run import train
 
-from diloco.checkpoint.save import read_outer, saves
+from diloco.checkpoint.save.facts import saves
+from diloco.checkpoint.save.saver import read_outer
 from diloco.history.export import export, qwen3_name
 from diloco.history.load import load_trained, saves_of
 from diloco.history.log import find_logs, furthest, rows, state_of

@@ -13,7 +13,7 @@ from conftest import read_events, run_cli
 from trained_run import Command
 
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.save import read_facts, saves
+from diloco.checkpoint.save.facts import read_facts, saves
 from diloco.history.log import newest_state, rows, state_of
 from diloco.version import PROTOCOL
 

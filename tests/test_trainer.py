@@ -7,7 +7,7 @@ from alone import HERE, train
 from torch import nn
 
 from diloco.bench.team import Heard
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.identity import Identity
 from diloco.data.batches import Batches, open_samples
 from diloco.elastic.protocol.ranges import size

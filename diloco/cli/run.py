@@ -152,8 +152,9 @@ def attach_island(
     config = load_config(path, [*overrides, f"checkpoint.dir={json.dumps(str(where))}"])
     up, down, delay_s = rates_of(link)
     start_if_several(config.island)
-    from diloco.run.attach import LEFT, Attachment
+    from diloco.run.attach import Attachment
     from diloco.run.peer import Connection
+    from diloco.run.signals import LEFT
     from diloco.run.start import attach
     from diloco.simulate.real.network import as_simulated
 

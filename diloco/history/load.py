@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint.save import order, read_facts, read_outer, saves
+from diloco.checkpoint.save.facts import order, read_facts, saves
+from diloco.checkpoint.save.saver import read_outer
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_source

@@ -13,7 +13,8 @@ from torch import Tensor
 from diloco.checkpoint.log.journal import Journal, Trouble
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
-from diloco.checkpoint.save import FACTS, write_outer_save
+from diloco.checkpoint.save.facts import FACTS
+from diloco.checkpoint.save.saver import write_outer_save
 from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.messages import Memory
 from diloco.elastic.protocol.ranges import Ranges

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diloco.checkpoint.save import PATIENCE
+from diloco.checkpoint.save.saver import PATIENCE
 from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError, DilocoError, LeaderFailed
 from diloco.island.activity import Activity

@@ -5,16 +5,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, AMD, and of both on Windows' Linux
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of this machine's GPUs that may be used, as `CUDA_VISIBLE_DEVICES` writes them."""
     if VISIBLE not in environment:
+        if not any(Path(driver).exists() for driver in DRIVERS):
+            return []  # found out without torch, which takes seconds to import
         import torch
 
         return [str(number) for number in range(torch.cuda.device_count())]

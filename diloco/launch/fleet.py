@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from diloco.atomic import write_file
-from diloco.checkpoint.save import read_facts, saves
+from diloco.checkpoint.save.facts import among_others, read_facts, saves
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
 from diloco.config.file import render_config
 from diloco.config.schema import Config
@@ -29,7 +29,6 @@ from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.invites import TICKET, keep_ticket
 from diloco.run.signals import PAUSE, signals
-from diloco.train.resume import among_others
 
 OWN = ("island", "log", "evaluate", "checkpoint")  # a joiner's own sections; all others come from the founder
 LOOK_S = 0.2

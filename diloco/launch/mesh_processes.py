@@ -22,8 +22,7 @@ from diloco.errors import DeviceError
 from diloco.island.hangs import HangDetector, doing, process_state
 from diloco.island.signs import ENDED, FOLDER, HUNG, FolderSigns
 from diloco.launch.processes import REFUSED, killed_by, last_line, start_process
-from diloco.run.attach import LEFT
-from diloco.run.signals import PAUSE, signals
+from diloco.run.signals import LEFT, PAUSE, signals
 
 LOOK_S = 0.1
 LAST_WORDS_S = 3.0  # for the leader to say by itself what went wrong

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.errors import ConfigError
 from diloco.launch.mesh_processes import BEGAN, LIVES
 from diloco.run.folder import OWNER_KEY, has_begun

@@ -28,7 +28,6 @@ from diloco.run.join import Search, publish
 from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen_host
 from diloco.run.secret import FOUNDED, IslandSecret, host_port
 
-LEFT = 75  # the exit code of an island that has left before the run's end: it can be started again (EX_TEMPFAIL)
 LOCK_S = 60.0  # for an earlier process of this island to end
 ASK_S = 10.0  # for those who answer to say how far they are
 AGAIN_S = 0.5

@@ -18,7 +18,7 @@ from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.segments import SegmentWriter
 from diloco.checkpoint.log.snapshot import SnapshotContents, write_snapshot
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.config.file import flat
 from diloco.config.schema import Config

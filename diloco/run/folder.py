@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TextIO
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.addressbook import OTHERS
 from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity, run_id_of, verify
@@ -21,9 +21,11 @@ from diloco.elastic.protocol.record import Head, canonical
 from diloco.elastic.protocol.state import Admitted, RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
-from diloco.island.layout import Layout
-from diloco.model.frozen import FrozenDigests
 from diloco.version import PROTOCOL, refusal
+
+if TYPE_CHECKING:  # commands that read a genesis need not import torch
+    from diloco.island.layout import Layout
+    from diloco.model.frozen import FrozenDigests
 
 CONTEXT = b"diloco genesis 1\0"  # what one key signs for one purpose can never pass for another
 SHARED = ("run", "seed", "model", "data", "inner", "outer", "sync", "elastic")
@@ -60,14 +62,14 @@ class Genesis:
     data: str  # fingerprint: length and digest; or OWN_LOOP
     samples: int  # of one epoch; 0: not known
     founder: str
-    frozen: FrozenDigests = ()  # digests of frozen parameters, buffers, and a base model's settings
+    frozen: tuple[tuple[str, str], ...] = ()  # digests of frozen parameters, buffers, and a base model's settings
     owner: str = ""  # public key of whoever may change settings later; "": nobody may
     parent: Parent | None = None
     signature: str = ""  # of the owner, in hex
 
     @classmethod
     def of(
-        cls, config: Config, layout: Layout, samples: Samples | None, founder: str, frozen: FrozenDigests = ()
+        cls, config: Config, layout: "Layout", samples: Samples | None, founder: str, frozen: "FrozenDigests" = ()
     ) -> "Genesis":
         """Build a new run's genesis, unsigned. `samples` is None for a loop with its own (diloco.connect)."""
         shared = shared_of(config)
@@ -174,7 +176,7 @@ class Genesis:
         base = section != "model" or (self.config["model"].get("hf") is not None and own.get("hf") is not None)
         return base and set(own) <= set(OWN.get(section, ()))
 
-    def check(self, layout: Layout, samples: Samples | None, frozen: FrozenDigests = ()) -> None:
+    def check(self, layout: "Layout", samples: Samples | None, frozen: "FrozenDigests" = ()) -> None:
         """Raise JoinRefused unless this island would train the same model, frozen parts included, on the same data."""
         if samples is None and self.data != OWN_LOOP:
             raise JoinRefused("the run is one of the built-in trainer, with its data: take part by `diloco join`")

@@ -12,6 +12,7 @@ from types import FrameType
 PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
 TRAINER_STOPS = "finishing this step, then saving (once more to leave at once without saving)"
 WITNESS_STOPS = "saying goodbye (once more to leave at once)"
+LEFT = 75  # exit code of an island that has left before the run's end: it can be started again (EX_TEMPFAIL)
 REPEAT_S = 1.0  # launchers pass on a signal that the terminal has already sent to everybody
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.comm.codec.registry import warm_up
 from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.ticket import Ticket
@@ -25,7 +25,7 @@ from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
 from diloco.report.events import Events
-from diloco.run.attach import LEFT, Attachment, anybody_has_the_run, wait_for_ports
+from diloco.run.attach import Attachment, anybody_has_the_run, wait_for_ports
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
     OUTER,
@@ -51,7 +51,7 @@ from diloco.run.join import (
 )
 from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
 from diloco.run.shared import refuse_unshared
-from diloco.run.signals import TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
+from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier

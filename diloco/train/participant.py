@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint.save import Saver, read_outer, write_save
+from diloco.checkpoint.save.saver import Saver, read_outer, write_save
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.record import Amendment

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diloco.atomic import sync_path
 from diloco.checkpoint.log.journal import Entry
-from diloco.checkpoint.save import age, read_facts, saves
+from diloco.checkpoint.save.facts import age, among_others, read_facts, saves
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import normal
 from diloco.elastic.protocol.record import Head
@@ -105,12 +105,3 @@ def find_earlier(folder: Path, head: Head, entries: Iterable[Entry], parent: str
             paused = None if (path / TAKEN).exists() else together["paused"]
             return EarlierSave(path, read_facts(path), paused, contained)
     return None
-
-
-def among_others(save: Path) -> dict[str, Any] | None:
-    """Return what a save says of the island's part in a run. None: there is none, or it cannot be read."""
-    try:
-        found: dict[str, Any] | None = read_facts(save)["together"]
-    except SaveError:
-        return None
-    return found

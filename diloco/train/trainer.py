@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.save import read_inner, saves
+from diloco.checkpoint.save.facts import saves
+from diloco.checkpoint.save.saver import read_inner
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, open_samples, validation_batches
 from diloco.data.samples import Samples

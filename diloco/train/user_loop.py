@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from diloco.checkpoint.inner import OF_ONE_RANK, Keys, Like
-from diloco.checkpoint.save import read_inner_tree
+from diloco.checkpoint.save.inner import OF_ONE_RANK, Keys, Like
+from diloco.checkpoint.save.saver import read_inner_tree
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.data.shuffle import over_epochs

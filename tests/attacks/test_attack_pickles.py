@@ -13,7 +13,7 @@ import yaml
 from alone import train
 from trained_run import Command
 
-from diloco.checkpoint.save import saves
+from diloco.checkpoint.save.facts import saves
 from diloco.config import file as config_file
 from diloco.config.schema import Config
 from diloco.errors import DilocoError

@@ -23,13 +23,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.inner import Like, SavedInner, StagedInner, whole_tensors, write_rank
 from diloco.checkpoint.log.writing import Rest, WritePace, make_way, no_rest, write_tensors
+from diloco.checkpoint.save.facts import age, saves
+from diloco.checkpoint.save.inner import Like, SavedInner, StagedInner, whole_tensors, write_rank
 from diloco.errors import SaveError, first_line
 
 KEEP = 2
-FACTS = ("step", "round", "outer_step", "exchange", "skipped", "checked_at", "data", "config")
-TOGETHER = "together"  # a save of an outer state by itself has none
 MALFORMED = ValueError, KeyError, TypeError, AttributeError, OverflowError  # by what a damaged index leads to
 PATIENCE = timedelta(days=1)  # of processes that wait for each other, as everywhere
 
@@ -191,21 +190,6 @@ def _prune(folder: Path, newest: Path) -> None:
         shutil.rmtree(old.rename(old.with_name(old.name + PART)))
 
 
-def age(save: Path) -> tuple[int, int]:
-    """Return a save's round and the inner steps done by then, to sort by: the run's clock may go back within a round. A
-    save that cannot be read is the oldest."""
-    try:
-        facts = read_facts(save)
-    except SaveError:
-        return -1, -1
-    return order(facts)
-
-
-def order(facts: dict[str, Any]) -> tuple[int, int]:
-    """Return what a save's facts are sorted by: its round, then the inner steps that its island had done."""
-    return facts["round"], (facts["exchange"] or {}).get("steps", facts["step"])
-
-
 def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: dict[str, Any]) -> Path:
     """Write a save of an outer state by itself: nothing can be resumed from it, but it holds the model."""
     final = folder / f"save-{step:08}"
@@ -218,23 +202,6 @@ def write_outer_save(folder: Path, step: int, outer: dict[str, Tensor], facts: d
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{final} could not be written ({first_line(error)})") from None
     return final
-
-
-def saves(folder: Path) -> list[Path]:
-    """List the complete saves in a folder, by step; one left as `.aside` counts until its replacement is there."""
-    found = sorted(path.parent for path in folder.glob("save-*/facts.json") if path.parent.suffix != PART)
-    return [save for save in found if save.suffix != ASIDE or save.with_suffix("") not in found]
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the entries of a save's `facts.json`; `together` is None where it has none."""
-    try:
-        facts = json.loads((folder / "facts.json").read_text())
-        return {name: facts[name] for name in FACTS} | {TOGETHER: facts.get(TOGETHER)}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SaveError(
-            f"{folder}/facts.json cannot be used ({error!r}): delete {folder} to fall back to an older save"
-        ) from None
 
 
 def read_outer(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,45 @@
+"""What does not train does not import torch: an error is told at once, and who only watches processes stays small."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = "run: light\nmodel: {preset: tiny}\ndata: {source: stdlib, sequence: 64}\nisland: {device: cpu}\n"
+HEAVY = "torch", "hivemind", "numba"
+
+PROGRAM = f"""
+import sys
+from diloco.cli import main
+sys.argv = ["diloco", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "no-such.yaml"],
+        ["run", "run.yaml", "--set", "inner.lr=none"],
+        ["run", "run.yaml", "--islands", "2", "--resume"],
+        ["join", "no-ticket"],
+        ["launch", "run.yaml", "--islands", "2", "--dry-run"],
+        ["launch", "--list", "no-run"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1].split() == ["imported:"], done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_who_starts_the_processes_of_a_mesh_imports_nothing_heavy() -> None:
+    program = f"import sys, diloco.launch.mesh_processes; print([n for n in {HEAVY!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
