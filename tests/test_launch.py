@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import Launch, backend_of
 from diloco.launch.hosts import read_hosts
-from diloco.launch.launching import plan_launch
+from diloco.launch.launching import plan_launch, stop
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
 
@@ -120,6 +121,72 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
     planned = plan_launch(load_config(write_config(tmp_path, launch=options)), "ssh", islands=1, nodes=1, gpus=0)
     with pytest.raises(LaunchError, match="nowhere: ssh: Could not resolve hostname nowhere; try: "):
         backend_of(planned).check()
+
+
+FAKE_SSH = """#!/bin/sh
+# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; `dead` is none
+for word; do [ "$word" = "sh -s" ] || host=$word; done
+[ "$host" != dead ] || { echo "ssh: connect to host dead port 22: Connection timed out" >&2; exit 255; }
+mkdir -p "$HOMES/$host" && cd "$HOMES/$host" && echo "Welcome to $host" && HOME=$PWD exec sh -s
+"""
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a home for each host, and beside it `ssh`, which reaches them."""
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("HOMES", str(tmp_path / "homes"))
+    return tmp_path / "homes"
+
+
+def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: object) -> Launch:
+    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave."""
+    (tmp_path / "hosts").write_text(hosts)
+    (tmp_path / "island").write_text("trap 'echo has saved; exit 75' TERM; echo works; while :; do sleep 0.1; done\n")
+    given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
+    config = load_config(write_config(tmp_path, launch={**given, **options}))
+    return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
+
+
+@pytest.fixture
+def at_work(tmp_path: Path, homes: Path) -> Iterator[Launch]:
+    """Two islands at work on two hosts."""
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n")
+    backend = backend_of(planned)
+    planned.here.mkdir(parents=True)
+    planned.config_file.write_text(planned.config_text)
+    for island in planned.islands:
+        planned.secret_file(island.name).parent.mkdir(exist_ok=True)
+        planned.secret_file(island.name).write_text("{}")
+    backend.submit(planned.islands)
+    logs = [homes / host / "diloco/launched" / f"island-{k}.job/output.log" for k, host in enumerate(("one", "two"))]
+    assert wait_until(lambda: all("works" in log.read_text() for log in logs if log.exists()))
+    yield planned
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    backend.cancel(planned.islands)
+    assert processes_with(str(tmp_path / "island")) == []
+
+
+def test_a_host_that_greets_does_not_hide_how_its_island_is(at_work: Launch) -> None:
+    assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
+
+
+def test_a_dead_host_hides_no_other_island_and_does_not_keep_it_from_being_stopped(
+    tmp_path: Path, at_work: Launch
+) -> None:
+    (tmp_path / "hosts").write_text("dead\ntwo\n")
+    states = backend_of(at_work).states()
+    assert states["island-1"].state == "running" and "Connection timed out" in states["island-0"].detail
+    with pytest.raises(LaunchError, match="dead: ssh: connect to host dead port 22: Connection timed out"):
+        stop(at_work)
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    assert list(backend_of(at_work).states()) == ["island-0"]  # nothing is left of the other one
+
+
+def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:
+    stop(at_work)
+    assert (at_work.here / "logs" / "island-1.log").read_text() == "works\nhas saved\n"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from diloco.launch.devices import devices_of
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
 KEYS = ("address", "dir", "program")
+BEGINS = "begin-of-output-7f3a"  # what a host prints before that is a greeting of its login files
 
 # What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
 ALIVE = """alive() {
@@ -47,6 +48,7 @@ CANCEL = """if alive; then
     while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
     kill -KILL "-$group" 2>/dev/null
 fi
+cat "$job/output.log" 2>/dev/null
 rm -rf "$job"
 """
 PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
@@ -148,9 +150,10 @@ class Hosts(ABC):
         return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
 
     def states(self) -> dict[str, JobState]:
-        """Ask all hosts how the islands' processes are."""
-        told = self._on_hosts(self.launch.islands, lambda _: STATE)
+        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others."""
+        told, failed = self._ask_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
+        found |= {name: JobState("gone", detail=f"unknown: {error}") for name, error in failed.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)
         return {
@@ -160,7 +163,10 @@ class Hosts(ABC):
         }
 
     def cancel(self, islands: Sequence[Island]) -> None:
-        """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
+        """Ask islands to leave, wait until they have, kill what does not, and remove their job folders.
+
+        What they have printed to their end is brought here first. Hosts that do not answer are named at the end.
+        """
         grace_s = int(self.launch.config.launch.grace_s)
         everything = {island.name for island in islands} == {island.name for island in self.launch.islands}
 
@@ -168,11 +174,16 @@ class Hosts(ABC):
             rest = f"rm -f {quote(self._finished(self.host(island)))}" if everything else ""
             return f"grace_s={grace_s}\n{CANCEL}{rest}"
 
-        self._on_hosts(islands, script, timeout_s=grace_s + 60)
+        told, failed = self._ask_hosts(islands, script, timeout_s=grace_s + 60)
+        self._keep_logs(told)
+        for error in failed.values():
+            raise error
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
-        """Bring what the islands have printed here."""
-        told = self._on_hosts(islands, lambda _: PRINTED)
+        """Bring what the islands have printed here, from all hosts that answer."""
+        return self._keep_logs(self._ask_hosts(islands, lambda _: PRINTED)[0])
+
+    def _keep_logs(self, told: Mapping[str, str]) -> dict[str, Path]:
         folder, files = self.launch.here / LOGS, {}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in told.items():
@@ -181,18 +192,30 @@ class Hosts(ABC):
                 files[name].write_text(text, encoding="utf-8")
         return files
 
-    def _on_hosts(
+    def _on_hosts(self, islands: Sequence[Island], script: Callable[[Island], str]) -> None:
+        """Run a script for each island on its host, all at once; raise what failed first."""
+        for error in self._ask_hosts(islands, script)[1].values():
+            raise error
+
+    def _ask_hosts(
         self, islands: Sequence[Island], script: Callable[[Island], str], timeout_s: float = 120
-    ) -> dict[str, str]:
-        """Run a script for each island on its host, all at once; return what they print, or raise what failed first."""
+    ) -> tuple[dict[str, str], dict[str, LaunchError]]:
+        """Run a script for each island on its host, all at once; return what they print, and which have failed."""
 
         def call(island: Island) -> str:
-            prelude = f"job={quote(self.job(island))}\n{ALIVE}"
-            return self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+            prelude = f"job={quote(self.job(island))}\n{ALIVE}\necho {BEGINS}"
+            printed = self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+            return printed.partition(f"{BEGINS}\n")[2]
 
         with ThreadPoolExecutor(16) as pool:
             calls = {island.name: pool.submit(call, island) for island in islands}
-        return {name: called.result() for name, called in calls.items()}
+        told, failed = dict[str, str](), dict[str, LaunchError]()
+        for name, called in calls.items():
+            try:
+                told[name] = called.result()
+            except LaunchError as error:
+                failed[name] = error
+        return told, failed
 
     def _run(self, host: Host, script: str, timeout_s: float) -> str:
         where = host.destination or "this machine"
