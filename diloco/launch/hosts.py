@@ -16,7 +16,7 @@ from shlex import quote
 
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
-from diloco.launch.devices import devices_of
+from diloco.launch.devices import own_devices
 
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
@@ -269,9 +269,9 @@ class Local(Hosts):
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island, with its share of this machine's cores and GPUs."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = len(self.launch.islands)
-        share = {"OMP_NUM_THREADS": str(max(1, cores // count))}
-        return share | devices_of(island.number, count, self.launch.config.island) | super().environment(island)
+        sizes = [each.processes for each in self.launch.islands]  # which --gpus-per-node may have made their own
+        share = {"OMP_NUM_THREADS": str(max(1, cores // len(sizes)))}
+        return share | own_devices(island.number, sizes, self.launch.config.island) | super().environment(island)
 
     @property
     def directory(self) -> str:
