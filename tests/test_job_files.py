@@ -95,6 +95,20 @@ def test_a_line_of_a_template_that_holds_one_name_gets_all_lines_of_its_value(tm
     assert fill("some.yaml", {"lines": "x\ny\n", "none": "", "word": 7}, str(tmp_path)) == "a:\n  x\n  y\nb: 7\n"
 
 
+def test_what_a_value_holds_in_double_braces_stays_as_it_is(tmp_path):
+    (tmp_path / "some.yaml").write_text("{{lines}}\nb: {{word}}\n")
+    filled = fill("some.yaml", {"lines": "docker ps --format '{{word}} {{ID}}'", "word": "{{lines}}"}, str(tmp_path))
+    assert filled == "docker ps --format '{{word}} {{ID}}'\nb: {{lines}}\n"
+
+
+def test_an_interpreter_in_a_folder_with_spaces_is_called_as_one_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/home/ann/my project/bin/python")
+    launch = launch_of(tmp_path)
+    text = Slurm(launch).render(launch.islands)["slurm-0.sh"]
+    assert "'/home/ann/my project/bin/python' -m diloco run " in text
+    assert "'/home/ann/my project/bin/python' -m torch.distributed.run -- " in text
+
+
 def test_addresses_are_read_from_a_folder_as_often_as_they_are_asked_for(tmp_path):
     assert parse_places(str(tmp_path)) == {}
     (tmp_path / "island-0").write_text("10.0.0.1:31337\n")
