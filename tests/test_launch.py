@@ -96,6 +96,9 @@ def test_what_was_not_launched_is_said(tmp_path: Path) -> None:
         ("# only words\n", "there is no host in it"),
         ("one adress=10.0.0.1\n", "line 1: 'adress=10.0.0.1': write address=… or dir=… or program=…"),
         ("one\ntwo dir=\n", "line 2"),
+        ("one program='python -m diloco\n", "line 1: No closing quotation"),
+        ("one\n-oProxyCommand=evil\n", "line 2: '-oProxyCommand=evil' is no host"),
+        ("one address=10.0.0.1:22\n", "line 1: address=10.0.0.1:22: .* without a port"),
     ],
 )
 def test_a_hosts_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -111,6 +114,20 @@ def test_a_hosts_file_says_where_islands_run(tmp_path: Path) -> None:
     one, two = read_hosts(tmp_path / "hosts", dir="d", program="diloco")
     assert (one.destination, one.address, one.dir) == ("ann@one", "one", "d")
     assert (two.address, two.dir, two.program) == ("10.0.0.2", "/data", "python -m diloco")
+
+
+def test_a_host_with_a_port_and_a_folder_at_home_are_what_ssh_takes_them_for(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("ssh://ann@gpu-b:2222 dir=~/data\nfe80::1\n")
+    one, two = read_hosts(tmp_path / "hosts", dir="~/d", program="diloco")
+    assert (one.destination, one.address, one.dir) == ("ssh://ann@gpu-b:2222", "gpu-b", "data")
+    assert (two.address, two.dir) == ("fe80::1", "d")
+
+
+def test_a_machine_that_was_replaced_is_known_by_its_new_address(tmp_path: Path) -> None:
+    launched = launch_by_ssh(tmp_path, "one address=10.0.0.1\ntwo address=10.0.0.2\n")
+    (tmp_path / "hosts").write_text("one address=10.0.0.1\ntwo address=10.9.9.9\n")
+    script = backend_of(launched).render(launched.islands)["island-1.sh"]
+    assert "--at island-0=10.0.0.1:31337,island-1=10.9.9.9:31339" in script
 
 
 def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -11,12 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from ipaddress import IPv6Address
 from pathlib import Path
 from shlex import quote
+from urllib.parse import urlsplit
 
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
 from diloco.launch.devices import own_devices
+from diloco.run.secret import host_port
 
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
@@ -94,6 +97,11 @@ class Hosts(ABC):
     def directory(self) -> str:
         """Return the working folder of islands, for a shell."""
 
+    @property
+    def places(self) -> list[str]:
+        """Return options of `diloco run` that say where islands are now, where that may have changed."""
+        return []
+
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island."""
         return dict(self.launch.config.launch.environment)
@@ -120,6 +128,7 @@ class Hosts(ABC):
         options, host, job = self.launch.config.launch, self.host(island), self.job(island)
         folder = f"{host.dir}/{island.name}"
         words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
+        words += self.places
         values = {
             "directory": self.directory, "setup": self._setup(island), "job": quote(job),
             "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
@@ -254,7 +263,7 @@ class Local(Hosts):
 
     @property
     def hosts(self) -> list[Host]:
-        base = Path(self.launch.config.launch.dir or self.launch.folder).absolute()
+        base = Path(self.launch.config.launch.dir or self.launch.folder).expanduser().absolute()
         return [Host("", "127.0.0.1", str(base), program_of(self.launch, same_machine=True))]
 
     def shell(self, host: Host) -> list[str]:
@@ -314,6 +323,12 @@ class Ssh(Hosts):
         return f"{self.job(island)}/secret"
 
     @property
+    def places(self) -> list[str]:
+        """Return the addresses of the hosts file: those in the secrets are of machines that may have been replaced."""
+        known = self.addresses(self.launch.islands)
+        return ["--at", ",".join(f"{name}={place}" for name, place in known.items())]
+
+    @property
     def directory(self) -> str:
         """Return the home folder: paths in the configuration are relative to that, or absolute."""
         return '"$HOME"'
@@ -327,16 +342,40 @@ def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
         raise ConfigError(f"launch.hosts={path}: cannot be read: {error}") from None
     hosts = []
     for number, line in enumerate(lines, 1):
-        destination, *pairs = shlex.split(line, comments=True) or [""]
+        try:
+            destination, *pairs = shlex.split(line, comments=True) or [""]
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}: close the quotes") from None
         given = dict(pair.partition("=")[::2] for pair in pairs)
         if wrong := [pair for pair in pairs if pair.partition("=")[0] not in KEYS or not pair.partition("=")[2]]:
             raise ConfigError(f"{path}, line {number}: {wrong[0]!r}: write {' or '.join(f'{key}=…' for key in KEYS)}")
         if destination:
-            address = destination.rpartition("@")[2]
-            hosts.append(Host(destination, **({"address": address, "dir": dir, "program": program} | given)))
+            found = {"address": _host_of(destination), "dir": dir, "program": program} | given
+            found["dir"] = found["dir"].removeprefix("~/")  # all is relative to the home folder there
+            _refuse_unusable(destination, found["address"], f"{path}, line {number}")
+            hosts.append(Host(destination, **found))
     if not hosts:
         raise ConfigError(f"launch.hosts={path}: there is no host in it: write one on each line")
     return hosts
+
+
+def _host_of(destination: str) -> str:
+    """Return the host in a destination of ssh: [USER@]HOST, or ssh://[USER@]HOST[:PORT]."""
+    if destination.startswith("ssh://"):
+        return urlsplit(destination).hostname or ""
+    return destination.rpartition("@")[2]
+
+
+def _refuse_unusable(destination: str, address: str, where: str) -> None:
+    """Refuse what ssh would take for an option, and an address that no island can dial, before secrets have it."""
+    if destination.startswith("-"):
+        raise ConfigError(f"{where}: {destination!r} is no host: write options of ssh into launch.ssh")
+    try:
+        host_port(f"{_bracketed(address)}:1")
+        if ":" in address:
+            IPv6Address(address)
+    except ValueError:
+        raise ConfigError(f"{where}: address={address}: write a host's name or address, without a port") from None
 
 
 def _bracketed(host: str) -> str:

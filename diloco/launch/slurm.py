@@ -49,7 +49,7 @@ class Slurm:
 
     def _job(self, islands: Sequence[Island]) -> str:
         options, here, first = self.options, self.launch.here.absolute(), islands[0]
-        base = Path(options.dir or self.launch.folder).absolute()
+        base = Path(options.dir or self.launch.folder).expanduser().absolute()
         program = program_of(self.launch, same_machine=options.container is None)
         values = {
             "job": self.job_name, "array": ",".join(str(island.number) for island in islands), "logs": here / LOGS,
