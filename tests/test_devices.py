@@ -96,5 +96,5 @@ def test_gpus_that_are_asked_for_at_launch_and_those_of_islands_that_are_added_a
     larger, added = plan_join(launch, islands=1, nodes=1, gpus=4)
     assert [Local(larger).environment(island)[VISIBLE] for island in larger.islands] == ["0,1", "2,GPU-3", "4,5,6,7"]
     beyond, added = plan_join(larger, islands=1, nodes=1, gpus=2)
-    with pytest.raises(DeviceError, match="needs GPUs 8 to 9, .* this machine has 8"):
+    with pytest.raises(DeviceError, match=r"needs GPUs 8 to 9, .* this machine has 8"):
         Local(beyond).environment(added[0])

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ from ssh_hosts import MISSING, can_serve, machines, program
 
 from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import Launch, backend_of
-from diloco.launch.hosts import read_hosts
-from diloco.launch.launching import plan_launch, stop
+from diloco.launch.backend import Island, Launch, backend_of
+from diloco.launch.hosts import Ssh, read_hosts
+from diloco.launch.launching import add, plan_join, plan_launch, start, stop
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
 
@@ -164,6 +164,41 @@ def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: objec
     given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
     config = load_config(write_config(tmp_path, launch={**given, **options}))
     return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
+
+
+def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n")
+    refused, submitted = [], list[str]()
+
+    def submit(backend: Ssh, islands: Sequence[Island]) -> dict[str, str]:
+        submitted.extend(island.name for island in islands)
+        with pytest.raises(LaunchError, match="another `diloco launch` is at work on") as second:
+            start(planned)  # somebody else, meanwhile
+        refused.append(second)
+        return {island.name: "job" for island in islands}
+
+    monkeypatch.setattr(Ssh, "submit", submit)
+    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    launched, _ = start(planned)
+    assert len(refused) == 1 and submitted == ["island-0", "island-1"]
+    larger, added = plan_join(launched, islands=1, nodes=1, gpus=0)
+    add(larger, added)
+    with pytest.raises(LaunchError, match=r"were added to .* by somebody else meanwhile: try again"):
+        add(larger, added)
+
+
+def test_job_files_and_the_configuration_may_hold_keys_and_are_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
+    launched, _ = start(launch_by_ssh(tmp_path, "one\n", 1, environment={"WANDB_API_KEY": "s3cr3t"}))
+    holding = [path for path in launched.folder.rglob("*") if path.is_file() and "s3cr3t" in path.read_text()]
+    assert {path.name for path in holding} == {"config.yaml", "island-0.sh"}
+    assert launched.here.stat().st_mode & 0o077 == 0
+    assert (launched.folder / "config.yaml").stat().st_mode & 0o077 == 0
 
 
 @pytest.fixture

@@ -75,8 +75,9 @@ class Kubernetes:
             "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
             "port": island.port, "second_port": island.port + 1, "nodes": island.nodes,
             "restarts": options.restarts * island.nodes,  # a failure of one machine ends the pods of all
-            "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image), "folder": json.dumps(self._folder),
-            "command": self._command(island), "environment": _variables(options.environment),
+            "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image),
+            "folder": json.dumps(self._folder), "command": self._command(island),
+            "environment": _variables(options.environment),
             "resources": _resources(options.resources, island.gpus), "volume": self._volume(island),
             "run_volume": _run_volume(self.name(island), kept=options.storage is not None),
         }  # fmt: skip
