@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,8 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
         backend_of(planned).check()
 
 
+SHOW = 'echo "${CUDA_VISIBLE_DEVICES-unset}"; exit #'
+BOTH = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 FAKE_SSH = """#!/bin/sh
 # stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; `dead` is none
 for word; do [ "$word" = "sh -s" ] || host=$word; done
@@ -164,6 +167,36 @@ def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: objec
     given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
     config = load_config(write_config(tmp_path, launch={**given, **options}))
     return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("there", "meshes", "seen"),
+    [
+        ("0 1 2 3", (2, 2), ["0,1", "2,3"]),
+        ("0 1 2 3", (1, 2), ["0", "1,2"]),
+        ("0 1", (1, 1, 1), ["0", "1", "0"]),
+        ("0 1 2", (2, 2), ["0,1", "too few GPUs on this host: island-2 needs 2, after 2 of other islands"]),
+        ("", (1, 1), ["unset", "unset"]),
+    ],
+)
+def test_islands_on_one_host_have_gpus_of_their_own(
+    tmp_path: Path, homes: Path, monkeypatch: pytest.MonkeyPatch, there: str, meshes: tuple[int, ...], seen: list[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nfor gpu in {there}; do echo $gpu; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    planned = launch_by_ssh(tmp_path, "one\nann@two\n", islands=2 * len(meshes))  # every second one is on `one`
+    sizes = {f"island-{2 * k}": mesh for k, mesh in enumerate(meshes)}
+    auto = planned.config.model_copy(update={"island": planned.config.island.model_copy(update={"device": "auto"})})
+    islands = [replace(island, processes=sizes.get(island.name, 1)) for island in planned.islands]
+    launch = replace(planned, config=auto, islands=tuple(islands))
+    shown = [
+        subprocess.run(["sh"], input=script.replace(f"sh {tmp_path}/island", SHOW), **BOTH).stdout.strip()
+        for name, script in backend_of(launch).render(launch.islands).items()
+        if name.removesuffix(".sh") in sizes
+    ]
+    assert shown == seen
 
 
 def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,14 @@ fi
 cat "$job/output.log" 2>/dev/null
 rm -rf "$job"
 """
+# The GPUs of one of several islands on a host, which are not known before: CUDA_VISIBLE_DEVICES, or all there are.
+# Islands of one process share GPUs, in turn, where there are too few; larger ones are refused then.
+GPUS = """gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)}
+gpus=$(printf '%s' "$gpus" | tr -s ', \\n' '\\n' | awk -v first=FIRST -v each=EACH '{ gpu[NR - 1] = $1 }
+    END { if (NR && each > 1 && first + each > NR) exit 1
+          for (k = first; k < first + each && NR; k++) printf "%s%s", (k > first ? "," : ""), gpu[k % NR] }') ||
+    { echo "too few GPUs on this host: NAME needs EACH, after FIRST of other islands" >&2; exit 2; }
+[ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus"""
 PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
 
 
@@ -312,6 +320,16 @@ class Ssh(Hosts):
             return f"{self._setup(island)}\n{test} || {{ echo {hint} >&2; exit 1; }}"
 
         self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
+
+    def _setup(self, island: Island) -> str:
+        """Return the lines before an island, with its share of the GPUs where others are on the same host."""
+        at = self.host(island).destination
+        mates = [each for each in self.launch.islands if self.host(each).destination == at]
+        if len(mates) == 1 or self.launch.config.island.device == "cpu":
+            return super()._setup(island)
+        first = sum(each.processes for each in mates if each.number < island.number)
+        gpus = GPUS.replace("FIRST", str(first)).replace("EACH", str(island.processes)).replace("NAME", island.name)
+        return f"{super()._setup(island)}\n{gpus}"
 
     def shell(self, host: Host) -> list[str]:
         return [*shlex.split(self.launch.config.launch.ssh), "-o", "BatchMode=yes", host.destination, "sh -s"]
