@@ -13,7 +13,7 @@ from diloco.errors import DeviceError
 from diloco.launch.devices import VISIBLE, devices_of, share_devices, visible_devices
 from diloco.launch.fleet import Plan, open_run
 from diloco.launch.hosts import Local
-from diloco.launch.launching import plan_launch
+from diloco.launch.launching import plan_join, plan_launch
 from diloco.report.watching import IslandsView
 
 EIGHT = [str(number) for number in range(8)]
@@ -86,3 +86,15 @@ def test_islands_that_are_launched_on_this_machine_have_gpus_of_their_own(tmp_pa
     config = plan_of(tmp_path, 2, device="auto", fsdp=2).config
     launch = plan_launch(config, "local", islands=2, nodes=1, gpus=0)
     assert [Local(launch).environment(island)[VISIBLE] for island in launch.islands] == ["0,1", "2,3"]
+
+
+def test_gpus_that_are_asked_for_at_launch_and_those_of_islands_that_are_added_are_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv(VISIBLE, "0,1,2,GPU-3,4,5,6,7")
+    config = plan_of(tmp_path, 2, device="auto").config  # its mesh is not configured: it follows --gpus-per-node
+    launch = plan_launch(config, "local", islands=2, nodes=1, gpus=2)
+    assert [Local(launch).environment(island)[VISIBLE] for island in launch.islands] == ["0,1", "2,GPU-3"]
+    larger, added = plan_join(launch, islands=1, nodes=1, gpus=4)
+    assert [Local(larger).environment(island)[VISIBLE] for island in larger.islands] == ["0,1", "2,GPU-3", "4,5,6,7"]
+    beyond, added = plan_join(larger, islands=1, nodes=1, gpus=2)
+    with pytest.raises(DeviceError, match=r"needs GPUs 8 to 9, .* this machine has 8"):
+        Local(beyond).environment(added[0])

@@ -95,6 +95,20 @@ def test_a_line_of_a_template_that_holds_one_name_gets_all_lines_of_its_value(tm
     assert fill("some.yaml", {"lines": "x\ny\n", "none": "", "word": 7}, str(tmp_path)) == "a:\n  x\n  y\nb: 7\n"
 
 
+def test_what_a_value_holds_in_double_braces_stays_as_it_is(tmp_path):
+    (tmp_path / "some.yaml").write_text("{{lines}}\nb: {{word}}\n")
+    filled = fill("some.yaml", {"lines": "docker ps --format '{{word}} {{ID}}'", "word": "{{lines}}"}, str(tmp_path))
+    assert filled == "docker ps --format '{{word}} {{ID}}'\nb: {{lines}}\n"
+
+
+def test_an_interpreter_in_a_folder_with_spaces_is_called_as_one_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/home/ann/my project/bin/python")
+    launch = launch_of(tmp_path)
+    text = Slurm(launch).render(launch.islands)["slurm-0.sh"]
+    assert "'/home/ann/my project/bin/python' -m diloco run " in text
+    assert "'/home/ann/my project/bin/python' -m torch.distributed.run -- " in text
+
+
 def test_addresses_are_read_from_a_folder_as_often_as_they_are_asked_for(tmp_path):
     assert parse_places(str(tmp_path)) == {}
     (tmp_path / "island-0").write_text("10.0.0.1:31337\n")
@@ -125,3 +139,78 @@ def test_a_machine_passes_on_a_signal_and_waits_however_long_leaving_takes(tmp_p
     assert wait_until(lambda: (tmp_path / "up").exists(), 60)
     machine.send_signal(signal.SIGTERM)
     assert machine.wait(60) == 75
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch) -> Path:
+    """A folder of stand-ins for Slurm's commands, which all succeed and note what they are asked for."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun", "sleep"):
+        stand_in(folder, name, "")
+    return folder
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{body}\n')
+    (folder / name).chmod(0o755)
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_the_number_of_a_job_is_found_among_what_a_site_prints(tmp_path, commands):
+    launch = launch_of(tmp_path)
+    launch.here.mkdir(parents=True)
+    stand_in(commands, "sbatch", "echo 'Welcome to Big Iron 7!'; echo '4711;big'; echo 'You have 12 hours left'")
+    assert Slurm(launch).submit(launch.islands)["island-2"] == "4711_2"
+    stand_in(commands, "sbatch", "echo Submitted")
+    with pytest.raises(LaunchError, match="sbatch has printed no job's number but 'Submitted'"):
+        Slurm(launch).submit(launch.islands)
+
+
+def test_islands_of_which_some_cannot_be_submitted_leave_no_job_that_nobody_knows_of(tmp_path, commands):
+    launch, _ = plan_join(launch_of(tmp_path), islands=1, nodes=2, gpus=1)
+    launch.here.mkdir(parents=True)
+    stand_in(commands, "sbatch", 'case $* in *slurm-3.sh) echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; esac; echo 7')
+    with pytest.raises(LaunchError, match="sbatch: QOSMaxSubmitJobPerUserLimit"):
+        Slurm(launch).submit(launch.islands)
+    assert calls(commands)[-1] == "scancel 7_0 7_1 7_2"
+
+
+def run_job(tmp_path: Path, commands: Path) -> subprocess.CompletedProcess[str]:
+    launch = launch_of(tmp_path)
+    launch.here.mkdir(parents=True, exist_ok=True)
+    task = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "1"}
+    where = {"SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    words = ["bash", "-c", Slurm(launch).render(launch.islands)["slurm-0.sh"]]
+    return subprocess.run(words, env={**os.environ, **task, **where}, capture_output=True, text=True, timeout=60)
+
+
+NODE = "case $1 in show) echo NodeAddr=10.0.0.1 ;; requeue) %s ;; esac"
+
+
+def test_an_island_that_leaves_while_slurm_is_busy_is_queued_again_when_it_answers(tmp_path, commands):
+    stand_in(commands, "srun", "exit 75")
+    stand_in(commands, "squeue", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
+    stand_in(commands, "scontrol", NODE % f'[ "$(grep -c requeue {commands}/calls)" = 2 ]')
+    assert run_job(tmp_path, commands).returncode == 0
+    assert [call for call in calls(commands) if "requeue" in call] == ["scontrol requeue 7_1"] * 2
+
+
+def test_an_island_that_cannot_be_queued_again_says_what_to_do(tmp_path, commands):
+    stand_in(commands, "srun", "exit 75")
+    stand_in(commands, "squeue", "echo RUNNING")
+    stand_in(commands, "scontrol", NODE % "echo 'Access/permission denied' >&2; exit 1")
+    done = run_job(tmp_path, commands)
+    assert done.returncode == 75 and "start it with the same `diloco launch` command" in done.stderr
+
+
+def test_an_island_whose_job_is_cancelled_is_not_queued_again(tmp_path, commands):
+    stand_in(commands, "srun", "exit 75")
+    stand_in(commands, "squeue", "echo COMPLETING")
+    stand_in(commands, "scontrol", NODE % "exit 0")
+    assert run_job(tmp_path, commands).returncode == 75
+    assert not any("requeue" in call for call in calls(commands))

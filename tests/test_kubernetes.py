@@ -32,9 +32,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def launch_of(tmp_path: Path, options: dict[str, object], **asked: int) -> Launch:
+def launch_of(tmp_path: Path, options: dict[str, object], run: str = "big", **asked: int) -> Launch:
     path = tmp_path / "run.yaml"
-    tree = {**SMALL, "run": "big", "launch": {"image": IMAGE, **options}, "checkpoint": {"dir": str(tmp_path / "run")}}
+    tree = {**SMALL, "run": run, "launch": {"image": IMAGE, **options}, "checkpoint": {"dir": str(tmp_path / "run")}}
     path.write_text(yaml.safe_dump(tree))
     return plan_launch(load_config(path), "kubernetes", islands=2, **asked)
 
@@ -126,6 +126,33 @@ def test_a_template_of_ones_own_is_used_and_an_unknown_name_in_it_refused(tmp_pa
         Kubernetes(launch).render(launch.islands)
 
 
+@pytest.mark.parametrize("run", ["on", "2026", "1e3", "null"])
+def test_a_run_that_yaml_takes_for_something_else_keeps_its_name(tmp_path, run):
+    options = {"storage": "1", "namespace": "7", "dir": "/my data/$x"}
+    launch = launch_of(tmp_path, options, run=run, nodes=1, gpus=0)
+    text = Kubernetes(launch).render(launch.islands)["island-0.yaml"]
+    found = validate(tmp_path, text)
+    assert found.returncode == 0, found.stdout + found.stderr
+    *others, job = yaml.safe_load_all(text)
+    assert {item["metadata"]["labels"]["diloco-run"] for item in (*others, job)} == {run}
+    assert {item["metadata"]["namespace"] for item in (*others, job)} == {"7"}
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["volumeMounts"][0]["mountPath"] == "/my data/$x"
+    assert "install -D -m 600 /secret/secret '/my data/$x/secret/island-0'" in container["args"][0]
+
+
+def test_a_failure_of_an_island_counts_once_however_many_machines_it_has(tmp_path):
+    launch = launch_of(tmp_path, {"restarts": 5}, nodes=8, gpus=1)
+    *_, job = yaml.safe_load_all(Kubernetes(launch).render(launch.islands)["island-0.yaml"])
+    assert job["spec"]["backoffLimit"] == 5 * 8
+
+
+def test_a_folder_that_pods_do_not_have_is_refused(tmp_path):
+    launch = launch_of(tmp_path, {"dir": "~/runs"}, nodes=1, gpus=0)
+    with pytest.raises(ConfigError, match=r"launch\.dir=~/runs: .* begins with /"):
+        Kubernetes(launch).render(launch.islands)
+
+
 KUBECTL = """#!/bin/sh
 # stands in for the program, which no test cluster answers to: notes what it is asked for
 echo "$@" >>"$KUBECTL_CALLS"
@@ -159,6 +186,13 @@ def test_secrets_go_to_kubectl_by_its_standard_input_and_a_job_is_made_anew(tmp_
     assert "delete job big-island-1 --ignore-not-found" in calls and f"apply -f {launch.here}/island-1.yaml" in calls
     launching.cancel(launch, ["island-1"])
     assert "delete service,configmap,secret big-island-1" in (kubectl / "calls").read_text()
+
+
+def test_islands_that_are_stopped_leave_together(tmp_path, kubectl):
+    launch, _ = launching.start(launch_of(tmp_path, {}, nodes=1, gpus=0))
+    launching.stop(launch)
+    calls = (kubectl / "calls").read_text()
+    assert "delete job big-island-0 big-island-1 --cascade=foreground --ignore-not-found --timeout=" in calls
 
 
 def item(kind: str, island: str, **status: object) -> dict:

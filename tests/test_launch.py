@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,9 @@ from ssh_hosts import MISSING, can_serve, machines, program
 
 from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import Launch, backend_of
-from diloco.launch.hosts import read_hosts
-from diloco.launch.launching import plan_launch
+from diloco.launch.backend import Island, Launch, backend_of
+from diloco.launch.hosts import Ssh, read_hosts
+from diloco.launch.launching import add, plan_join, plan_launch, start, stop
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
 
@@ -95,6 +97,9 @@ def test_what_was_not_launched_is_said(tmp_path: Path) -> None:
         ("# only words\n", "there is no host in it"),
         ("one adress=10.0.0.1\n", "line 1: 'adress=10.0.0.1': write address=… or dir=… or program=…"),
         ("one\ntwo dir=\n", "line 2"),
+        ("one program='python -m diloco\n", "line 1: No closing quotation"),
+        ("one\n-oProxyCommand=evil\n", "line 2: '-oProxyCommand=evil' is no host"),
+        ("one address=10.0.0.1:22\n", "line 1: address=10.0.0.1:22: .* without a port"),
     ],
 )
 def test_a_hosts_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -112,6 +117,20 @@ def test_a_hosts_file_says_where_islands_run(tmp_path: Path) -> None:
     assert (two.address, two.dir, two.program) == ("10.0.0.2", "/data", "python -m diloco")
 
 
+def test_a_host_with_a_port_and_a_folder_at_home_are_what_ssh_takes_them_for(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("ssh://ann@gpu-b:2222 dir=~/data\nfe80::1\n")
+    one, two = read_hosts(tmp_path / "hosts", dir="~/d", program="diloco")
+    assert (one.destination, one.address, one.dir) == ("ssh://ann@gpu-b:2222", "gpu-b", "data")
+    assert (two.address, two.dir) == ("fe80::1", "d")
+
+
+def test_a_machine_that_was_replaced_is_known_by_its_new_address(tmp_path: Path) -> None:
+    launched = launch_by_ssh(tmp_path, "one address=10.0.0.1\ntwo address=10.0.0.2\n")
+    (tmp_path / "hosts").write_text("one address=10.0.0.1\ntwo address=10.9.9.9\n")
+    script = backend_of(launched).render(launched.islands)["island-1.sh"]
+    assert "--at island-0=10.0.0.1:31337,island-1=10.9.9.9:31339" in script
+
+
 def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("nowhere\n")
     (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere' >&2\nexit 255\n")
@@ -120,6 +139,139 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
     planned = plan_launch(load_config(write_config(tmp_path, launch=options)), "ssh", islands=1, nodes=1, gpus=0)
     with pytest.raises(LaunchError, match="nowhere: ssh: Could not resolve hostname nowhere; try: "):
         backend_of(planned).check()
+
+
+SHOW = 'echo "${CUDA_VISIBLE_DEVICES-unset}"; exit #'
+BOTH = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+FAKE_SSH = """#!/bin/sh
+# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; `dead` is none
+for word; do [ "$word" = "sh -s" ] || host=$word; done
+[ "$host" != dead ] || { echo "ssh: connect to host dead port 22: Connection timed out" >&2; exit 255; }
+mkdir -p "$HOMES/$host" && cd "$HOMES/$host" && echo "Welcome to $host" && HOME=$PWD exec sh -s
+"""
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a home for each host, and beside it `ssh`, which reaches them."""
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("HOMES", str(tmp_path / "homes"))
+    return tmp_path / "homes"
+
+
+def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: object) -> Launch:
+    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave."""
+    (tmp_path / "hosts").write_text(hosts)
+    (tmp_path / "island").write_text("trap 'echo has saved; exit 75' TERM; echo works; while :; do sleep 0.1; done\n")
+    given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
+    config = load_config(write_config(tmp_path, launch={**given, **options}))
+    return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("there", "meshes", "seen"),
+    [
+        ("0 1 2 3", (2, 2), ["0,1", "2,3"]),
+        ("0 1 2 3", (1, 2), ["0", "1,2"]),
+        ("0 1", (1, 1, 1), ["0", "1", "0"]),
+        ("0 1 2", (2, 2), ["0,1", "too few GPUs on this host: island-2 needs 2, after 2 of other islands"]),
+        ("", (1, 1), ["unset", "unset"]),
+    ],
+)
+def test_islands_on_one_host_have_gpus_of_their_own(
+    tmp_path: Path, homes: Path, monkeypatch: pytest.MonkeyPatch, there: str, meshes: tuple[int, ...], seen: list[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nfor gpu in {there}; do echo $gpu; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    planned = launch_by_ssh(tmp_path, "one\nann@two\n", islands=2 * len(meshes))  # every second one is on `one`
+    sizes = {f"island-{2 * k}": mesh for k, mesh in enumerate(meshes)}
+    auto = planned.config.model_copy(update={"island": planned.config.island.model_copy(update={"device": "auto"})})
+    islands = [replace(island, processes=sizes.get(island.name, 1)) for island in planned.islands]
+    launch = replace(planned, config=auto, islands=tuple(islands))
+    shown = [
+        subprocess.run(["sh"], input=script.replace(f"sh {tmp_path}/island", SHOW), **BOTH).stdout.strip()
+        for name, script in backend_of(launch).render(launch.islands).items()
+        if name.removesuffix(".sh") in sizes
+    ]
+    assert shown == seen
+
+
+def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n")
+    refused, submitted = [], list[str]()
+
+    def submit(backend: Ssh, islands: Sequence[Island]) -> dict[str, str]:
+        submitted.extend(island.name for island in islands)
+        with pytest.raises(LaunchError, match="another `diloco launch` is at work on") as second:
+            start(planned)  # somebody else, meanwhile
+        refused.append(second)
+        return {island.name: "job" for island in islands}
+
+    monkeypatch.setattr(Ssh, "submit", submit)
+    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    launched, _ = start(planned)
+    assert len(refused) == 1 and submitted == ["island-0", "island-1"]
+    larger, added = plan_join(launched, islands=1, nodes=1, gpus=0)
+    add(larger, added)
+    with pytest.raises(LaunchError, match=r"were added to .* by somebody else meanwhile: try again"):
+        add(larger, added)
+
+
+def test_job_files_and_the_configuration_may_hold_keys_and_are_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
+    launched, _ = start(launch_by_ssh(tmp_path, "one\n", 1, environment={"WANDB_API_KEY": "s3cr3t"}))
+    holding = [path for path in launched.folder.rglob("*") if path.is_file() and "s3cr3t" in path.read_text()]
+    assert {path.name for path in holding} == {"config.yaml", "island-0.sh"}
+    assert launched.here.stat().st_mode & 0o077 == 0
+    assert (launched.folder / "config.yaml").stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def at_work(tmp_path: Path, homes: Path) -> Iterator[Launch]:
+    """Two islands at work on two hosts."""
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n")
+    backend = backend_of(planned)
+    planned.here.mkdir(parents=True)
+    planned.config_file.write_text(planned.config_text)
+    for island in planned.islands:
+        planned.secret_file(island.name).parent.mkdir(exist_ok=True)
+        planned.secret_file(island.name).write_text("{}")
+    backend.submit(planned.islands)
+    logs = [homes / host / "diloco/launched" / f"island-{k}.job/output.log" for k, host in enumerate(("one", "two"))]
+    assert wait_until(lambda: all("works" in log.read_text() for log in logs if log.exists()))
+    yield planned
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    backend.cancel(planned.islands)
+    assert processes_with(str(tmp_path / "island")) == []
+
+
+def test_a_host_that_greets_does_not_hide_how_its_island_is(at_work: Launch) -> None:
+    assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
+
+
+def test_a_dead_host_hides_no_other_island_and_does_not_keep_it_from_being_stopped(
+    tmp_path: Path, at_work: Launch
+) -> None:
+    (tmp_path / "hosts").write_text("dead\ntwo\n")
+    states = backend_of(at_work).states()
+    assert states["island-1"].state == "running" and "Connection timed out" in states["island-0"].detail
+    with pytest.raises(LaunchError, match="dead: ssh: connect to host dead port 22: Connection timed out"):
+        stop(at_work)
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    assert list(backend_of(at_work).states()) == ["island-0"]  # nothing is left of the other one
+
+
+def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:
+    stop(at_work)
+    assert (at_work.here / "logs" / "island-1.log").read_text() == "works\nhas saved\n"
 
 
 @pytest.mark.slow

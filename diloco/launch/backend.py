@@ -6,6 +6,7 @@ started by `diloco run CONFIG --attach SECRET`, which may be done any number of 
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -174,7 +175,7 @@ def backend_of(launch: Launch) -> Backend:
 
 def program_of(launch: Launch, *, same_machine: bool) -> str:
     """Return how diloco is called where islands run: as configured; as here, where that is the same installation."""
-    here = f"{sys.executable} -m diloco" if same_machine else "diloco"
+    here = f"{shlex.quote(sys.executable)} -m diloco" if same_machine else "diloco"
     return launch.config.launch.program or here
 
 
@@ -193,11 +194,14 @@ def fill(name: str, values: Mapping[str, object], own: str | None = None) -> str
     if unknown := set(re.findall(r"\{\{(\w+)\}\}", text)) - set(values):
         raise ConfigError(f"{path}: {{{{{min(unknown)}}}}} stands for nothing: use {', '.join(sorted(values))}")
 
-    def lines(found: re.Match[str]) -> str:
-        return indent(str(values[found[2]]).rstrip(), found[1]) + "\n" if values[found[2]] else ""
+    def value(found: re.Match[str]) -> str:
+        if found["word"]:
+            return str(values[found["word"]])
+        whole = str(values[found["line"]]) if values[found["line"]] else ""
+        return indent(whole.rstrip(), found["margin"]) + "\n" if whole else ""
 
-    text = re.sub(r"^([ ]*)\{\{(\w+)\}\}\n", lines, text, flags=re.MULTILINE)
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), text)
+    # in one pass: what a value holds in double braces is its own
+    return re.sub(r"^(?P<margin>[ ]*)\{\{(?P<line>\w+)\}\}\n|\{\{(?P<word>\w+)\}\}", value, text, flags=re.MULTILINE)
 
 
 def torchrun_of(program: str) -> str:

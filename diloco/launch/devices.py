@@ -43,9 +43,27 @@ def share_devices(devices: Sequence[str], islands: int, each: int) -> list[list[
     )
 
 
+def own_devices(number: int, sizes: Sequence[int], config: IslandConfig) -> dict[str, str]:
+    """Return the variable that gives the island of this number its GPUs, where islands have so many processes each.
+
+    Whoever is added later gets GPUs after those of the earlier ones, which keep theirs.
+    """
+    devices = [] if config.device == "cpu" else visible_devices()
+    if not devices or len(set(sizes)) == 1:
+        return _variable(share_devices(devices, len(sizes), sizes[0])[number] if devices else [])
+    first, each = sum(sizes[:number]), sizes[number]
+    if each > 1 and first + each > len(devices):
+        raise DeviceError(
+            f"island {number} of {each} processes needs GPUs {first} to {first + each - 1}, after those of the islands "
+            f"before it, and this machine has {len(devices)}: make its mesh smaller, or launch it elsewhere"
+        )
+    return _variable([devices[(first + place) % len(devices)] for place in range(each)])
+
+
+def _variable(devices: Sequence[str]) -> dict[str, str]:
+    return {VISIBLE: ",".join(devices)} if devices else {}
+
+
 def devices_of(number: int, islands: int, config: IslandConfig) -> dict[str, str]:
     """Return the variable that gives the island of this number, counted from 0, its GPUs; none where it uses none."""
-    devices = [] if config.device == "cpu" else visible_devices()
-    if not devices:
-        return {}
-    return {VISIBLE: ",".join(share_devices(devices, islands, config.fsdp * config.tp)[number])}
+    return own_devices(number, [config.fsdp * config.tp] * islands, config)

@@ -8,19 +8,23 @@ import os
 import shlex
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from ipaddress import IPv6Address
 from pathlib import Path
 from shlex import quote
+from urllib.parse import urlsplit
 
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
-from diloco.launch.devices import devices_of
+from diloco.launch.devices import own_devices
+from diloco.run.secret import host_port
 
 END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
 KEYS = ("address", "dir", "program")
+BEGINS = "begin-of-output-7f3a"  # what a host prints before that is a greeting of its login files
 
 # What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
 ALIVE = """alive() {
@@ -47,8 +51,17 @@ CANCEL = """if alive; then
     while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
     kill -KILL "-$group" 2>/dev/null
 fi
+cat "$job/output.log" 2>/dev/null
 rm -rf "$job"
 """
+# The GPUs of one of several islands on a host, which are not known before: CUDA_VISIBLE_DEVICES, or all there are.
+# Islands of one process share GPUs, in turn, where there are too few; larger ones are refused then.
+GPUS = """gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)}
+gpus=$(printf '%s' "$gpus" | tr -s ', \\n' '\\n' | awk -v first=FIRST -v each=EACH '{ gpu[NR - 1] = $1 }
+    END { if (NR && each > 1 && first + each > NR) exit 1
+          for (k = first; k < first + each && NR; k++) printf "%s%s", (k > first ? "," : ""), gpu[k % NR] }') ||
+    { echo "too few GPUs on this host: NAME needs EACH, after FIRST of other islands" >&2; exit 2; }
+[ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus"""
 PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
 
 
@@ -92,6 +105,11 @@ class Hosts(ABC):
     def directory(self) -> str:
         """Return the working folder of islands, for a shell."""
 
+    @property
+    def places(self) -> list[str]:
+        """Return options of `diloco run` that say where islands are now, where that may have changed."""
+        return []
+
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island."""
         return dict(self.launch.config.launch.environment)
@@ -118,6 +136,7 @@ class Hosts(ABC):
         options, host, job = self.launch.config.launch, self.host(island), self.job(island)
         folder = f"{host.dir}/{island.name}"
         words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
+        words += self.places
         values = {
             "directory": self.directory, "setup": self._setup(island), "job": quote(job),
             "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
@@ -148,9 +167,10 @@ class Hosts(ABC):
         return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
 
     def states(self) -> dict[str, JobState]:
-        """Ask all hosts how the islands' processes are."""
-        told = self._on_hosts(self.launch.islands, lambda _: STATE)
+        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others."""
+        told, failed = self._ask_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
+        found |= {name: JobState("gone", detail=f"unknown: {error}") for name, error in failed.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)
         return {
@@ -160,7 +180,10 @@ class Hosts(ABC):
         }
 
     def cancel(self, islands: Sequence[Island]) -> None:
-        """Ask islands to leave, wait until they have, kill what does not, and remove their job folders."""
+        """Ask islands to leave, wait until they have, kill what does not, and remove their job folders.
+
+        What they have printed to their end is brought here first. Hosts that do not answer are named at the end.
+        """
         grace_s = int(self.launch.config.launch.grace_s)
         everything = {island.name for island in islands} == {island.name for island in self.launch.islands}
 
@@ -168,11 +191,16 @@ class Hosts(ABC):
             rest = f"rm -f {quote(self._finished(self.host(island)))}" if everything else ""
             return f"grace_s={grace_s}\n{CANCEL}{rest}"
 
-        self._on_hosts(islands, script, timeout_s=grace_s + 60)
+        told, failed = self._ask_hosts(islands, script, timeout_s=grace_s + 60)
+        self._keep_logs(told)
+        for error in failed.values():
+            raise error
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
-        """Bring what the islands have printed here."""
-        told = self._on_hosts(islands, lambda _: PRINTED)
+        """Bring what the islands have printed here, from all hosts that answer."""
+        return self._keep_logs(self._ask_hosts(islands, lambda _: PRINTED)[0])
+
+    def _keep_logs(self, told: Mapping[str, str]) -> dict[str, Path]:
         folder, files = self.launch.here / LOGS, {}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in told.items():
@@ -181,18 +209,30 @@ class Hosts(ABC):
                 files[name].write_text(text, encoding="utf-8")
         return files
 
-    def _on_hosts(
+    def _on_hosts(self, islands: Sequence[Island], script: Callable[[Island], str]) -> None:
+        """Run a script for each island on its host, all at once; raise what failed first."""
+        for error in self._ask_hosts(islands, script)[1].values():
+            raise error
+
+    def _ask_hosts(
         self, islands: Sequence[Island], script: Callable[[Island], str], timeout_s: float = 120
-    ) -> dict[str, str]:
-        """Run a script for each island on its host, all at once; return what they print, or raise what failed first."""
+    ) -> tuple[dict[str, str], dict[str, LaunchError]]:
+        """Run a script for each island on its host, all at once; return what they print, and which have failed."""
 
         def call(island: Island) -> str:
-            prelude = f"job={quote(self.job(island))}\n{ALIVE}"
-            return self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+            prelude = f"job={quote(self.job(island))}\n{ALIVE}\necho {BEGINS}"
+            printed = self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
+            return printed.partition(f"{BEGINS}\n")[2]
 
         with ThreadPoolExecutor(16) as pool:
             calls = {island.name: pool.submit(call, island) for island in islands}
-        return {name: called.result() for name, called in calls.items()}
+        told, failed = dict[str, str](), dict[str, LaunchError]()
+        for name, called in calls.items():
+            try:
+                told[name] = called.result()
+            except LaunchError as error:
+                failed[name] = error
+        return told, failed
 
     def _run(self, host: Host, script: str, timeout_s: float) -> str:
         where = host.destination or "this machine"
@@ -231,7 +271,7 @@ class Local(Hosts):
 
     @property
     def hosts(self) -> list[Host]:
-        base = Path(self.launch.config.launch.dir or self.launch.folder).absolute()
+        base = Path(self.launch.config.launch.dir or self.launch.folder).expanduser().absolute()
         return [Host("", "127.0.0.1", str(base), program_of(self.launch, same_machine=True))]
 
     def shell(self, host: Host) -> list[str]:
@@ -246,9 +286,9 @@ class Local(Hosts):
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island, with its share of this machine's cores and GPUs."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = len(self.launch.islands)
-        share = {"OMP_NUM_THREADS": str(max(1, cores // count))}
-        return share | devices_of(island.number, count, self.launch.config.island) | super().environment(island)
+        sizes = [each.processes for each in self.launch.islands]  # which --gpus-per-node may have made their own
+        share = {"OMP_NUM_THREADS": str(max(1, cores // len(sizes)))}
+        return share | own_devices(island.number, sizes, self.launch.config.island) | super().environment(island)
 
     @property
     def directory(self) -> str:
@@ -281,6 +321,16 @@ class Ssh(Hosts):
 
         self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
 
+    def _setup(self, island: Island) -> str:
+        """Return the lines before an island, with its share of the GPUs where others are on the same host."""
+        at = self.host(island).destination
+        mates = [each for each in self.launch.islands if self.host(each).destination == at]
+        if len(mates) == 1 or self.launch.config.island.device == "cpu":
+            return super()._setup(island)
+        first = sum(each.processes for each in mates if each.number < island.number)
+        gpus = GPUS.replace("FIRST", str(first)).replace("EACH", str(island.processes)).replace("NAME", island.name)
+        return f"{super()._setup(island)}\n{gpus}"
+
     def shell(self, host: Host) -> list[str]:
         return [*shlex.split(self.launch.config.launch.ssh), "-o", "BatchMode=yes", host.destination, "sh -s"]
 
@@ -289,6 +339,12 @@ class Ssh(Hosts):
 
     def secret(self, island: Island) -> str:
         return f"{self.job(island)}/secret"
+
+    @property
+    def places(self) -> list[str]:
+        """Return the addresses of the hosts file: those in the secrets are of machines that may have been replaced."""
+        known = self.addresses(self.launch.islands)
+        return ["--at", ",".join(f"{name}={place}" for name, place in known.items())]
 
     @property
     def directory(self) -> str:
@@ -304,16 +360,40 @@ def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
         raise ConfigError(f"launch.hosts={path}: cannot be read: {error}") from None
     hosts = []
     for number, line in enumerate(lines, 1):
-        destination, *pairs = shlex.split(line, comments=True) or [""]
+        try:
+            destination, *pairs = shlex.split(line, comments=True) or [""]
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}: close the quotes") from None
         given = dict(pair.partition("=")[::2] for pair in pairs)
         if wrong := [pair for pair in pairs if pair.partition("=")[0] not in KEYS or not pair.partition("=")[2]]:
             raise ConfigError(f"{path}, line {number}: {wrong[0]!r}: write {' or '.join(f'{key}=…' for key in KEYS)}")
         if destination:
-            address = destination.rpartition("@")[2]
-            hosts.append(Host(destination, **({"address": address, "dir": dir, "program": program} | given)))
+            found = {"address": _host_of(destination), "dir": dir, "program": program} | given
+            found["dir"] = found["dir"].removeprefix("~/")  # all is relative to the home folder there
+            _refuse_unusable(destination, found["address"], f"{path}, line {number}")
+            hosts.append(Host(destination, **found))
     if not hosts:
         raise ConfigError(f"launch.hosts={path}: there is no host in it: write one on each line")
     return hosts
+
+
+def _host_of(destination: str) -> str:
+    """Return the host in a destination of ssh: [USER@]HOST, or ssh://[USER@]HOST[:PORT]."""
+    if destination.startswith("ssh://"):
+        return urlsplit(destination).hostname or ""
+    return destination.rpartition("@")[2]
+
+
+def _refuse_unusable(destination: str, address: str, where: str) -> None:
+    """Refuse what ssh would take for an option, and an address that no island can dial, before secrets have it."""
+    if destination.startswith("-"):
+        raise ConfigError(f"{where}: {destination!r} is no host: write options of ssh into launch.ssh")
+    try:
+        host_port(f"{_bracketed(address)}:1")
+        if ":" in address:
+            IPv6Address(address)
+    except ValueError:
+        raise ConfigError(f"{where}: address={address}: write a host's name or address, without a port") from None
 
 
 def _bracketed(host: str) -> str:

@@ -69,21 +69,31 @@ class Kubernetes:
     def _manifest(self, island: Island) -> str:
         if self.options.image is None:
             raise ConfigError("launch.image=null: --on kubernetes needs the name of an image with diloco in it")
-        name, options = self.name(island), self.options
+        options = self.options
         values = {
-            "name": name, "namespace": options.namespace, "run": self.launch.config.run, "island": island.name,
+            **self._names(island),
             "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
-            "port": island.port, "second_port": island.port + 1, "nodes": island.nodes, "restarts": options.restarts,
-            "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image), "folder": self._folder,
-            "command": self._command(island), "environment": _variables(options.environment),
+            "port": island.port, "second_port": island.port + 1, "nodes": island.nodes,
+            "restarts": options.restarts * island.nodes,  # a failure of one machine ends the pods of all
+            "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image),
+            "folder": json.dumps(self._folder), "command": self._command(island),
+            "environment": _variables(options.environment),
             "resources": _resources(options.resources, island.gpus), "volume": self._volume(island),
-            "run_volume": _run_volume(name, kept=options.storage is not None),
+            "run_volume": _run_volume(self.name(island), kept=options.storage is not None),
         }  # fmt: skip
         return fill("kubernetes.yaml", values, options.templates)
 
+    def _names(self, island: Island) -> dict[str, str]:
+        """Return an island's names, as YAML takes them for text: a run may be called `on`, or 2026."""
+        own = {"namespace": json.dumps(self.options.namespace), "run": json.dumps(self.launch.config.run)}
+        return {"name": self.name(island), "island": island.name, **own}
+
     @property
     def _folder(self) -> str:
-        return self.options.dir or FOLDER
+        folder = self.options.dir or FOLDER
+        if not folder.startswith("/"):
+            raise ConfigError(f"launch.dir={folder}: it is a folder of the pods: write a path that begins with /")
+        return folder
 
     def _command(self, island: Island) -> str:
         """Return the shell lines of a pod: a private copy of the secret, then the island's part on this machine."""
@@ -95,7 +105,7 @@ class Kubernetes:
         machine = [str(island.nodes), host, str(self.options.port - 1), str(island.processes)]
         return "\n".join([
             *self.options.setup,
-            f"install -D -m 600 /secret/secret {secret}",
+            f"install -D -m 600 /secret/secret {shlex.quote(secret)}",
             f"until getent hosts {host} >/dev/null; do sleep 1; done",
             f"exec bash /launch/machine.sh {shlex.join(machine)} {torchrun_of(program)} -- \\",
             f"  {program} {shlex.join(words)} --host {host}",
@@ -105,8 +115,7 @@ class Kubernetes:
         if self.options.storage is None:
             return ""
         values = {
-            "name": self.name(island), "namespace": self.options.namespace, "run": self.launch.config.run,
-            "island": island.name, "size": self.options.storage,
+            **self._names(island), "size": json.dumps(self.options.storage),
             "access": "ReadWriteOnce" if island.nodes == 1 else "ReadWriteMany",
         }  # fmt: skip
         return fill("kubernetes-volume.yaml", values, self.options.templates)
@@ -153,11 +162,11 @@ class Kubernetes:
 
     def cancel(self, islands: Sequence[Island]) -> None:
         """Delete Jobs, with time to leave, and all but the volumes, which hold the islands' folders."""
-        for island in islands:
-            name, within_s = self.name(island), int(self.options.grace_s) + CALL_S
-            gone = ("--ignore-not-found", f"--timeout={within_s}s")
-            self._call("delete", "job", name, "--cascade=foreground", *gone, timeout_s=within_s + CALL_S)
-            self._call("delete", "service,configmap,secret", name, *gone, timeout_s=within_s + CALL_S)
+        names, within_s = [self.name(island) for island in islands], int(self.options.grace_s) + CALL_S
+        gone = ("--ignore-not-found", f"--timeout={within_s}s")
+        # of all at once: they leave together, not in turn
+        self._call("delete", "job", *names, "--cascade=foreground", *gone, timeout_s=within_s + CALL_S)
+        self._call("delete", "service,configmap,secret", *names, *gone, timeout_s=within_s + CALL_S)
 
     def collect(self, islands: Sequence[Island]) -> dict[str, Path]:
         """Bring what the islands' present pods have printed here."""

@@ -4,7 +4,9 @@ Everything can be done again: a launch that was interrupted, or whose islands ha
 not running, with the same secrets.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import fcntl
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +23,10 @@ from diloco.launch.backend import (
     backend_of,
     new_islands,
 )
+from diloco.run.invites import SECRET
 from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
 
+LOCK = "lock"  # in RUN/launch, while somebody launches
 AT_WORK = ("waiting", "running")
 
 
@@ -48,16 +52,24 @@ def placed(launch: Launch) -> Launch:
 
 def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
     """Start all islands of a launch that are not at work, and return which those were; secrets are made once."""
-    if (launch.here / CONFIG).exists():
-        launch = _again(launch)
-    elif [*launch.folder.glob("identity.key"), *launch.folder.glob("island-*/identity.key")]:
-        raise LaunchError(f"{launch.folder} already holds a run that was not launched: set run=NAME for another one")
+    if not (launch.here / CONFIG).exists():
+        if [*launch.folder.glob("identity.key"), *launch.folder.glob("island-*/identity.key")]:
+            raise LaunchError(
+                f"{launch.folder} already holds a run that was not launched: set run=NAME for another one"
+            )
+        backend_of(launch).check()  # before anything is written
+    with _alone(launch):
+        if (launch.here / CONFIG).exists():
+            launch = _again(launch)
+            backend_of(launch).check()
+        return _start(launch)
+
+
+def _start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
     backend = backend_of(launch)
-    backend.check()
-    launch.folder.mkdir(parents=True, exist_ok=True)
     _write_secrets(launch)
     launch.write()
-    (launch.folder / CONFIG).write_text(launch.config_file.read_text())  # by it a folder is known as a run
+    write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it a folder is known as a run
     states = backend.states()
     wanted = tuple(
         island
@@ -65,6 +77,24 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
         if not island.cancelled and (island.name not in states or states[island.name].state not in AT_WORK)
     )
     return submit(launch, backend, wanted), wanted
+
+
+@contextmanager
+def _alone(launch: Launch) -> Iterator[None]:
+    """Keep other launchers out: two at once would make two sets of secrets, and submit islands twice.
+
+    The folder is for nobody else: variables in job files and in the configuration may be keys of other services.
+    """
+    launch.here.mkdir(parents=True, exist_ok=True)
+    launch.here.chmod(0o700)
+    with (launch.here / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(
+                f"another `diloco launch` is at work on {launch.folder}: try again when it is done"
+            ) from None
+        yield
 
 
 def _again(launch: Launch) -> Launch:
@@ -87,10 +117,13 @@ def add(launch: Launch, added: Sequence[Island]) -> Launch:
     """Make the secrets of islands that were added to a launched run, and start them."""
     backend = backend_of(launch)
     backend.check()
-    founder = IslandSecret.read(launch.secret_file(FOUNDER))
-    _keep(launch, make_secrets([island.name for island in added], _addresses(launch), founder))
-    launch.write()
-    return submit(launch, backend, added)
+    with _alone(launch):
+        if {island.name for island in added} & {island.name for island in Launch.read(launch.folder).islands}:
+            raise LaunchError(f"islands were added to {launch.folder} by somebody else meanwhile: try again")
+        founder = IslandSecret.read(launch.secret_file(FOUNDER))
+        _keep(launch, make_secrets([island.name for island in added], _addresses(launch), founder))
+        launch.write()
+        return submit(launch, backend, added)
 
 
 def submit(launch: Launch, backend: Backend, islands: Sequence[Island]) -> Launch:
@@ -116,8 +149,10 @@ def cancel(launch: Launch, names: Sequence[str]) -> Launch:
     """End islands for good: they contribute, save and leave, and are not started again."""
     ending = [launch.island(name) for name in names]
     backend_of(launch).cancel(ending)
-    launch = launch.having(replace(island, cancelled=True) for island in ending)
-    launch.write()
+    with _alone(launch):
+        launch = Launch.read(launch.folder)  # others may have been added meanwhile
+        launch = launch.having(replace(launch.island(name), cancelled=True) for name in names)
+        launch.write()
     return launch
 
 
@@ -146,7 +181,7 @@ def _write_secrets(launch: Launch) -> None:
     if not launch.secret_file(FOUNDER).exists():  # it is written last: the others are made anew with it
         _keep(launch, reversed(make_secrets([island.name for island in launch.islands], _addresses(launch))))
     if not launch.config_file.exists():
-        write_file(launch.config_file, launch.config_text)
+        write_file(launch.config_file, launch.config_text, mode=SECRET)
 
 
 def _keep(launch: Launch, secrets: Iterable[IslandSecret]) -> None:

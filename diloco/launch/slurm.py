@@ -4,6 +4,7 @@ The run's folder is on a file system that the nodes share. The templates `slurm.
 restart an island that fails, queue one again that has left, and pass on requests to stop.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ class Slurm:
 
     def _job(self, islands: Sequence[Island]) -> str:
         options, here, first = self.options, self.launch.here.absolute(), islands[0]
-        base = Path(options.dir or self.launch.folder).absolute()
+        base = Path(options.dir or self.launch.folder).expanduser().absolute()
         program = program_of(self.launch, same_machine=options.container is None)
         values = {
             "job": self.job_name, "array": ",".join(str(island.number) for island in islands), "logs": here / LOGS,
@@ -87,9 +88,14 @@ class Slurm:
         """Submit the job files; each island is a task of an array."""
         (self.launch.here / LOGS).mkdir(exist_ok=True)
         jobs: dict[str, str] = {}
-        for alike in _alike(islands):
-            array = _call("sbatch", "--parsable", str(self.launch.here / _file(alike))).strip().partition(";")[0]
-            jobs |= {island.name: f"{array}_{island.number}" for island in alike}
+        try:
+            for alike in _alike(islands):
+                array = _array_of(_call("sbatch", "--parsable", str(self.launch.here / _file(alike))))
+                jobs |= {island.name: f"{array}_{island.number}" for island in alike}
+        except LaunchError:
+            if jobs:  # nobody would know of these: all are submitted, or none
+                _call("scancel", *jobs.values())
+            raise
         return jobs
 
     def states(self) -> dict[str, JobState]:
@@ -140,6 +146,17 @@ def _alike(islands: Sequence[Island]) -> list[list[Island]]:
 
 def _file(islands: Sequence[Island]) -> str:
     return f"slurm-{min(island.number for island in islands)}.sh"
+
+
+def _array_of(printed: str) -> str:
+    """Return the job's number from what `sbatch --parsable` prints, among lines that a site's wrapper adds."""
+    found = re.findall(r"^(\d+)(?:;\S*)?\s*$", printed, flags=re.MULTILINE)
+    if not found:
+        raise LaunchError(
+            f"sbatch has printed no job's number but {printed.strip()[:200]!r}: look with squeue, cancel what was "
+            "submitted, and have sbatch --parsable print the number on a line of its own"
+        )
+    return str(found[-1])
 
 
 def _call(*words: str) -> str:

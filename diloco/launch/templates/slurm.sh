@@ -30,8 +30,13 @@ address() {
         scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
     fi
 }
-# Slurm itself ends a job that is cancelled, requeued or preempted: then nothing is left to do here.
-is_running() { [ "$(squeue --noheader --jobs="$task" --states=all --format=%T 2>/dev/null)" = RUNNING ]; }
+# Slurm itself ends a job that is cancelled, requeued or preempted: then nothing is left to do here. While it does not
+# answer, as when it is busy, the job is taken for one that runs: a signal or a failure is not to be lost by that.
+is_running() {
+    local state
+    state=$(squeue --noheader --jobs="$task" --states=all --format=%T 2>/dev/null) || return 0
+    [ "$state" = RUNNING ]
+}
 say() { echo "$(date -Is) $island $*"; }
 
 # An island that comes back when the others have finished and gone would wait for them for ever.
@@ -63,7 +68,12 @@ while :; do
     is_running || exit $code
     if [ $code -eq 75 ] || [ -n "$asked" ]; then        # it has left before the end: make room, and come back
         say "has left and is queued again"
-        exec scontrol requeue "$task"
+        for _ in 1 2 3; do
+            if scontrol requeue "$task"; then exit 0; fi
+            sleep 10
+        done
+        say "cannot be queued again by scontrol: start it with the same \`diloco launch\` command" >&2
+        exit 75
     fi
     [ $SECONDS -lt 600 ] || failures=0
     failures=$((failures + 1))
