@@ -1,6 +1,7 @@
 """`diloco launch`: islands here and on other machines, started, listed, added and ended; nothing is left behind."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,13 @@ def write_config(folder: Path, **sections: dict[str, object]) -> Path:
     tree = {**TINY, "run": "launched", "checkpoint": {"dir": str(folder / "run")}, **sections}
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def write_ssh_config(folder: Path, ssh: str) -> Path:
+    """Write one for machines `one` and `two`."""
+    (folder / "hosts").write_text("one address=127.0.0.1\ntwo address=127.0.0.1\n")
+    options = {"hosts": str(folder / "hosts"), "ssh": ssh, "program": program(), "port": free_ports(3)}
+    return write_config(folder, launch=options, **LONG)
 
 
 def launch(*words: str) -> str:
@@ -274,6 +282,20 @@ def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:
     assert (at_work.here / "logs" / "island-1.log").read_text() == "works\nhas saved\n"
 
 
+def test_an_island_whose_watching_script_was_killed_is_still_seen_and_stopped(at_work: Launch, homes: Path) -> None:
+    script = int((homes / "two/diloco/launched/island-1.job/pid").read_text())
+    os.kill(script, signal.SIGKILL)
+    assert wait_until(lambda: not Path(f"/proc/{script}/cmdline").exists() or not is_at_work(script))
+    assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
+    stop(at_work)
+    assert processes_with(str(homes.parent / "island")) == []
+
+
+def is_at_work(pid: int) -> bool:
+    """Tell whether a process is more than a zombie that nobody has waited for."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+
+
 @pytest.mark.slow
 def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     path = write_config(tmp_path, launch={"port": free_ports(2)}, elastic={"min_islands": 2})
@@ -292,9 +314,27 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
 @pytest.mark.skipif(not can_serve(), reason=MISSING)
 def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> None:
     with machines(tmp_path, ["one", "two"]) as ssh:
-        (tmp_path / "hosts").write_text("one address=127.0.0.1\ntwo address=127.0.0.1\n")
-        options = {"hosts": str(tmp_path / "hosts"), "ssh": ssh, "program": program(), "port": free_ports(3)}
-        path = write_config(tmp_path, launch=options, **LONG)
+        path = write_ssh_config(tmp_path, ssh)
+        run, one, two = str(tmp_path / "run"), tmp_path / "one/diloco/launched", tmp_path / "two/diloco/launched"
+        launch(str(path), "--on", "ssh", "--islands", "2")
+        assert oct((two / "island-1.job" / "secret").stat().st_mode)[-3:] == "600"
+        assert not (one / "island-1.job").exists()
+        assert wait_until(lambda: contributors(two / "island-1")[-1:] == [["island-0", "island-1"]])
+        listed = launch("--list", run).splitlines()
+        assert [line.split()[:3] for line in listed] == [[f"island-{k}", "running", "round"] for k in range(2)], listed
+        launch("--stop", run)
+        servers = processes_with("sshd_config")
+        assert [words for words in processes_with(str(tmp_path)) if words not in servers] == []
+        assert [str(file) for file in tmp_path.glob("*/diloco/**/*secret*")] == []
+        assert [file.name for host in (one, two) for file in host.iterdir()] == ["island-0", "island-1"]
+        assert "step" in (tmp_path / "run" / "launch" / "logs" / "island-0.log").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not can_serve(), reason=MISSING)
+def test_islands_by_ssh_are_added_cancelled_stopped_and_launched_again(tmp_path: Path) -> None:
+    with machines(tmp_path, ["one", "two"]) as ssh:
+        path = write_ssh_config(tmp_path, ssh)
         run, one, two = str(tmp_path / "run"), tmp_path / "one/diloco/launched", tmp_path / "two/diloco/launched"
 
         launch(str(path), "--on", "ssh", "--islands", "2")

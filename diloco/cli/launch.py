@@ -9,7 +9,9 @@ from diloco.cli.shared import Overrides, next_commands, say
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.launch.backend import Launch
+    from collections.abc import Sequence
+
+    from diloco.launch.backend import Island, Launch
     from diloco.launch.view import Member
 
 
@@ -50,40 +52,24 @@ def launch(
     """
     from diloco.config.file import load_config
     from diloco.launch import launching
-    from diloco.launch.backend import BACKENDS, backend_of
 
-    asked = [
-        name
-        for name, given in (
-            ("CONFIG", config),
-            ("--join", join),
-            ("--list", list_),
-            ("--cancel", cancel),
-            ("--stop", stop),
-        )
-        if given
-    ]
+    choices = {"CONFIG": config, "--join": join, "--list": list_, "--cancel": cancel, "--stop": stop}
+    asked = [name for name, given in choices.items() if given]
     if len(asked) != 1:
-        raise ConfigError(
-            f"give one of CONFIG, --join, --list, --cancel and --stop, not {' and '.join(asked) or 'none'}"
-        )
+        raise ConfigError(f"give one of {', '.join(choices)}, not {' and '.join(asked) or 'none'}")
+    size = {"islands": islands or 1, "nodes": nodes, "gpus": gpus}
     if config is not None:
-        if on not in BACKENDS:
-            raise ConfigError(f"--on {on}: write one of {', '.join(BACKENDS)}")
-        planned = launching.plan_launch(
-            load_config(config, set_ or []), on, islands=islands or 1, nodes=nodes, gpus=gpus
-        )
+        planned = launching.plan_launch(load_config(config, set_ or []), on, **size)
         if dry_run:
-            print_files(backend_of(planned).render(planned.islands))
-            return
-        started, fresh = launching.start(planned)
-        report(started, [island.name for island in fresh])
+            print_files(planned, planned.islands)
+        else:
+            report(*launching.start(planned))
     elif join is not None:
-        larger, added = launching.plan_join(launched(join), islands=islands or 1, nodes=nodes, gpus=gpus)
+        larger, added = launching.plan_join(launched(join), **size)
         if dry_run:
-            print_files(backend_of(larger).render(added))
-            return
-        report(launching.add(larger, added), [island.name for island in added])
+            print_files(larger, added)
+        else:
+            report(launching.add(larger, added), added)
     elif list_ is not None:
         show(launched(list_))
     elif cancel is not None:
@@ -102,16 +88,18 @@ def launched(run: str) -> "Launch":
     return Launch.read(given if (given / LAUNCH).is_dir() or not (Path("runs") / run).is_dir() else Path("runs") / run)
 
 
-def print_files(files: dict[str, str]) -> None:
-    """Print rendered files, each under its name."""
-    for name, text in files.items():
+def print_files(launch: "Launch", islands: "Sequence[Island]") -> None:
+    """Print the files by which islands would be submitted, each under its name."""
+    from diloco.launch.backend import backend_of
+
+    for name, text in backend_of(launch).render(islands).items():
         print(f"# ---- {name}", text.rstrip(), sep="\n")
 
 
-def report(launch: "Launch", names: list[str]) -> None:
+def report(launch: "Launch", islands: "Sequence[Island]") -> None:
     """Say what was started, and what can be done next."""
-    run = launch.folder
-    what = f"{', '.join(names)} of {run}" if names else f"nothing: all islands of {run} are at work"
+    run, names = launch.folder, ", ".join(island.name for island in islands)
+    what = f"{names} of {run}" if names else f"nothing: all islands of {run} are at work"
     say(
         f"started on {launch.backend}: {what}",
         *next_commands({

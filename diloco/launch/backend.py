@@ -7,12 +7,14 @@ started by `diloco run CONFIG --attach SECRET`, which may be done any number of 
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import indent
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import yaml
@@ -33,6 +35,7 @@ BACKENDS = {
 LAUNCH, SECRETS, STATE, CONFIG, LOGS = "launch", "secrets", "launch.json", "config.yaml", "logs"  # in a run's folder
 TEMPLATES = Path(__file__).parent / "templates"
 VERSION = 1
+CALL_S = 120.0  # for one command of ssh or of a scheduler, which may be busy
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,27 @@ def program_of(launch: Launch, *, same_machine: bool) -> str:
     """Return how diloco is called where islands run: as configured; as here, where that is the same installation."""
     here = f"{shlex.quote(sys.executable)} -m diloco" if same_machine else "diloco"
     return launch.config.launch.program or here
+
+
+def call(
+    words: Sequence[str], who: str, missing: str, *,
+    text: str | None = None, timeout_s: float = CALL_S, hints: Mapping[int, str] = MappingProxyType({}),
+) -> str:  # fmt: skip
+    """Run a command and return what it prints; raise LaunchError with its own last words where it fails.
+
+    `who` is what it stands for in messages, `missing` what to do where there is no such command here, `hints` what to
+    do by exit codes.
+    """
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{who} does not answer within {timeout_s:.0f} s: try again") from None
+    except OSError as error:
+        raise LaunchError(f"{words[0]} cannot be started ({error.strerror}): {missing}") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise LaunchError(f"{who}: {last}{hints.get(done.returncode, '')}")
+    return done.stdout
 
 
 def attach_words(island: Island, *, config: str, secret: str, folder: str) -> list[str]:

@@ -6,7 +6,6 @@ island has its own folder, which stays, and a job folder beside it for as long a
 
 import os
 import shlex
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from shlex import quote
 from urllib.parse import urlsplit
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, fill, program_of
+from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, call, fill, program_of
 from diloco.launch.devices import own_devices
 from diloco.run.secret import host_port
 
@@ -27,10 +26,14 @@ KEYS = ("address", "dir", "program")
 BEGINS = "begin-of-output-7f3a"  # what a host prints before that is a greeting of its login files
 
 # What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
+# An island lives on where only the script that watches it was killed: it is in the same process group.
 ALIVE = """alive() {
-    pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null || return 1
-    [ ! -r "/proc/$pid/cmdline" ] || tr '\\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$job/run.sh"
-}"""
+    pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] || return 1
+    kill -0 "$pid" 2>/dev/null && is_ours "$pid" && return 0
+    for member in $(pgrep -g "$pid" 2>/dev/null); do is_ours "$member" && return 0; done
+    return 1
+}
+is_ours() { [ ! -r "/proc/$1/cmdline" ] || tr '\\0' ' ' <"/proc/$1/cmdline" | grep -qF "$job/"; }"""
 START = """set -e
 umask 077
 command -v setsid >/dev/null || { echo "setsid is missing there: install util-linux" >&2; exit 1; }
@@ -47,7 +50,7 @@ elif [ -s "$job/pid" ]; then echo gone
 else echo absent; fi"""
 CANCEL = """if alive; then
     group=$pid
-    kill -TERM "$group" 2>/dev/null
+    kill -TERM "$group" 2>/dev/null || kill -TERM "-$group" 2>/dev/null
     while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
     kill -KILL "-$group" 2>/dev/null
 fi
@@ -235,18 +238,9 @@ class Hosts(ABC):
         return told, failed
 
     def _run(self, host: Host, script: str, timeout_s: float) -> str:
-        where = host.destination or "this machine"
-        try:
-            done = subprocess.run(self.shell(host), input=script, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"{where} does not answer within {timeout_s:.0f} s: try again") from None
-        except OSError as error:
-            raise LaunchError(f"{self.shell(host)[0]} cannot be started ({error.strerror}): install it") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            hint = f"; try: {shlex.join(self.shell(host))}" if done.returncode == SSH_FAILED else ""
-            raise LaunchError(f"{where}: {last}{hint}")
-        return done.stdout
+        shell, where = self.shell(host), host.destination or "this machine"
+        hints = {SSH_FAILED: f"; try: {shlex.join(shell)}"}
+        return call(shell, where, "install it", text=script, timeout_s=timeout_s, hints=hints)
 
 
 def _state(words: list[str]) -> JobState | None:

@@ -8,18 +8,19 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import (
+    CALL_S,
     LOGS,
     Island,
     JobState,
     Launch,
     attach_words,
+    call,
     fill,
     program_of,
     torchrun_of,
@@ -28,7 +29,6 @@ from diloco.launch.backend import (
 FOLDER = "/run-data"  # in a pod: where the island's volume is
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 NAME_LIMIT = 60  # of 63: a pod's name adds its number
-CALL_S = 120
 RUN, ISLAND = "diloco-run", "diloco-island"  # labels
 
 
@@ -180,18 +180,8 @@ class Kubernetes:
         return files
 
     def _call(self, *words: str, text: str | None = None, timeout_s: float = CALL_S) -> str:
-        """Run kubectl and return what it prints; raise LaunchError with its own words where it fails."""
         command = ["kubectl", "--namespace", self.options.namespace, *words]
-        try:
-            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"kubectl {words[0]} does not end within {timeout_s:.0f} s: try again") from None
-        except OSError as error:
-            raise LaunchError(f"kubectl cannot be started ({error.strerror}): install it") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise LaunchError(f"kubectl {words[0]}: {last}")
-        return done.stdout
+        return call(command, f"kubectl {words[0]}", "install it", text=text, timeout_s=timeout_s)
 
 
 def _variables(environment: Mapping[str, str]) -> str:

@@ -7,19 +7,17 @@ restart an island that fails, queue one again that has left, and pass on request
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import LOGS, Island, JobState, Launch, fill, program_of, torchrun_of
+from diloco.launch.backend import LOGS, Island, JobState, Launch, call, fill, program_of, torchrun_of
 
 AT = "at"  # in RUN/launch: a file for each island with HOST:PORT, where it was started last
 MACHINE = "machine.sh"
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT", "RESIZING")
 RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
-CALL_S = 60
 
 
 class Slurm:
@@ -160,14 +158,4 @@ def _array_of(printed: str) -> str:
 
 
 def _call(*words: str) -> str:
-    """Run one of Slurm's commands and return what it prints; raise LaunchError with its own words where it fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=CALL_S)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{words[0]} does not answer within {CALL_S} s: try again") from None
-    except OSError as error:
-        raise LaunchError(f"{words[0]} cannot be started ({error.strerror}): launch where Slurm is") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise LaunchError(f"{words[0]}: {last}")
-    return done.stdout
+    return call(words, words[0], "launch where Slurm is")
