@@ -21,6 +21,7 @@ from streams import child_of, end_loop, guard_of, kill_daemon, until
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
 from diloco.comm.peers.directory import Directory, LoopThread
+from diloco.comm.peers.guard import MEMORY_BYTES, OOM_SCORE
 from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.record import CONTEXT, PeerRecord, encode
 from diloco.errors import DirectoryError
@@ -238,6 +239,15 @@ def test_the_daemon_dies_with_its_guard(start: Callable[..., Directory]) -> None
     until(lambda: not lives(daemon))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_daemon_cannot_take_the_machines_memory(start: Callable[..., Directory]) -> None:
+    """1.4 MB of a stranger's streams, each with a message that is begun and never ended, made it take 6 GB."""
+    process = Path("/proc") / str(child_of(guard_of(start("a"))))
+    limit = next(line for line in (process / "limits").read_text().splitlines() if line.startswith("Max data size"))
+    assert int(limit.split()[3]) == MEMORY_BYTES
+    assert (process / "oom_score_adj").read_text().strip() == OOM_SCORE
+
+
 def test_closing_twice_and_after_that(start: Callable[..., Directory]) -> None:
     directory = start("a")
     guard = guard_of(directory)
@@ -272,6 +282,7 @@ PROCESS = """
 import os, sys, time
 from diloco.comm.peers.ticket import Ticket
 from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.guard import MEMORY_BYTES, OOM_SCORE
 from diloco.comm.peers.identity import Identity, run_id_of
 
 identity = Identity.load(sys.argv[1])

@@ -399,12 +399,19 @@ class Peer(LocalPeer):
         return bool(answered)
 
     def _reopen(self) -> None:
-        """Start p2pd again; raise DaemonLost if it does not start, or ends again and again."""
+        """Start p2pd again; raise DaemonLost if it does not start.
+
+        Where it ends again and again, wait for a while: strangers may do that, and rounds do not need it.
+        """
         now = time.monotonic()
-        self._reopened_at = [*(at for at in self._reopened_at if now - at < REOPENINGS_S), now]
+        self._reopened_at = [at for at in self._reopened_at if now - at < REOPENINGS_S]
+        if len(self._reopened_at) >= REOPENINGS:
+            raise DirectoryError(
+                f"the network daemon p2pd ended {REOPENINGS} times within {REOPENINGS_S:.0f} s; rounds go on, and"
+                " it is started again in a while. Does somebody flood this island's address?"
+            )
+        self._reopened_at.append(now)
         try:
-            if len(self._reopened_at) > REOPENINGS:
-                raise DirectoryError(f"it ended {REOPENINGS} times within {REOPENINGS_S:.0f} s")
             self.directory.reopen()
         except DirectoryError as error:
             raise DaemonLost(f"the network daemon p2pd cannot be started again: {error}") from error
