@@ -18,6 +18,7 @@ from hivemind.dht.storage import DHTLocalStorage
 from invited import admitted, owner_in, ticket_in
 from streams import child_of, end_loop, guard_of, kill_daemon, until
 
+from diloco.comm.peers import dht
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
 from diloco.comm.peers.directory import Directory, LoopThread
@@ -216,6 +217,28 @@ def test_a_daemon_that_has_ended_is_started_again_at_its_address(three: list[Dir
     assert directory.reach({**places, nobody: [f"/ip4/127.0.0.1/tcp/9/p2p/{nobody}"]}) == set(places)
     published = {peer.identity.public_key: peer.publish(RECORD, expires_s=60) for peer in three}
     assert [peer.peers() for peer in three] == [published] * 3
+
+
+def test_a_daemon_that_did_not_start_can_be_started_later(
+    start: Callable[..., Directory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may end it before it is open."""
+    directory = start("a")
+    addresses = directory.addresses
+    kill_daemon(directory)
+    until(lambda: not directory.running)
+
+    async def fail(*_: Any) -> None:
+        raise OSError("it ended at once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dht, "open_node", fail)
+        for _ in range(2):
+            with pytest.raises(DirectoryError, match="ended at once"):
+                directory.reopen()
+    assert not directory.running
+    directory.reopen()
+    assert directory.running and directory.addresses == addresses
 
 
 def test_a_cut_holds_for_the_directory(start: Callable[..., Directory]) -> None:

@@ -18,7 +18,7 @@ from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.errors import ConfigError, DaemonLost, DirectoryError
-from diloco.run.peer import REOPENINGS, REOPENINGS_S, Connection, Peer, host_towards, listen_host
+from diloco.run.peer import GIVE_UP_S, REOPENINGS, REOPENINGS_S, Connection, Peer, host_towards, listen_host
 
 ELSEWHERE = "203.0.113.7"  # nobody's: for documentation
 
@@ -134,3 +134,19 @@ def test_a_daemon_that_ends_again_and_again_does_not_end_its_island(
     peer._reopened_at = [at - REOPENINGS_S for at in peer._reopened_at]
     peer._reopen()
     assert len(opened) == REOPENINGS + 1
+
+
+def test_a_daemon_that_does_not_start_is_given_up_after_an_hour(
+    peer_of: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise DirectoryError("it ended at once")
+
+    peer = peer_of("flooded", "127.0.0.1")
+    monkeypatch.setattr(peer.directory, "reopen", fail)
+    with pytest.raises(DirectoryError, match="cannot be started again: it ended at once") as refused:
+        peer._reopen()
+    assert not isinstance(refused.value, DaemonLost)
+    peer._ran_at -= GIVE_UP_S + 1
+    with pytest.raises(DaemonLost, match="cannot be started again: it ended at once"):
+        peer._reopen()
