@@ -113,6 +113,37 @@ def test_silent_strangers_keep_no_member_out(two: Two, monkeypatch: pytest.Monke
         stranger.close()
 
 
+@pytest.mark.parametrize(("strangers", "member"), [("192.0.2.1", "198.51.100.1"), ("2001:db8::{}", "2001:db8:1::1")])
+def test_a_flood_from_one_place_ends_its_own_handshakes_only(
+    monkeypatch: pytest.MonkeyPatch, strangers: str, member: str
+) -> None:
+    """Seen with 400 connections a second: a member 100 ms away never came to the end of a handshake."""
+    ended: list[Any] = []
+    monkeypatch.setattr(module, "_wake", ended.append)
+    handshakes, slow, flood = module.Handshakes(), object(), [object() for _ in range(10 * MAX_HANDSHAKES)]
+    handshakes.add(slow, member)  # type: ignore[arg-type]
+    for number, connection in enumerate(flood, 1):
+        handshakes.add(connection, strangers.format(f"{number:x}"))  # type: ignore[arg-type]
+    assert ended == flood[: 1 - MAX_HANDSHAKES]
+    assert handshakes.remove(slow)  # type: ignore[arg-type]
+
+
+def test_connections_that_break_at_once_fill_no_log(
+    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Strangers made 3000 warnings in two seconds so."""
+    caplog.set_level(logging.INFO)
+
+    class Broken:
+        def wrap_socket(self, *_: Any, **__: Any) -> None:
+            raise OSError("Closed before TLS handshake with data in recv buffer.")
+
+    monkeypatch.setattr(two.b, "_context", Broken())
+    with socket.socket() as plain:
+        two.b.take_in(plain, HERE)
+    assert [record.levelno for record in caplog.records if "b lost a connection" in record.message] == [logging.INFO]
+
+
 def test_a_handshake_that_makes_way_is_logged(
     two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

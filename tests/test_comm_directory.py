@@ -18,9 +18,11 @@ from hivemind.dht.storage import DHTLocalStorage
 from invited import admitted, owner_in, ticket_in
 from streams import child_of, end_loop, guard_of, kill_daemon, until
 
+from diloco.comm.peers import dht
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
 from diloco.comm.peers.directory import Directory, LoopThread
+from diloco.comm.peers.guard import MEMORY_BYTES, OOM_SCORE
 from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.record import CONTEXT, PeerRecord, encode
 from diloco.errors import DirectoryError
@@ -217,6 +219,28 @@ def test_a_daemon_that_has_ended_is_started_again_at_its_address(three: list[Dir
     assert [peer.peers() for peer in three] == [published] * 3
 
 
+def test_a_daemon_that_did_not_start_can_be_started_later(
+    start: Callable[..., Directory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may end it before it is open."""
+    directory = start("a")
+    addresses = directory.addresses
+    kill_daemon(directory)
+    until(lambda: not directory.running)
+
+    async def fail(*_: Any) -> None:
+        raise OSError("it ended at once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dht, "open_node", fail)
+        for _ in range(2):
+            with pytest.raises(DirectoryError, match="ended at once"):
+                directory.reopen()
+    assert not directory.running
+    directory.reopen()
+    assert directory.running and directory.addresses == addresses
+
+
 def test_a_cut_holds_for_the_directory(start: Callable[..., Directory]) -> None:
     cut: set[str] = set()
     one = start("a", is_cut=cut.__contains__)
@@ -236,6 +260,15 @@ def test_the_daemon_dies_with_its_guard(start: Callable[..., Directory]) -> None
     daemon = child_of(guard_of(directory))
     os.kill(guard_of(directory), signal.SIGKILL)
     until(lambda: not lives(daemon))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_daemon_cannot_take_the_machines_memory(start: Callable[..., Directory]) -> None:
+    """1.4 MB of a stranger's streams, each with a message that is begun and never ended, made it take 6 GB."""
+    process = Path("/proc") / str(child_of(guard_of(start("a"))))
+    limit = next(line for line in (process / "limits").read_text().splitlines() if line.startswith("Max data size"))
+    assert int(limit.split()[3]) == MEMORY_BYTES
+    assert (process / "oom_score_adj").read_text().strip() == OOM_SCORE
 
 
 def test_closing_twice_and_after_that(start: Callable[..., Directory]) -> None:
@@ -272,6 +305,7 @@ PROCESS = """
 import os, sys, time
 from diloco.comm.peers.ticket import Ticket
 from diloco.comm.peers.directory import Directory
+from diloco.comm.peers.guard import MEMORY_BYTES, OOM_SCORE
 from diloco.comm.peers.identity import Identity, run_id_of
 
 identity = Identity.load(sys.argv[1])

@@ -135,12 +135,20 @@ def test_addresses_that_lead_nowhere(two: Pair, tmp_path: Path, identity: str, c
         two[0].connect(PeerAddress(identity.format(nobody=nobody), control=control), "data", timeout_s=SOON)
 
 
-def test_a_relay_is_asked(two: Pair, tmp_path: Path) -> None:
-    a, relay = two
+def test_a_relay_is_asked(start: Start, tmp_path: Path) -> None:
+    a, relay = start("a"), start("b", relays=True)
     circuits = tuple(f"{address}/p2p-circuit" for address in relay.address().control)
     nobody = PeerAddress(Identity.load(tmp_path / "nobody").peer_id, control=circuits)
     with pytest.raises(PeerLost, match="NO_RESERVATION"):
         a.connect(nobody, "data", timeout_s=SOON)
+
+
+def test_an_islands_daemon_relays_for_no_stranger(two: Pair, tmp_path: Path) -> None:
+    """libp2p's relays ask nobody who he is: two strangers spoke through any member, whatever its --relay said."""
+    circuits = tuple(f"{address}/p2p-circuit" for address in two[1].address().control)
+    nobody = PeerAddress(Identity.load(tmp_path / "nobody").peer_id, control=circuits)
+    with pytest.raises(PeerLost, match="p2p-circuit] EOF"):
+        two[0].connect(nobody, "data", timeout_s=SOON)
 
 
 def test_an_open_that_takes_too_long_leaves_nothing_behind(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +198,7 @@ def test_nothing_is_lost_when_a_socket_leaves_the_loop(early: int) -> None:
 def test_two_peers_that_nobody_can_reach_meet_through_a_relay(start: Start) -> None:
     """They announce the relays' circuits only. libp2p takes a place at a relay within half a minute where it knows
     four of them, and waits three minutes where it knows fewer."""
-    relays = [start(f"relay{n}")._directory.addresses[0] for n in range(4)]
+    relays = [start(f"relay{n}", relays=True)._directory.addresses[0] for n in range(4)]
     circuits = [f"{relay}/p2p-circuit" for relay in relays]
     hidden = {"bootstrap": relays, "announce": circuits, "behind_nat": True, "reachability": "private"}
     a, b = start("a", **hidden), start("b", **hidden)

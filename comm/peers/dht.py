@@ -51,10 +51,14 @@ from diloco.errors import RecordRefused, TicketError
 FIELD = "peers"
 MAX_RECORDS = 1000  # of all peers together
 PING = "DHTProtocol.rpc_ping"
+RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 PROBE_S = 2.5  # for a connection to be accepted: round trips of a second, and a lost packet
 ANSWER_S = 3.0
 # What hivemind raises when the network, a peer or p2pd fails; RuntimeError is its "bootstrap failed".
 FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, RuntimeError, OSError, EOFError)
+
+# Strangers can have p2pd log errors, a line each: not in an island's output, unless its operator asks for them.
+os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")
 
 for module in (dht_node, dht_protocol, dht_routing, timed_storage):  # each has a name of its own for the function
     module.get_dht_time = RUN_CLOCK.now
@@ -75,6 +79,7 @@ class NodeOptions:
     behind_nat: bool = False  # look for relays and open a port on the router
     # "private" uses relays from the start, "public" never does; without it libp2p asks its peers, for minutes
     reachability: str | None = None
+    relays: bool = False  # let p2pd pass on for whoever asks: it asks nobody for an admission
     is_cut: Callable[[str], bool] = lambda peer: False  # from which peers a simulation cuts this one off, by their ids
     objection: Objection = lambda peer, admission: ""
 
@@ -339,6 +344,8 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
 
     p2p.is_cut, p2p.check, p2p.admission = options.is_cut, check, admission.pack()
     try:
+        if not options.relays:
+            await p2p.add_binary_stream_handler(RELAY_PROTOCOL, _refuse)  # instead of p2pd's own, which no flag ends
         await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
         return await DHTNode.create(
             p2p=p2p,
@@ -355,6 +362,10 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
         if p2p.refusal and isinstance(error, FAILURES):
             raise NotLetIn(p2p.refusal) from error
         raise
+
+
+async def _refuse(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
 
 
 async def _start_daemon(**options: Any) -> GuardedP2P:

@@ -3,10 +3,14 @@
 Started as a script, `python guard.py PARENT_PID COMMAND…`, and needs nothing but Python. It watches for a changed
 parent, which works on every POSIX system and, unlike Linux's parent-death signal, does not depend on the thread that
 did the fork. That signal only guards the guard: if it is killed itself, the kernel ends the command.
+
+The command gets so much memory and no more, and where the machine has none left, it is what the kernel ends first: p2pd
+lets strangers make it allocate, and an island can start it again.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -16,6 +20,8 @@ from contextlib import suppress
 LOOK_EVERY_S = 0.2
 GRACE_S = 1.0
 PR_SET_PDEATHSIG = 1
+MEMORY_BYTES = 1024**3  # p2pd takes about 70 MB
+OOM_SCORE = "900"  # of -1000 to 1000: what is ended first where memory runs out
 SOCKET_ARGUMENT = "-listen=/unix"
 
 
@@ -57,12 +63,22 @@ def _become(command: list[str], guard: int) -> None:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        _confine()
         if os.getppid() == guard:  # else the guard died before the death signal was set
             os.execv(command[0], command)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", flush=True)
     finally:
         os._exit(127)
+
+
+def _confine() -> None:
+    with suppress(OSError, ValueError):  # a lower limit is in force, or this system knows none
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # Linux
+        file.write(OOM_SCORE)
 
 
 def _end(child: int) -> None:

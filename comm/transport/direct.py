@@ -3,12 +3,13 @@
 Several streams to a peer are several connects. Peers that may connect are named with `allow()`.
 """
 
+import ipaddress
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -25,28 +26,30 @@ log = logging.getLogger(__name__)
 
 
 class Handshakes:
-    """Hold the unfinished handshakes, oldest first.
+    """Hold the unfinished handshakes, oldest first, each with the place that it comes from.
 
-    One too many ends the oldest: silent strangers keep no member out.
+    One too many ends the oldest of the place that has most: silent strangers keep no member out, however fast they
+    come, unless they come from as many places as there are handshakes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: dict[ssl.SSLSocket, None] = {}
+        self._pending: dict[ssl.SSLSocket, str] = {}
 
-    def add(self, connection: ssl.SSLSocket) -> None:
-        """Add a connection whose handshake begins; if there are 64 already, end the oldest."""
+    def add(self, connection: ssl.SSLSocket, host: str) -> None:
+        """Add a connection whose handshake begins; if there are 64 already, end one."""
         with self._lock:
             if len(self._pending) >= MAX_HANDSHAKES:
-                oldest = next(iter(self._pending))
+                busiest = Counter(self._pending.values()).most_common(1)[0][0]
+                oldest = next(pending for pending, place in self._pending.items() if place == busiest)
                 del self._pending[oldest]
                 _wake(oldest)
-            self._pending[connection] = None
+            self._pending[connection] = _place(host)
 
     def remove(self, connection: ssl.SSLSocket) -> bool:
         """Remove a connection; return False where it had to make way."""
         with self._lock:
-            return self._pending.pop(connection, self) is None
+            return self._pending.pop(connection, None) is not None
 
 
 class DirectTransport(Accepting):
@@ -155,10 +158,10 @@ class DirectTransport(Accepting):
             plain.settimeout(HANDSHAKE_S)
             connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            log.warning("%s lost a connection from %s: %s", self.identity, host, error)
+            log.info("%s lost a connection from %s: %s", self.identity, host, error)  # strangers can fill no disk
             plain.close()
             return
-        self._handshakes.add(connection)
+        self._handshakes.add(connection, host)
         try:
             threading.Thread(target=self._welcome, args=(connection, identities, host), daemon=True).start()
         except RuntimeError as error:  # out of threads: others must still get in later
@@ -216,6 +219,14 @@ def _time_left(deadline: Deadline) -> float:
     if not left:
         raise TimeoutError("timed out")
     return left
+
+
+def _place(host: str) -> str:
+    """Return what one machine cannot easily change of its address: of IPv6, the network's half."""
+    try:
+        return str(ipaddress.ip_network(f"{host.partition('%')[0]}/64", strict=False)) if ":" in host else host
+    except ValueError:
+        return host
 
 
 def _wake(connection: socket.socket) -> None:

@@ -44,6 +44,7 @@ EXPIRES_S = 60.0
 LOOK_S, ASK_OTHERS_S = 1.0, 15.0  # between looks into the directory: at what is here, and at what others have
 OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
+GIVE_UP_S = 3600.0  # p2pd did not start for so long
 SAY_AGAIN_S = 60.0
 ASK_UP_TO, ASK_AGAIN_S = 3, 300.0  # members, whether they can dial this island; and again after so long
 ANYWHERE = "0.0.0.0"
@@ -168,6 +169,7 @@ class Peer(LocalPeer):
         self._gate = Gate(lambda: self.state())
         self._redial = Redial()
         self._reopened_at: list[float] = []
+        self._ran_at = time.monotonic()  # p2pd
         self.directory = self._enter(lonely=lonely)
         self._book.keep_own(self.addresses)
         inbox = Inbox()
@@ -352,6 +354,7 @@ class Peer(LocalPeer):
                 if not self.directory.running:
                     self._reopen()
                     published = -PUBLISH_S
+                self._ran_at = time.monotonic()
                 if (refusal := self.directory.refusal) != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
@@ -399,15 +402,24 @@ class Peer(LocalPeer):
         return bool(answered)
 
     def _reopen(self) -> None:
-        """Start p2pd again; raise DaemonLost if it does not start, or ends again and again."""
+        """Start p2pd again; raise DaemonLost if it has not started for an hour.
+
+        Where it ends again and again, or before it is open, wait for a while: strangers may do that, and rounds do not
+        need it.
+        """
         now = time.monotonic()
-        self._reopened_at = [*(at for at in self._reopened_at if now - at < REOPENINGS_S), now]
+        self._reopened_at = [at for at in self._reopened_at if now - at < REOPENINGS_S]
+        if len(self._reopened_at) >= REOPENINGS:
+            raise DirectoryError(
+                f"the network daemon p2pd ended {REOPENINGS} times within {REOPENINGS_S:.0f} s; rounds go on, and"
+                " it is started again in a while. Does somebody flood this island's address?"
+            )
+        self._reopened_at.append(now)
         try:
-            if len(self._reopened_at) > REOPENINGS:
-                raise DirectoryError(f"it ended {REOPENINGS} times within {REOPENINGS_S:.0f} s")
             self.directory.reopen()
         except DirectoryError as error:
-            raise DaemonLost(f"the network daemon p2pd cannot be started again: {error}") from error
+            problem = DaemonLost if now - self._ran_at > GIVE_UP_S else DirectoryError
+            raise problem(f"the network daemon p2pd cannot be started again: {error}") from error
         log.warning("%s: the network daemon p2pd had ended and was started again", self.connection.name)
         self._redial, self._renewed_at = Redial(), {}  # it knows nobody: all are to be dialled now
         self._book.keep_own(self.addresses)
