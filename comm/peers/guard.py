@@ -73,6 +73,7 @@ def _become(command: list[str], guard: int) -> None:
 
 
 def _confine() -> None:
+    os.umask(0o077)  # its control socket is for this user
     with suppress(OSError, ValueError):  # a lower limit is in force, or this system knows none
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
