@@ -12,6 +12,7 @@ from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.relay import BYTES, CHANNEL, OPEN, Relay
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.errors import PeerLost, TransportError
+from diloco.run.reachable import TRY_S, Reachability
 
 SOON = 10.0
 
@@ -151,6 +152,47 @@ def test_a_relay_that_ends_is_noticed_and_another_serves(parties) -> None:
         assert hidden.relay.be_served_by(second.address)
         with closing(asker.relay.connect(moved, "data", timeout_s=SOON)) as stream:
             assert echoes(stream, hidden)
+
+
+def hold_all(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a relay agree to everything, keep all connections open, and pass nothing on."""
+
+    def hold(source: Stream, target: Stream, traffic: module.Traffic) -> None:
+        with suppress(TransportError):
+            while True:
+                source.receive(module._chunk)
+
+    monkeypatch.setattr(party.relay, "_pass_on", hold)
+    monkeypatch.setattr(module, "TRY_S", 2.0)
+
+
+def test_a_relay_that_passes_nothing_on_is_found_out(parties, monkeypatch) -> None:
+    relay, hidden, _ = parties
+    assert hidden.relay.be_served_by(relay.address)
+    assert hidden.relay.passes_on(relay.address)
+    hold_all(relay, monkeypatch)
+    assert not hidden.relay.passes_on(relay.address)
+    assert hidden.relay.relay == "relay"  # which looks well
+
+
+def test_an_island_leaves_a_relay_that_passes_nothing_on_twice(parties, monkeypatch) -> None:
+    relay, hidden, asker = parties
+    asker.know(relay.address, replace(hidden.address, relay=""))
+    addresses, told = {"relay": relay.address, "asker": asker.address}, []
+    reachable = Reachability(hidden.relay, lambda: addresses, str.upper, told.append)
+    reachable.look(0.0)
+    assert hidden.relay.relay == "relay"
+    hold_all(relay, monkeypatch)
+    reachable.look(TRY_S)
+    assert hidden.relay.relay == "relay"  # once may be a busy link
+    reachable.look(TRY_S + 1)  # too soon to try again
+    assert hidden.relay.relay == "relay"
+    reachable.look(2 * TRY_S)
+    assert hidden.relay.relay == "asker"
+    assert told == [
+        "others cannot dial this island: it is reached through RELAY",
+        "RELAY passes nothing on: this island is reached through ASKER",
+    ]
 
 
 def test_tunnels_and_calls_are_bounded(parties, monkeypatch) -> None:

@@ -121,6 +121,10 @@ class DirectTransport(Accepting):
                 raise PeerRefused(f"{peer.identity} refused the certificate of {self.identity}: {lost}") from None
             raise
 
+    def shake_hands_over(self, plain: socket.socket, peer: PeerAddress, deadline: Deadline) -> None:
+        """Find out that this peer, by its key, is at the other end of a connection; raise TransportError if not."""
+        self._secure(plain, peer, deadline).close()
+
     def _secure(self, plain: socket.socket, peer: PeerAddress, deadline: Deadline) -> ssl.SSLSocket:
         try:
             context = certificate.client_context(self._certificate, peer.certificate_der)

@@ -15,17 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.frame import END
 from diloco.comm.transport.transport import PeerAddress, Stream
-from diloco.comm.transport.wire import deadline_in, seconds_to
+from diloco.comm.transport.wire import Deadline, deadline_in, seconds_to
 from diloco.errors import FrameError, PeerLost, TransportError, TransportTimeout
 
 CHANNEL = "relay"
 SERVE, OPEN, BACK, DIAL, YES, NO, CALL, BYTES, BEAT, FILL = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 ASK_S = 10.0
+TRY_S = 30.0  # to dial oneself through a relay that is busy
 DIAL_S = 3.0  # to find out whether a member can be dialled
 BEAT_S, SILENT_S = 5.0, 20.0  # on a connection that waits for calls
 TOKEN_BYTES = 16
@@ -131,6 +132,17 @@ class Relay:
         threading.Thread(target=self._heed_calls, args=(relay, stream), name="relayed", daemon=True).start()
         return True
 
+    def passes_on(self, relay: PeerAddress) -> bool:
+        """Dial this island itself through its relay; return whether bytes came through, which its own key proves."""
+        own = replace(self._direct.address(""), relay=relay.identity)
+        try:
+            deadline = deadline_in(TRY_S)
+            self._direct.shake_hands_over(self._tunnel_to(own, deadline), own, deadline)
+        except TransportError as error:
+            log.info("%s passes nothing on: %s", relay.identity, error)
+            return False
+        return True
+
     @property
     def relay(self) -> str:
         """Return through whom this island is reached; "" where nobody relays for it."""
@@ -173,13 +185,16 @@ class Relay:
     def connect(self, peer: PeerAddress, channel: str, *, timeout_s: float) -> Stream:
         """Open a stream to an island through its relay, within `timeout_s` altogether."""
         deadline = deadline_in(timeout_s)
-        relay = self._addresses.get(peer.relay)
+        return self._direct.connect_over(self._tunnel_to(peer, deadline), peer, channel, deadline)
+
+    def _tunnel_to(self, peer: PeerAddress, deadline: Deadline) -> socket.socket:
+        relay, left_s = self._addresses.get(peer.relay), seconds_to(deadline) or 0.0
         if peer.relay == self._direct.identity:
-            tunnel = self._call(peer.identity, timeout_s)
+            tunnel = self._call(peer.identity, left_s)
         elif relay is None:
             raise PeerLost(f"{peer.identity}: its relay {peer.relay} is not there")
         else:
-            tunnel = self._ask(relay, OPEN, peer.identity.encode(), timeout_s)
+            tunnel = self._ask(relay, OPEN, peer.identity.encode(), left_s)
             try:
                 answer = tunnel.receive(_small, timeout_s=seconds_to(deadline))
             except TransportTimeout:
@@ -188,7 +203,7 @@ class Relay:
             if answer.kind != YES:
                 tunnel.close()
                 raise PeerLost(f"{peer.identity}: {peer.relay} relays nothing to it ({answer.head[:100]!r})")
-        return self._direct.connect_over(_end_of_tunnel(tunnel), peer, channel, deadline)
+        return _end_of_tunnel(tunnel)
 
     def _ask(self, relay: PeerAddress, what: int, head: bytes, timeout_s: float) -> Stream:
         stream = self._direct.connect(relay, CHANNEL, timeout_s=timeout_s)

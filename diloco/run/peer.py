@@ -33,6 +33,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import EVICTED, Network
 from diloco.errors import ConfigError, DaemonLost, DirectoryError, Evicted, IdentityError, TicketError
 from diloco.run.gate import TAKEN_OUT, Gate
+from diloco.run.reachable import Reachability
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -46,7 +47,6 @@ OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
 GIVE_UP_S = 3600.0  # p2pd did not start for so long
 SAY_AGAIN_S = 60.0
-ASK_UP_TO, ASK_AGAIN_S = 3, 300.0  # members, whether they can dial this island; and again after so long
 ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
@@ -166,6 +166,7 @@ class Peer(LocalPeer):
         self.records: dict[str, PeerRecord] = {}  # those in the directory, and the last ones of members that are not
         self._renewed_at: dict[str, float] = {}
         self._publish_soon, self._ask_soon = threading.Event(), threading.Event()
+        self._told_reached = ""
         self._gate = Gate(lambda: self.state())
         self._redial = Redial()
         self._reopened_at: list[float] = []
@@ -311,37 +312,17 @@ class Peer(LocalPeer):
 
     def watch(self, know: Know, fail: Fail) -> None:
         super().watch(know, fail)
-        threading.Thread(target=self._look_after_relay, name="reachable", daemon=True).start()
+        reachable = Reachability(self._relay, self._known, self.name_of, self._reached_otherwise)
+        threading.Thread(target=reachable.watch, args=(self._stop,), name="reachable", daemon=True).start()
 
-    def _look_after_relay(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._stay_reachable()
-            except Exception:  # a thread's outermost frame: without it, nobody would find this island again
-                log.exception("%s: finding out who can dial this island failed", self.connection.name)
-                self._stop.wait(ASK_AGAIN_S)
+    def _known(self) -> dict[str, PeerAddress]:
+        return {peer: address_of(peer, record) for peer, record in self.records.items()}
 
-    def _stay_reachable(self) -> None:
-        """Find out now and then whether others can dial this island; if some cannot, be reached through one of them."""
-        told, wait_s = "", 0.0
-        while not self._stop.wait(wait_s):
-            wait_s = LOOK_S
-            if self._relay.relay in self.records:
-                continue
-            public = {peer: address_of(peer, record) for peer, record in self.records.items() if not record.relay}
-            answers = [self._relay.can_be_dialled(public[peer]) for peer in sorted(public, key=hash)[:ASK_UP_TO]]
-            if False not in answers:
-                wait_s = ASK_AGAIN_S if True in answers else LOOK_S
-            else:
-                through = next((peer for peer, address in public.items() if self._relay.be_served_by(address)), None)
-                text = "others cannot dial this island: " + (
-                    f"it is reached through {self.name_of(through)}" if through else
-                    "forward its ports (--port), or ask a member that can be dialled to relay (--relay)"
-                )  # fmt: skip
-                self._publish_soon.set()
-                if text != told:
-                    told = text
-                    self.report("reached", self.id, text)
+    def _reached_otherwise(self, text: str) -> None:
+        self._publish_soon.set()
+        if text != self._told_reached:
+            self._told_reached = text
+            self.report("reached", self.id, text)
 
     def _say_relayed(self, peer: str, text: str) -> None:
         self.report("relays", peer, text)
