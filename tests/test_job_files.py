@@ -64,7 +64,10 @@ def test_islands_that_are_added_with_other_nodes_have_a_mesh_and_a_job_of_their_
 def test_a_mesh_that_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"--nodes-per-island 1 with --gpus-per-node 8 asks for 8 .* product is 8"):
         plan_launch(config_of(tmp_path, fsdp=2), "slurm", islands=1, nodes=1, gpus=8)
-    with pytest.raises(ConfigError, match=r"island\.batch=8 must be a multiple of 16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"island\.batch=8: 16 processes .* it must be a multiple of 16",
+    ):
         plan_launch(config_of(tmp_path), "slurm", islands=1, nodes=2, gpus=8)
 
 

@@ -113,22 +113,22 @@ def test_what_was_not_launched_is_said(tmp_path: Path) -> None:
 def test_a_hosts_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match=told):
-        read_hosts(tmp_path / "hosts", dir="d", program="diloco")
+        read_hosts(tmp_path / "hosts", run="mine", dir="d", program="diloco")
 
 
 def test_a_hosts_file_says_where_islands_run(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(
         "ann@one  # the first\n\ntwo address=10.0.0.2 dir=/data program='python -m diloco'\n"
     )
-    one, two = read_hosts(tmp_path / "hosts", dir="d", program="diloco")
+    one, two = read_hosts(tmp_path / "hosts", run="mine", dir="d", program="diloco")
     assert (one.destination, one.address, one.dir) == ("ann@one", "one", "d")
-    assert (two.address, two.dir, two.program) == ("10.0.0.2", "/data", "python -m diloco")
+    assert (two.address, two.dir, two.program) == ("10.0.0.2", "/data/mine", "python -m diloco")
 
 
 def test_a_host_with_a_port_and_a_folder_at_home_are_what_ssh_takes_them_for(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("ssh://ann@gpu-b:2222 dir=~/data\nfe80::1\n")
-    one, two = read_hosts(tmp_path / "hosts", dir="~/d", program="diloco")
-    assert (one.destination, one.address, one.dir) == ("ssh://ann@gpu-b:2222", "gpu-b", "data")
+    one, two = read_hosts(tmp_path / "hosts", run="mine", dir="~/d", program="diloco")
+    assert (one.destination, one.address, one.dir) == ("ssh://ann@gpu-b:2222", "gpu-b", "data/mine")
     assert (two.address, two.dir) == ("fe80::1", "d")
 
 
@@ -304,7 +304,7 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     assert "started on local: nothing" in launch(str(path), "--islands", "2")
     assert wait_until(lambda: len(list(run.glob("launch/jobs/*/exit"))) == 2, 600)
     assert launch("--list", str(run)).count("finished") == 2
-    assert "done: step 20" in (run / "launch" / "jobs" / "island-1" / "output.log").read_text()
+    assert "done: step 20" in (run / "launch" / "logs" / "island-1.log").read_text()
     assert [oct(file.stat().st_mode)[-3:] for file in sorted((run / "launch").glob("secrets/island-?"))] == ["600"] * 2
     launch("--stop", str(run))
     assert processes_with(str(tmp_path)) == [] and list((run / "launch" / "jobs").iterdir()) == []

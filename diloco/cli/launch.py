@@ -76,7 +76,9 @@ def launch(
         launching.cancel(launched(cancel[0]), [cancel[1]])
         say(f"{cancel[1]} was asked to leave, and is not started again")
     elif stop is not None:
-        ended = launching.stop(launched(stop))
+        started = launched(stop)
+        say(f"asking all islands to leave: they have {started.config.launch.grace_s:.0f} s")
+        ended = launching.stop(started)
         say("all islands have left", *(f"{name}: {path}" for name, path in ended.items()))
 
 
@@ -99,10 +101,12 @@ def print_files(launch: "Launch", islands: "Sequence[Island]") -> None:
 def report(launch: "Launch", islands: "Sequence[Island]") -> None:
     """Say what was started, and what can be done next."""
     run, names = launch.folder, ", ".join(island.name for island in islands)
+    log = {f"tail -f {launch.here / 'logs'}/island-0.log": "shows what that island prints"}
     what = f"{names} of {run}" if names else f"nothing: all islands of {run} are at work"
     say(
         f"started on {launch.backend}: {what}",
         *next_commands({
+            **(log if launch.backend in ("local", "slurm") else {}),
             f"diloco launch --list {run}": "shows each island's job, and how far it is",
             f"diloco launch --join {run} --islands 1": "adds an island",
             f"diloco launch --stop {run}": "ends all islands; launching again continues",

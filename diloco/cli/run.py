@@ -249,7 +249,9 @@ def join(
     enter = start.witness if witness else start.join
     outcome = enter(text, own, as_simulated(connection, folder), folder)
     if outcome.leader:
-        say(ending(outcome, str(folder)))
+        again = [*_launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]
+        come_back = {shlex.join([*again, *["--witness"] * witness]): "comes back, with what this folder holds"}
+        say(ending(outcome, str(folder)), *([] if outcome.finished else next_commands(come_back)))
 
 
 def read_ticket(given: str) -> str:

@@ -255,8 +255,8 @@ def new_islands(config: Config, first: int, count: int, *, nodes: int, gpus: int
         fsdp, processes = asked // island.tp, asked
         if island.batch % (fsdp * island.accumulate):
             raise ConfigError(
-                f"island.batch={island.batch} must be a multiple of {fsdp * island.accumulate}, the mesh along fsdp "
-                f"(which {asked} processes make {fsdp}) times island.accumulate={island.accumulate}"
+                f"island.batch={island.batch}: {asked} processes of an island make island.fsdp={fsdp}, so it must be a "
+                f"multiple of {fsdp * island.accumulate} (island.fsdp times island.accumulate)"
             )
     base = config.launch.port
     numbers = range(first, first + count)

@@ -25,7 +25,7 @@ SSH_FAILED = 255
 KEYS = ("address", "dir", "program")
 BEGINS = "begin-of-output-7f3a"  # what a host prints before that is a greeting of its login files
 
-# What runs on a host, after `job=FOLDER`. Another process may have the number of one that is gone.
+# What runs on a host, after `job=FOLDER` and `log=FILE`. Another process may have the number of one that is gone.
 # An island lives on where only the script that watches it was killed: it is in the same process group.
 ALIVE = """alive() {
     pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] || return 1
@@ -41,7 +41,7 @@ mkdir -p "$job"
 if alive; then exit 0; fi
 WRITES
 rm -f "$job/exit"
-setsid sh "$job/run.sh" >>"$job/output.log" 2>&1 </dev/null &
+setsid sh "$job/run.sh" >>"$log" 2>&1 </dev/null &
 echo $! >"$job/pid"
 """
 STATE = """if alive; then echo running
@@ -54,7 +54,7 @@ CANCEL = """if alive; then
     while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
     kill -KILL "-$group" 2>/dev/null
 fi
-cat "$job/output.log" 2>/dev/null
+cat "$log" 2>/dev/null
 rm -rf "$job"
 """
 # The GPUs of one of several islands on a host, which are not known before: CUDA_VISIBLE_DEVICES, or all there are.
@@ -65,7 +65,7 @@ gpus=$(printf '%s' "$gpus" | tr -s ', \\n' '\\n' | awk -v first=FIRST -v each=EA
           for (k = first; k < first + each && NR; k++) printf "%s%s", (k > first ? "," : ""), gpu[k % NR] }') ||
     { echo "too few GPUs on this host: NAME needs EACH, after FIRST of other islands" >&2; exit 2; }
 [ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus"""
-PRINTED = 'cat "$job/output.log" 2>/dev/null || true'
+PRINTED = 'cat "$log" 2>/dev/null || true'
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ class Hosts(ABC):
     @abstractmethod
     def secret(self, island: Island) -> str:
         """Return where the island's secret lies on its host."""
+
+    def log(self, island: Island) -> str:
+        """Return where what the island prints lies on its host."""
+        return f"{self.job(island)}/output.log"
 
     @property
     @abstractmethod
@@ -141,6 +145,7 @@ class Hosts(ABC):
         words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
         words += self.places
         values = {
+            "place": f"{island.name} on {host.destination or 'this machine'}",
             "directory": self.directory, "setup": self._setup(island), "job": quote(job),
             "command": f"{host.program} {shlex.join(words)}", "restarts": str(options.restarts),
             "finished": quote(self._finished(host)), "grace_s": str(max(1, int(options.grace_s))),
@@ -223,7 +228,7 @@ class Hosts(ABC):
         """Run a script for each island on its host, all at once; return what they print, and which have failed."""
 
         def call(island: Island) -> str:
-            prelude = f"job={quote(self.job(island))}\n{ALIVE}\necho {BEGINS}"
+            prelude = f"job={quote(self.job(island))} log={quote(self.log(island))}\n{ALIVE}\necho {BEGINS}"
             printed = self._run(self.host(island), f"{prelude}\n{script(island)}\n", timeout_s)
             return printed.partition(f"{BEGINS}\n")[2]
 
@@ -277,6 +282,18 @@ class Local(Hosts):
     def secret(self, island: Island) -> str:
         return str(self.launch.secret_file(island.name).absolute())
 
+    def log(self, island: Island) -> str:
+        """Return where logs of islands elsewhere are brought to: here they are from the beginning."""
+        return str((self.launch.here / LOGS / f"{island.name}.log").absolute())
+
+    def submit(self, islands: Sequence[Island]) -> dict[str, str]:
+        """Start the islands detached."""
+        (self.launch.here / LOGS).mkdir(parents=True, exist_ok=True)
+        return super().submit(islands)
+
+    def _keep_logs(self, told: Mapping[str, str]) -> dict[str, Path]:
+        return {name: self.launch.here / LOGS / f"{name}.log" for name, text in told.items() if text}
+
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island, with its share of this machine's cores and GPUs."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -300,8 +317,8 @@ class Ssh(Hosts):
         options = self.launch.config.launch
         if options.hosts is None:
             raise ConfigError("launch.hosts=null: --on ssh needs a file with a host on each line")
-        base = options.dir or f"diloco/{self.launch.config.run}"
-        return read_hosts(Path(options.hosts), dir=base, program=program_of(self.launch, same_machine=False))
+        run, program = self.launch.config.run, program_of(self.launch, same_machine=False)
+        return read_hosts(Path(options.hosts), run=run, dir=options.dir or f"diloco/{run}", program=program)
 
     def check(self) -> None:
         """Refuse a host that cannot be reached, or has no diloco, before any island is started."""
@@ -346,8 +363,11 @@ class Ssh(Hosts):
         return '"$HOME"'
 
 
-def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
-    """Read a hosts file: on each line a destination of ssh, then address=, dir= or program= where they differ."""
+def read_hosts(path: Path, *, run: str, dir: str, program: str) -> list[Host]:
+    """Read a hosts file: on each line a destination of ssh, then address=, dir= or program= where they differ.
+
+    A host's own `dir` is for all runs: each has a folder of its name there.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -358,7 +378,8 @@ def read_hosts(path: Path, *, dir: str, program: str) -> list[Host]:
             destination, *pairs = shlex.split(line, comments=True) or [""]
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}: close the quotes") from None
-        given = dict(pair.partition("=")[::2] for pair in pairs)
+        given = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        given |= {"dir": f"{given['dir']}/{run}"} if given.get("dir") else {}
         if wrong := [pair for pair in pairs if pair.partition("=")[0] not in KEYS or not pair.partition("=")[2]]:
             raise ConfigError(f"{path}, line {number}: {wrong[0]!r}: write {' or '.join(f'{key}=…' for key in KEYS)}")
         if destination:

@@ -71,6 +71,9 @@ def _start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
     launch.write()
     write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it a folder is known as a run
     states = backend.states()
+    theirs = [states.get(island.name) for island in launch.islands if not island.cancelled]
+    if theirs and all(job is not None and job.state == "finished" for job in theirs):
+        raise LaunchError(f"{launch.folder} is finished, and nothing is started: `diloco log` shows its rounds")
     wanted = tuple(
         island
         for island in launch.islands

@@ -42,8 +42,7 @@ def sentence(event: Event) -> str | None:
         case "resume":
             return f"resumed at step {event['step']} from {event['path']}"
         case "validation":
-            islands = event.get("contributed", ())
-            parts = [names(islands)] if len(islands) > 1 else []
+            parts = [names(event["contributed"])] if event.get("islands", 1) > 1 else []
             return "  ".join([_at(event), *parts, f"validation loss {event['validation_loss']:.4f}"])
         case "save":
             return f"saved step {event['step']} to {event['path']}"
@@ -54,7 +53,8 @@ def sentence(event: Event) -> str | None:
         case "elastic":
             text = f"{event['island']} {event['what']}"
             return text if event["text"] in ("", "leaves") else f"{text}: {event['text']}"
-        case "round" if len(event["contributors"]) > 1 and not event.get("validated"):  # else its validation is told
+        # of one among several, its name is told, too: it may be another; a validation is told instead
+        case "round" if event["contributors"] and event["islands"] > 1 and not event.get("validated"):
             return f"{_at(event)}  {names(event['contributors'])}"
     return None
 

@@ -225,8 +225,8 @@ class Genesis:
         """Raise SaveError if the run's own settings are not those that it was founded with."""
         if change := self.first_change(config):
             raise SaveError(
-                f"{change}: undo that (what `diloco set` has changed since is applied by itself), or start another one "
-                "with --fresh"
+                f"{change}: undo that, change it for all islands by `diloco set` (after the run's end: `diloco "
+                "rewind`), or start another one with --fresh (fresh=True)"
             )
 
 

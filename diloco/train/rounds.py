@@ -67,6 +67,11 @@ class Rounds:
         """Tell whether this island is the first of the roster: it acts for all where one is enough."""
         return self.session.state.roster[:1] == (self.driver.node.me,)
 
+    @property
+    def islands(self) -> int:
+        """Return how many islands the roster has."""
+        return len(self.session.state.roster)
+
     def refresh(self) -> View:
         """Return what the island sees of the run, all of it at one moment."""
         with self.driver.changed:
@@ -90,7 +95,7 @@ class Rounds:
         weights = {contribution.island: contribution.weight for contribution in last}
         if me in weights:
             return weights[me] / sum(weights.values()), len(weights)
-        islands = max(1, len(self.session.state.roster))
+        islands = max(1, self.islands)
         return 1 / islands, islands
 
     def round_events(self) -> list[dict[str, Any]]:

@@ -153,9 +153,11 @@ class Trainer(Participant):
             loss = self.island.evaluate(validation_batches(self.samples, self.config.island, self.place, count))
         self.validation_losses.append(loss)
         view = self.sync.view
-        islands = self.rounds.contributors if self.rounds is not None else ()
-        number = view.head.round
-        self.events.emit("validation", step=view.step, round=number, validation_loss=loss, contributed=islands)
+        contributed, islands = ((), 1) if self.rounds is None else (self.rounds.contributors, self.rounds.islands)
+        self.events.emit(
+            "validation", step=view.step, round=view.head.round, validation_loss=loss, contributed=contributed,
+            islands=islands,
+        )  # fmt: skip
 
     def _refuse_divergence(self) -> None:
         """Raise TrainingDiverged after a whole phase without one finite gradient: it will not get better by itself."""

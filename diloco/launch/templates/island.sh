@@ -1,6 +1,6 @@
 #!/bin/sh
 # Keep one island at work (local, ssh): start it, pass on a request to stop, start it again when it fails.
-# `diloco launch` fills this in. It runs detached; `pid`, `exit` and `output.log` beside it say how it is.
+# `diloco launch` fills this in, for {{place}}. It runs detached; `pid` and `exit` beside it say how it is.
 cd {{directory}} || exit 1
 {{setup}}
 asked= child= failures=0 code=75 began=
