@@ -2,7 +2,7 @@
 
     python tests/prove.py --only WORD     the claims whose text contains WORD
     python tests/prove.py --list          all claims
-    python tests/prove.py --quick         what CI runs beside the tests: some claims, scaled down
+    python tests/prove.py --quick         what `make soak` runs beside its tests: some claims, scaled down
 
 Tests prove what can be proved without a clock; what is timed is proved here and by `diloco bench`.
 """
@@ -40,7 +40,7 @@ class Result:
 class Claim:
     text: str
     show: Callable[[], Iterator[Result]]
-    show_quick: Callable[[], Iterator[Result]] | None = None  # for CI: scaled down, and never a matter of time
+    show_quick: Callable[[], Iterator[Result]] | None = None  # scaled down, and never a matter of time
 
 
 def tests(*arguments: str, **environment: str) -> Callable[[], Iterator[Result]]:
@@ -177,7 +177,7 @@ def run(command: list[str], more: dict[str, str] | None = None) -> subprocess.Co
 def arguments() -> Namespace:
     parser = ArgumentParser(description="Run the project's claims and print one table.")
     parser.add_argument("--only", metavar="WORD", default="", help="the claims whose text contains WORD")
-    parser.add_argument("--quick", action="store_true", help="what CI runs: some claims, scaled down")
+    parser.add_argument("--quick", action="store_true", help="some claims, scaled down")
     parser.add_argument("--list", action="store_true", help="the claims, without running them")
     return parser.parse_args()
 

@@ -122,7 +122,7 @@ def test_islands_that_all_start_at_once_are_one_run_every_time(tmp_path: Path, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_mark", [True, False])
+@pytest.mark.parametrize("with_mark", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_founder_whose_folder_is_lost_joins_its_run(tmp_path: Path, with_mark: bool) -> None:
     with Attached(tmp_path, 3, inner={"steps": 60}, elastic={"min_islands": 3}) as run:
         processes = {name: run.start(name, *SLOW) for name in run.names}

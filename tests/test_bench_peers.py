@@ -95,7 +95,8 @@ def test_a_worker_that_fails_is_named_and_ends_the_bench_with_all_it_started(how
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_parent_is_stopped(number: signal.Signals, mark: str) -> None:
-    code = "import test_bench_peers as t; t.run_peers(2, t.wait_long_with_a_child, 'told')"
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests in the background do not
+    code = f"{heeds}; import test_bench_peers as t; t.run_peers(2, t.wait_long_with_a_child, 'told')"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -193,16 +193,21 @@ def test_an_island_by_itself_tells_of_the_others_too():
     assert sentence(told("ticket", file="runs/a/ticket")) == "others join with: diloco join runs/a/ticket"
     lost = told("elastic", what="lost", island=TWO, text="round 7 goes on without it")
     assert sentence(lost) == "island-2 lost: round 7 goes on without it"
-    assert sentence(a_round(3, ONE, at=1, step=20)) is None
-    assert sentence(a_round(3, ONE, TWO, at=1, step=20)) == "round   3  step    20  island-1, island-2"
-    assert str(sentence(a_round(3, *"abcdefg", at=1, step=20))).endswith("7 islands")
+    assert sentence({**a_round(3, ONE, at=1, step=20), "islands": 1}) is None
+    assert sentence({**a_round(3, TWO, at=1, step=20), "islands": 2}) == "round   3  step    20  island-2"
+    assert (
+        sentence({**a_round(3, ONE, TWO, at=1, step=20), "islands": 2}) == "round   3  step    20  island-1, island-2"
+    )
+    assert str(sentence({**a_round(3, *"abcdefg", at=1, step=20), "islands": 7})).endswith("7 islands")
 
 
 def test_a_round_that_is_validated_here_is_told_once():
-    assert sentence({**a_round(3, ONE, TWO, at=1, step=20), "validated": True}) is None
+    assert sentence({**a_round(3, ONE, TWO, at=1, step=20), "islands": 2, "validated": True}) is None
     loss = "round   3  step    20  island-1, island-2  validation loss 2.2500"
-    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE, TWO)}) == loss
-    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE,)}) == loss.replace("island-1, island-2  ", "")
+    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE, TWO), "islands": 2}) == loss
+    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE,), "islands": 1}) == loss.replace(
+        "island-1, island-2  ", ""
+    )
 
 
 def test_members_that_come_and_go_are_told_by_name_unless_that_was_noted():

@@ -32,7 +32,7 @@ def test_only_the_claims_asked_for_are_run(monkeypatch, capsys):
     assert ran == ["b"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_quick_claims_hold():
     done = subprocess.run([sys.executable, prove.__file__, "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

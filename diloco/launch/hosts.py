@@ -50,7 +50,7 @@ elif [ -s "$job/pid" ]; then echo gone
 else echo absent; fi"""
 CANCEL = """if alive; then
     group=$pid
-    kill -TERM "$group" 2>/dev/null || kill -TERM "-$group" 2>/dev/null
+    { is_ours "$group" && kill -TERM "$group" 2>/dev/null; } || kill -TERM "-$group" 2>/dev/null
     while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
     kill -KILL "-$group" 2>/dev/null
 fi
