@@ -16,7 +16,7 @@ from diloco.elastic.protocol.wire import decode
 
 pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")
-KILLS = int(os.environ.get("DILOCO_KILLS", "6"))
+KILLS = int(os.environ.get("DILOCO_KILLS", "4"))
 SMALL = BareConfig(count=300_000, silence_s=3.0, pace_s=0.5)
 
 
