@@ -304,6 +304,7 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     assert "started on local: nothing" in launch(str(path), "--islands", "2")
     assert wait_until(lambda: len(list(run.glob("launch/jobs/*/exit"))) == 2, 600)
     assert launch("--list", str(run)).count("finished") == 2
+    assert "started on local: nothing" in launch(str(path), "--islands", "2")
     assert "done: step 20" in (run / "launch" / "logs" / "island-1.log").read_text()
     assert [oct(file.stat().st_mode)[-3:] for file in sorted((run / "launch").glob("secrets/island-?"))] == ["600"] * 2
     launch("--stop", str(run))
@@ -338,8 +339,6 @@ def test_islands_by_ssh_are_added_cancelled_stopped_and_launched_again(tmp_path:
         run, one, two = str(tmp_path / "run"), tmp_path / "one/diloco/launched", tmp_path / "two/diloco/launched"
 
         launch(str(path), "--on", "ssh", "--islands", "2")
-        assert oct((two / "island-1.job" / "secret").stat().st_mode)[-3:] == "600"
-        assert not (one / "island-1.job").exists()
         assert wait_until(lambda: contributors(two / "island-1")[-1:] == [["island-0", "island-1"]])
         launch("--join", run, "--islands", "1")
         assert wait_until(lambda: "island-2" in (contributors(one / "island-2") or [[]])[-1])

@@ -102,7 +102,7 @@ def report(launch: "Launch", islands: "Sequence[Island]") -> None:
     """Say what was started, and what can be done next."""
     run, names = launch.folder, ", ".join(island.name for island in islands)
     log = {f"tail -f {launch.here / 'logs'}/island-0.log": "shows what that island prints"}
-    what = f"{names} of {run}" if names else f"nothing: all islands of {run} are at work"
+    what = f"{names} of {run}" if names else f"nothing: all islands of {run} are at work, or have finished"
     say(
         f"started on {launch.backend}: {what}",
         *next_commands({

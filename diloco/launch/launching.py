@@ -71,14 +71,9 @@ def _start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
     launch.write()
     write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it a folder is known as a run
     states = backend.states()
-    theirs = [states.get(island.name) for island in launch.islands if not island.cancelled]
-    if theirs and all(job is not None and job.state == "finished" for job in theirs):
-        raise LaunchError(f"{launch.folder} is finished, and nothing is started: `diloco log` shows its rounds")
-    wanted = tuple(
-        island
-        for island in launch.islands
-        if not island.cancelled and (island.name not in states or states[island.name].state not in AT_WORK)
-    )
+    present = {name: job.state for name, job in states.items()}
+    idle = tuple(i for i in launch.islands if not i.cancelled and present.get(i.name) not in AT_WORK)
+    wanted = () if {present.get(island.name) for island in idle} == {"finished"} else idle
     return submit(launch, backend, wanted), wanted
 
 
