@@ -324,6 +324,16 @@ def test_work_that_another_branch_lacks_is_owed_again():
     assert (again.lo, again.hi) == (1, 2)
 
 
+def test_offers_tell_the_mean_loss_of_the_steps_behind_them():
+    work = PendingProgress(
+        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32)
+    )
+    ones = torch.ones(2)
+    assert work.cut(ones, StepsDone(8, ((0, 4),), 3, 2.0))().loss == 2.0
+    assert work.cut(ones, StepsDone(8, ((4, 8),), 1, 6.0))().loss == 3.0
+    assert work.cut(ones, StepsDone(8, ((8, 12),), 5))().loss == 3.0, "of those steps it is not known"
+
+
 def test_with_error_feedback_late_pieces_are_joined_and_what_that_loses_comes_with_the_next():
     """Whole numbers only are sent: halves are lost, unless they come later."""
     residual, count = torch.zeros(2), 2

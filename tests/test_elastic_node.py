@@ -6,7 +6,7 @@ from nodes import OFFER, STATE, beat, begin, commit, from_disk, options, proposa
 
 from diloco.elastic.protocol import messages as msg
 from diloco.elastic.protocol.node import Node
-from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Latch, Record
+from diloco.elastic.protocol.record import EMPTY, Ballot, Head, Key, Latch, Phases, Record
 from diloco.simulate.virtual.world import owner
 
 
@@ -444,6 +444,7 @@ def test_a_coordinators_own_done_comes_back_from_its_disk():
     assert asked.index(msg.Remember) < asked.index(msg.Done) and not those(effects, msg.Append)
     (append,) = those(from_disk(coordinator, effects, 0.3), msg.Append)
     assert append.stored_by == ("A",)
+    assert append.phases == Phases(collect_ms=100, exchange_ms=200)
 
 
 def test_a_head_is_told_when_it_is_durable():

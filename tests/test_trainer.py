@@ -1,5 +1,6 @@
 import random
 import shutil
+from statistics import mean
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def test_tells_the_story_of_a_run(small):
     updates = [event for event in told if event["event"] == "round"]
     assert [event["step"] for event in updates] == [5, 10, 12]
     assert [event["tokens"] for event in updates] == [1280, 1280, 512]
+
+
+def test_what_is_contributed_says_the_loss_of_its_steps(small):
+    life = train(small())
+    told = [part.offer.loss for each in life.trainer.rounds.session.records() for part in each.proposal.contributions]
+    assert told == pytest.approx([mean(life.losses[:5]), mean(life.losses[5:10]), mean(life.losses[10:])], rel=1e-4)
 
 
 def test_a_slowed_island_sleeps_after_each_step(small, monkeypatch):

@@ -177,6 +177,7 @@ class Participant(ABC):
         """Collect losses without waiting for the device; read and report them every `log.every` steps."""
         if loss is not None:
             self._losses.append(loss)
+            self.sync.add_loss(loss)
         self.meter.count(tokens)
         if self.step_count % self.config.log.every and self.step_count != self.sync.config.inner.steps:
             return

@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.elastic.protocol.ranges import Ranges, first, minus, size
@@ -57,6 +59,8 @@ class SyncLoop:
         self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
         self._phase_steps = self._step_ms = 0
+        self._phase_losses: list[Tensor] = []  # not read yet: reading waits for the device
+        self._losses_before: list[float] = []  # of the same phase, before a pause
         self._phase_began = time.perf_counter()
         self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
         self.refresh_samples()
@@ -89,6 +93,21 @@ class SyncLoop:
             share = fair_share(self.sync.phase_steps, self._step_ms, [each.offer.step_ms for each in last])
             seen = self.rounds.session.available(self.policy.used), self.rounds.exhausted(), share
         self.pool, self._exhausted, self._share = self.place.share(seen)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Note an inner step's loss; it is read when the phase's progress is contributed."""
+        self._phase_losses.append(loss)
+
+    def _phase_loss(self) -> float:
+        """Return the mean loss of this phase's steps on this process, in five digits; 0 if it is not known."""
+        mean = fmean(self._read_losses() or [0.0])
+        self._losses_before.clear()
+        self._phase_losses.clear()
+        return float(f"{mean:.5g}")
+
+    def _read_losses(self) -> list[float]:
+        read = torch.stack(self._phase_losses).tolist() if self._phase_losses else []
+        return [*self._losses_before, *filter(math.isfinite, read)]
 
     def _heed(self, amendments: tuple[Amendment, ...]) -> None:
         """Apply the amendments that the log contains now: the schedule follows them."""
@@ -189,6 +208,7 @@ class SyncLoop:
         now = time.perf_counter()
         return {
             "synced": self.policy.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
+            "losses": self._read_losses(),
             "left": [[type(work) is Launch, work.fragment] for work in self.policy.left],
             "phase_s": now - self._phase_began, "since_s": now - max(self._launched_at, self._updated_at),
         }  # fmt: skip
@@ -197,6 +217,7 @@ class SyncLoop:
         """Restore what `facts` returned; the time away does not count towards a phase or a round."""
         now = time.perf_counter()
         self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
+        self._losses_before = list(facts["losses"])
         self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
         self.refresh_samples()
         self._phase_began = now - facts["phase_s"]
@@ -225,7 +246,7 @@ class SyncLoop:
         step_ms = 0  # what is committed says it only where it matters: else it is the same in every run
         if self.elastic.adaptive:
             step_ms = round(1000 * (now - self._phase_began) / max(1, self._phase_steps))
-        self.exchange.launch(fragment, StepsDone(tokens, samples, steps), step_ms=step_ms)
+        self.exchange.launch(fragment, StepsDone(tokens, samples, steps, self._phase_loss()), step_ms=step_ms)
         self._ask_for_a_phase(size(samples), now - self._phase_began)
         self._launched_at, self._step_ms = now, step_ms
         self._phase_steps, self._phase_began = 0, time.perf_counter()

@@ -12,7 +12,7 @@ from diloco.elastic.protocol.member import Member
 from diloco.elastic.protocol.proposer import STRAGGLER_EXCHANGES, Proposer, culprits, forced
 from diloco.elastic.protocol.protocol_state import LATCH_FROM, ProtocolState, Term
 from diloco.elastic.protocol.ranges import is_normal
-from diloco.elastic.protocol.record import Ballot, Key, Record, voters
+from diloco.elastic.protocol.record import NO_PHASES, Ballot, Key, Phases, Record, voters
 from diloco.elastic.protocol.salvage import Salvage
 
 RESEND = 4  # the part of silence_s after which a question is asked again
@@ -522,12 +522,15 @@ class Coordinator:
     def _finish(self, record: Record, stored_by: tuple[str, ...], now: float) -> None:
         """Append a record, and announce it to all."""
         self.proposer.reunite(set(record.proposal.present))
+        phases = NO_PHASES
         if (islands := record.proposal.islands) and (term := self.own.term) is not None and term.begin is not None:
             self.proposer.holding.committed(islands, now)
             rates = dict(zip(term.begin.members, term.begin.bytes_per_s, strict=False))
             self.proposer.pacing.committed(islands, rates, now - term.begun_at)
-        self.member.append(record, now, stored_by, told=True)
-        self.own.send_all(msg.Commit(record.proposal.key, self.own.state.head, stored_by))
+            began, before = term.begun_at, max(self.own.commit_at)
+            phases = Phases(max(0, round(1000 * (began - before))), round(1000 * (now - began)))
+        self.member.append(record, now, stored_by, phases, told=True)
+        self.own.send_all(msg.Commit(record.proposal.key, self.own.state.head, stored_by, phases))
 
     def _fetch(self, term: Term, holder: str, record: Record) -> None:
         term.fetching = holder, record

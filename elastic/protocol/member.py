@@ -12,7 +12,18 @@ from diloco.elastic.protocol.leading import Leading
 from diloco.elastic.protocol.liveness import Liveness
 from diloco.elastic.protocol.proposer import outsize
 from diloco.elastic.protocol.protocol_state import CurrentAttempt, ProtocolState
-from diloco.elastic.protocol.record import EMPTY, NO_BALLOT, Amendment, Ballot, Head, Key, Offer, Record
+from diloco.elastic.protocol.record import (
+    EMPTY,
+    NO_BALLOT,
+    NO_PHASES,
+    Amendment,
+    Ballot,
+    Head,
+    Key,
+    Offer,
+    Phases,
+    Record,
+)
 from diloco.elastic.protocol.salvage import MAX_PIECES
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.undoing import Undoing
@@ -343,7 +354,7 @@ class Member:
             return  # its sender's heartbeat tells which branch it is on
         if self.own.held is not None and self.own.holds(commit.head.digest):
             told = self.own.current is not None and self.own.current.sender == sender
-            self.append(self.own.held.record, now, commit.stored_by, told=told)
+            self.append(self.own.held.record, now, commit.stored_by, commit.phases, told=told)
         elif (current := self.own.current) is not None and current.reducing and current.sender == sender:
             current.committed = current.committed or (sender, commit, now)
         else:
@@ -366,12 +377,15 @@ class Member:
         sender, commit, _ = current.committed
         if record is not None and self.own.state.head_after(record) == commit.head:
             self.own.held = msg.Held(current.begin.ballot, record)
-            self.append(record, now, commit.stored_by, told=True)
+            self.append(record, now, commit.stored_by, commit.phases, told=True)
             return True
         self._meet(sender, commit.head, now, rank=self._rank_of(sender))
         return False
 
-    def append(self, record: Record, now: float, stored_by: tuple[str, ...] = (), *, told: bool = False) -> None:
+    def append(
+        self, record: Record, now: float, stored_by: tuple[str, ...] = (), phases: Phases = NO_PHASES, *,
+        told: bool = False,
+    ) -> None:  # fmt: skip
         """Move to the state after a committed record, and ask the driver to append it to the log.
 
         `told`: its coordinator has said, or is, whose *done* made it final.
@@ -391,7 +405,7 @@ class Member:
         decided = self.own.state.is_decided(record.proposal.amendment, stored_by)
         if told and not decided and self._is_fresh(record):
             self.own.held = None  # should a latch lead back to this parent, there is nothing to adopt
-        self.own.effects.append(msg.Append(record, stored_by))
+        self.own.effects.append(msg.Append(record, stored_by, phases))
         self._move(state, now, switched=False, followed_by={record.digest: decided})
 
     def _is_fresh(self, record: Record) -> bool:

@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 
 from diloco.elastic.protocol.ranges import Ranges
-from diloco.elastic.protocol.record import Amendment, Ballot, Head, Key, Latch, Offer, Proposal, Record
+from diloco.elastic.protocol.record import (
+    NO_PHASES,
+    Amendment,
+    Ballot,
+    Head,
+    Key,
+    Latch,
+    Offer,
+    Phases,
+    Proposal,
+    Record,
+)
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,7 @@ class Commit:
     key: Key
     head: Head  # after it
     stored_by: tuple[str, ...]
+    phases: Phases = NO_PHASES
 
 
 @dataclass(frozen=True)
@@ -265,6 +277,7 @@ class Append:
 
     record: Record
     stored_by: tuple[str, ...] = ()  # whose *done* made it final
+    phases: Phases = NO_PHASES
 
 
 @dataclass(frozen=True)

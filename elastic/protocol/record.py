@@ -142,6 +142,7 @@ class Offer:
     late: bool = False  # of an earlier phase: ready without having trained
     steps: int = 0  # inner steps behind it
     step_ms: int = 0  # what an inner step took; 0: not known
+    loss: float = 0.0  # mean of its inner steps, on the leader; 0: not known. For people: nothing is decided by it
 
     @property
     def is_possible(self) -> bool:
@@ -256,12 +257,24 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Phases:
+    """Tell how long a round's coordinator has waited and exchanged: for people, beside the record and not hashed."""
+
+    collect_ms: int = 0  # from the commit before to the *begin* that led to this one: the others trained
+    exchange_ms: int = 0  # from that *begin* to the commit; 0: not known
+
+
+NO_PHASES = Phases()
+
+
+@dataclass(frozen=True)
 class LoggedRecord:
     """Hold a record as the log keeps it: with those whose *done* made it final."""
 
     record: Record
     stored_by: tuple[str, ...] = ()
     time_ms: int = 0  # when it was appended, by the clock on the wall; of a record that was fetched: where it came from
+    phases: Phases = NO_PHASES
 
 
 def signed_by(owner: str, signature: str, signed: bytes) -> bool:

@@ -169,8 +169,8 @@ class Driver:
                 self._spawn(partial(self._catch_up, peer, head, anew=self.node.own.diverged))
             case msg.GoBack(digest):  # the latch is on disk before: what is read back heeds it
                 self.store.then(partial(self._spawn, partial(self._go_back, digest)))
-            case msg.Append(record, stored_by):
-                self._append(LoggedRecord(record, stored_by, int(1000 * time.time())))
+            case msg.Append(record, stored_by, phases):
+                self._append(LoggedRecord(record, stored_by, int(1000 * time.time()), phases))
                 if not self._mending:  # once: by the first commit, others are there, if any are
                     self._mending = True
                     self._spawn(self._mend)

@@ -8,7 +8,7 @@ Cuts are made by the trainer's thread; the encoding that an offer needs may run 
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +36,20 @@ class StepsDone(NamedTuple):
     tokens: int
     samples: Ranges
     steps: int = 0
+    loss: float = 0.0  # mean of the steps' losses; 0: not known
 
 
 def trained(plain: list[Any]) -> StepsDone:
     """Read back the counts of a piece as they were written to a save."""
-    tokens, samples, steps = plain
-    return StepsDone(tokens, normal((lo, hi) for lo, hi in samples), steps)
+    tokens, samples, steps, loss = plain
+    return StepsDone(tokens, normal((lo, hi) for lo, hi in samples), steps, loss)
+
+
+def mean_loss(done: Iterable[StepsDone]) -> float:
+    """Return the mean loss behind several pieces, by their steps; 0 if none is known."""
+    known = [each for each in done if each.loss and each.steps]
+    steps = sum(each.steps for each in known)
+    return sum(each.loss * each.steps for each in known) / steps if steps else 0.0
 
 
 class Encoded(NamedTuple):
@@ -147,7 +155,8 @@ class PendingProgress:
         self._offered[lo, hi] = encoded.payload
         tokens, steps = sum(piece.done.tokens for piece in oldest), sum(piece.done.steps for piece in oldest)
         samples = normal(part for piece in oldest for part in piece.done.samples)
-        return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps)
+        loss = mean_loss(piece.done for piece in oldest)
+        return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps, loss=loss)
 
     def _joined(self, late: list[EncodedCut], usual_norm: float) -> Encoded:
         vector = self._sum(late)

@@ -381,7 +381,7 @@ class World:
             case m.GoBack(digest):
                 go_back = partial(life.trainer.when_running, partial(self._go_back, name, digest))
                 self.timeline.after(self.costs.fetch_s(), go_back)
-            case m.Append(record, stored_by):
+            case m.Append(record, stored_by, _):
                 self._append(name, life, record, stored_by)
                 self._write(
                     name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
