@@ -53,6 +53,7 @@ HARSH_ONCE_WRONG = [
     ("auto", 143),  # one that had fetched a record after the latch no longer knew that it counts, and went back
     ("auto", 9266),  # rounds of one fragment waited for an island that had work of the other one only
     ("auto", 17501),  # who had promised too late to be asked to store a result was never asked
+    ("auto", 8685),  # a defect of the simulator: a member joined the attempt of a dead life under the same ballot
     ("auto", 15242),  # who had a record by hearsay took it for one without a quorum, and led nothing after the latch
     ("quorum", 14913),  # all had waited too long when the quorum came back, but those who had nothing to wait with
     ("quorum", 8873),  # one without samples, so with nothing to wait with, promised to nobody but an idle coordinator

@@ -50,7 +50,7 @@ class Reductions:
 
     def __init__(self, world: World) -> None:
         self._world, self._timeline, self._costs = world, world.timeline, world.costs
-        self.all: dict[Ballot, Reduction] = {}  # a ballot's name is used once
+        self.all: dict[Ballot, Reduction] = {}
         self._open: list[Reduction] = []
         self.spoilt: set[str] = set()  # whose next result is wrong
         self.late: dict[str, float] = {}  # seconds after the others that these get theirs
@@ -58,7 +58,10 @@ class Reductions:
     def join(self, name: str, begin: Begin) -> None:
         """Add a member to its attempt, which begins when all have joined and fails if one does not come in time."""
         reduction = self.all.get(begin.ballot)
-        if reduction is None:
+        if reduction is None or reduction.begin != begin:
+            if reduction is not None and reduction.waiting:
+                raise Violation(f"I1: two attempts under ballot {begin.ballot}")
+            # a coordinator that dies before its promise is durable has told nobody, and may use the name again
             reduction = self.all[begin.ballot] = Reduction(begin)
             self._open.append(reduction)
             self._timeline.after(self._costs.connect_s(begin), partial(self._give_up, reduction))
