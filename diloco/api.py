@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, SaveError
 from diloco.island.mesh import ProcessMesh, joined_processes
 from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel, device_of
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.invites import TICKET
 from diloco.run.peer import Connection, host_towards, own_name

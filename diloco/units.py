@@ -109,6 +109,11 @@ def format_count(number: float) -> str:
     return _scaled(number, [("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)], space="")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: `1 step`, `2 steps`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_size(size: float) -> str:
     """Return bytes as text for people, in powers of 1024: `1.5 GiB`."""
     return _scaled(size, [("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diloco.report.events import Event
+from diloco.report.events import Round
 from diloco.report.watching import Tail
 
 ROOT = Path(__file__).parent.parent
@@ -49,11 +49,11 @@ class Story:
 
     def look(self) -> None:
         for event in self._tail.read():
-            if event["event"] == "round" and event["contributors"]:
+            if isinstance(event, Round) and event.contributors:
                 self._round(event)
 
-    def _round(self, event: Event) -> None:
-        number, contributors = event["round"], event["contributors"]
+    def _round(self, event: Round) -> None:
+        number, contributors = event.round, event.contributors
         if not self.killed_after:
             self._all_there += len(contributors) == ISLANDS
             if self._all_there == ALL_THERE:

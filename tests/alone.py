@@ -10,7 +10,8 @@ import torch
 from diloco.bench.team import Heard
 from diloco.config.schema import Config
 from diloco.island.mesh import ProcessMesh
-from diloco.report.events import Events
+from diloco.report.events import Step, of_kind
+from diloco.report.sinks import Events
 from diloco.run.folder import release
 from diloco.run.start import RunEntry
 from diloco.train.trainer import Outcome, Trainer
@@ -26,14 +27,14 @@ class Life:
 
     @property
     def losses(self) -> list[float]:
-        return [event["loss"] for event in self.heard.events if event["event"] == "step"]
+        return [event.loss for event in of_kind(self.heard.events, Step)]
 
     @property
     def outer(self) -> dict[str, torch.Tensor]:
         return self.trainer.rounds.outer()
 
     def events(self, kind: str) -> list[dict]:
-        return [event for event in self.heard.events if event["event"] == kind]
+        return [event.plain() for event in self.heard.events if event.kind == kind]
 
 
 def train(

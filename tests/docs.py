@@ -1,4 +1,4 @@
-"""Write the pages of the reference from the code: every setting from the schema, every command from its own help.
+"""Write the pages of the reference from the code: settings from the schema, commands from their help, and events.
 
 python tests/docs.py            say which pages are stale (the exit code is 1 if one is)
 python tests/docs.py --write    rewrite them
@@ -9,10 +9,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
 from os.path import expanduser
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -23,6 +24,7 @@ from typer.models import ParameterInfo
 from diloco.cli.app import app
 from diloco.config.fields import OneOf
 from diloco.config.schema import Config
+from diloco.report.events import KINDS, NEWS, Event, IslandNews
 from diloco.run.genesis import OWN, SHARED, SUGGESTED
 from diloco.train.amend import CHANGEABLE, RENAMED
 
@@ -60,6 +62,21 @@ prints a line that begins with `error[CODE]` and exits with 2; [Troubleshooting]
 code.
 
 This page is written by `python tests/docs.py --write` from the command line's own help (`diloco/cli/`).
+"""
+
+
+EVENTS = """\
+# Events
+
+Each island writes what happens to it to `events.jsonl` in its folder, one JSON object a line, and hands the same events
+to its terminal and its trackers. `event` is the kind, `v` the version of that kind, `time` the island's own clock in
+seconds since 1970. Numbers that JSON lacks (NaN, infinity) are `null`.
+
+A field that is added changes no version: ignore the fields that you do not know. A field that is removed, renamed or
+given another meaning raises the version of its kind: pass over events of a higher version than the one you know. In
+Python, `diloco.report.events` has a dataclass for each kind, and `diloco.report.watching.Tail` follows a file.
+
+This page is written by `python tests/docs.py --write` from `diloco/report/events.py`.
 """
 
 
@@ -173,6 +190,42 @@ def limits(checks: list[Any]) -> Iterator[str]:
                 yield words.format("2^63" if value == 2**63 else value)
 
 
+# the events
+
+
+def events() -> str:
+    lines = [EVENTS, *table(("event", "what it reports"), [(f"[`{k}`](#{k})", meaning(e)) for k, e in KINDS.items()])]
+    for name, kind in KINDS.items():
+        lines += [
+            f"## {name}",
+            "",
+            wrapped(f"{meaning(kind)} Version {kind.version}, `{kind.__name__}` in Python."),
+            "",
+        ]
+        hints = get_type_hints(kind, include_extras=True)
+        rows = [(f"`{each.name}`", json_type(hints[each.name]), get_args(hints[each.name])[1]) for each in fields(kind)]
+        lines += table(("field", "value", "meaning"), [row for row in rows if row[0] != "`time`"])
+        if kind is IslandNews:
+            lines += table(("what", "meaning"), [(f"`{what}`", text) for what, text in NEWS.items()])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def meaning(kind: type[Event]) -> str:
+    return " ".join(inspect.cleandoc(str(kind.__doc__)).split())
+
+
+def json_type(kind: Any) -> str:
+    """Say what a field's value is in JSON."""
+    parts = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return json_type(parts[0])
+    if get_origin(kind) is tuple:
+        return "list"
+    if parts:
+        return " or ".join("`null`" if part is NoneType else json_type(part) for part in parts)
+    return TYPES[kind]
+
+
 # the command line
 
 
@@ -262,7 +315,11 @@ def limits_of_option(declared: ParameterInfo) -> Iterator[str]:
         yield f"At least {least:g}." if most is None else f"From {least:g} to {most:g}."
 
 
-PAGES = {REFERENCE / "configuration.md": configuration, REFERENCE / "commands.md": commands}
+PAGES = {
+    REFERENCE / "configuration.md": configuration,
+    REFERENCE / "commands.md": commands,
+    REFERENCE / "events.md": events,
+}
 
 
 def stale() -> dict[Path, str]:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 from conftest import SMALL, read_events
 
 from diloco.comm.peers.identity import Identity
 from diloco.launch.fleet import Plan, open_run
-from diloco.report.events import Event
 from diloco.report.watching import IslandsView
 from diloco.run.folder import OWNER_KEY
 from diloco.run.invites import keep_ticket, open_ticket
@@ -106,7 +106,7 @@ def processes_at(tmp_path: Path) -> list[str]:
     return [line for line in found if str(tmp_path) in line]
 
 
-def events_of(tmp_path: Path, name: str) -> list[Event]:
+def events_of(tmp_path: Path, name: str) -> list[dict[str, Any]]:
     path = tmp_path / "run" / name / "events.jsonl"
     return read_events(path) if path.exists() else []
 

@@ -17,7 +17,8 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin, restore
 from diloco.island.mesh import ProcessMesh
-from diloco.report.events import Events
+from diloco.report.events import Step, of_kind
+from diloco.report.sinks import Events
 from diloco.run.join import options_for
 from diloco.train.outer import apply_record
 from diloco.train.resume import EarlierSave, find_earlier
@@ -71,7 +72,7 @@ class Life:
 
     @property
     def losses(self) -> dict[int, float]:
-        return {event["step"]: event["loss"] for event in self.heard.events if event["event"] == "step"}
+        return {event.step: event.loss for event in of_kind(self.heard.events, Step)}
 
 
 def live(config: Config, stop_at: int = 1 << 30, *, pause: bool = True) -> dict[str, Life]:

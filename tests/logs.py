@@ -16,7 +16,7 @@ from diloco.comm.peers.identity import run_id_of
 from diloco.config.schema import Config
 from diloco.elastic.protocol.record import LoggedRecord
 from diloco.elastic.runtime.applier import Applier, RunContext
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, write_genesis
 from diloco.run.join import run_of

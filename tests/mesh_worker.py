@@ -25,7 +25,7 @@ def train(tree, place, stop_at=None):
     config = parse_config(tree)
     lives = [] if stop_at is None else [train_alone(config, place=place, until=stop_at)]
     lives.append(train_alone(config, place=place, resume=stop_at is not None))
-    trainer, told = lives[-1].trainer, [event for life in lives for event in life.heard.events]
+    trainer, told = lives[-1].trainer, [event.plain() for life in lives for event in life.heard.events]
     local = torch.empty(trainer.island.layout.size) if place.leader else None
     trainer.island.shards.read(local)
     return {

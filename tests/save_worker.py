@@ -19,7 +19,8 @@ from diloco.checkpoint.save.facts import FACTS, saves
 from diloco.checkpoint.save.saver import Saver, read_inner
 from diloco.config.file import parse_config
 from diloco.island.mesh import open_mesh
-from diloco.report.events import Events
+from diloco.report.events import Note, Saved, of_kind
+from diloco.report.sinks import Events
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
@@ -53,13 +54,13 @@ def mesh(config: Path) -> None:
         found = leaves(state)
         assert found.keys() == then.keys() and len(then) > 20
         assert all(torch.equal(found[name], value) for name, value in then.items())
-        assert [event["step"] for event in heard.events if event["event"] == "save"] == [3]
+        assert [event.step for event in of_kind(heard.events, Saved)] == [3]
         # a disk that refuses is told of on every process, and nobody waits for another
         Path(config.dir).rename(f"{config.dir}.gone") if place.leader else None
         Path(config.dir).write_text("in the way") if place.leader else None
         trainer.begin_save()
         trainer.saver.wait()
-        assert [event["text"][:17] for event in heard.events if event["event"] == "note"] == ["training goes on,"]
+        assert [event.text[:17] for event in of_kind(heard.events, Note)] == ["training goes on,"]
         trainer.batches.close()
 
 

@@ -17,7 +17,7 @@ from diloco.elastic.runtime.driver import Driver, among_friends, open_island
 from diloco.elastic.runtime.restoring import Origin
 from diloco.island.mesh import ProcessMesh
 from diloco.island.user_model import OwnModel
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.run.genesis import Genesis
 from diloco.run.join import options_for, run_of
 from diloco.train.outer import apply_record, outer_vectors

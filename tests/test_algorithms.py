@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from diloco.bench.team import Heard
 from diloco.island.island import Island
 from diloco.model.build import build_network
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
 

@@ -31,8 +31,10 @@ from diloco.elastic.protocol.wire import decode_message, encode_message
 from diloco.elastic.runtime.driver import check as check_driver
 from diloco.elastic.runtime.fetching import FetchedState
 from diloco.errors import ConfigError, RecordInvalid, SaveError, TransferFailed
+from diloco.report import events as reported
 from diloco.report.board import Board
-from diloco.report.events import Events
+from diloco.report.events import Step, of_kind
+from diloco.report.sinks import Events
 from diloco.report.terminal import sentence
 from diloco.run.join import options_for
 from diloco.simulate.virtual.check import Checker, Violation
@@ -381,10 +383,10 @@ def test_changes_wait_in_a_folder_each_number_once(tmp_path):
 
 
 def test_one_line_tells_it_whoever_tells_it():
-    event = {"event": "amended", "time": 1.0, "number": 1, "text": "inner.lr=0.1", "steps": 40}
+    event = reported.Amended(time=1.0, number=1, text="inner.lr=0.1", steps=40)
     assert sentence(event) == "by the run's owner: inner.lr=0.1"
     board = Board.of(["one", "two"])
-    lines = [board.hear("one", event), board.hear("two", event), board.hear("two", {**event, "number": 2})]
+    lines = [board.hear("one", event), board.hear("two", event), board.hear("two", replace(event, number=2))]
     assert lines == [["by the run's owner: inner.lr=0.1"], [], ["by the run's owner: inner.lr=0.1"]]
 
 
@@ -430,10 +432,10 @@ def test_every_island_heeds_a_change_from_its_record_on(small):
     assert [proposal.step for proposal in proposals][-1] == 40 == drivers["A"].applied.step
     new = amend.changed(config, changes).inner
     for name, trainer in team.trainers.items():
-        steps = {e["step"]: e["lr"] for e in team.heard[name].events if e["event"] == "step"}
+        steps = {e.step: e.lr for e in of_kind(team.heard[name].events, Step)}
         assert max(steps) == 40
         assert steps[4] == learning_rate(config.inner, 4) and steps[40] == learning_rate(new, 40)
-        told = [e["text"] for e in team.heard[name].events if e["event"] == "amended"]
+        told = [e.text for e in of_kind(team.heard[name].events, reported.Amended)]
         assert told == [amend.in_words(team.amendment)]
         assert {group["weight_decay"] for group in trainer.island.optimizer.param_groups} == {0.0}
 

@@ -28,7 +28,8 @@ from diloco.elastic.protocol.record import holder_name
 from diloco.errors import ConfigError, DataError, JoinRefused, LoopError, ModelError
 from diloco.island.layout import Layout
 from diloco.island.user_model import OwnModel
-from diloco.report.events import Events
+from diloco.report.events import Round, of_kind
+from diloco.report.sinks import Events
 from diloco.run.genesis import Genesis
 from diloco.run.join import options_for
 from diloco.train.rounds import Rounds
@@ -262,7 +263,7 @@ class Islands:
             batch = torch.utils.data.default_collate([DATA[place % len(DATA)] for place in places.tolist()])
             run.step(loss=train(module, optimizer, batch))
         run.leave()
-        return [event for event in heard.events if event["event"] == "round" and event["contributors"]]
+        return [event for event in of_kind(heard.events, Round) if event.contributors]
 
 
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
@@ -272,8 +273,8 @@ def test_islands_share_the_samples_and_end_in_one_state(tmp_path, sync):
     mine, theirs = islands.positions["A"], islands.positions["B"]
     assert len(mine) == len(set(mine)) >= 24 * 4 and len(theirs) == len(set(theirs)) >= 24 * 4
     assert not set(mine) & set(theirs)
-    assert all(set(event["contributors"]) == {"A", "B"} for event in islands.rounds)
-    assert all(event["applied_at"] <= event["time"] for event in islands.rounds)
+    assert all(set(event.contributors) == {"A", "B"} for event in islands.rounds)
+    assert all(event.applied_at <= event.time for event in islands.rounds)
     assert len({driver.replica.digest() for driver in islands.drivers.values()}) == 1
 
 

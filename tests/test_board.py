@@ -1,6 +1,8 @@
 """What several islands tell, put together: lines, a table, an account at the end."""
 
 import io
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ from events import a_round, told
 from rich.console import Console
 
 from diloco.report.board import ECHO_S, HOLD_S, Board, account
+from diloco.report.events import End, Event, Wait
 from diloco.report.terminal import sentence
 from diloco.report.watching import IslandsView, Tail, cells, open_islands_view, table
 from diloco.train.rounds import roster_events
@@ -15,11 +18,11 @@ from diloco.train.rounds import roster_events
 ONE, TWO = "island-1", "island-2"
 
 
-def validation(number: int, step: int, loss: float) -> dict[str, object]:
-    return told("validation", round=number, step=step, validation_loss=loss)
+def validation(number: int, step: int, loss: float, **more: object) -> Event:
+    return told("validation", round=number, step=step, validation_loss=loss, **more)
 
 
-def agreed(state: str, round: int = 3) -> dict[str, object]:
+def agreed(state: str, round: int = 3) -> Event:
     return told("agreed", round=round, chain="c" * 64, state=state * 64)
 
 
@@ -100,21 +103,21 @@ def test_a_round_that_only_hands_out_samples_is_nobodys(board):
 def test_a_loss_that_everybody_notices_is_told_once(board):
     lost = told("elastic", 100.0, what="lost", island="island-3", text="round 7 goes on without it")
     assert board.hear(ONE, lost) == ["island-3 lost: round 7 goes on without it"]
-    assert board.hear(TWO, {**lost, "time": 101.0}) == []
-    assert board.hear(TWO, {**lost, "time": 101.0 + ECHO_S}) == ["island-3 lost: round 7 goes on without it"]
+    assert board.hear(TWO, replace(lost, time=101.0)) == []
+    assert board.hear(TWO, replace(lost, time=101.0 + ECHO_S)) == ["island-3 lost: round 7 goes on without it"]
 
 
 def test_goodbyes_at_the_end_are_no_news(board):
     goodbye = told("elastic", 100.0, what="left", island=TWO, text="leaves")
     assert board.hear(ONE, goodbye) == ["island-2 left"]
     board.hear(ONE, a_round(9, ONE, at=200, step=40))
-    assert board.hear(ONE, {**goodbye, "time": 201.0}) == []
+    assert board.hear(ONE, replace(goodbye, time=201.0)) == []
 
 
 def test_who_joins_from_elsewhere_is_told_and_who_is_watched_here_tells_it_itself(board):
     guest = told("elastic", 100.0, what="joined", island="guest", text="3 in the roster")
     assert board.hear(ONE, guest) == ["guest joined: 3 in the roster"] and board.hear(TWO, guest) == []
-    own = {**guest, "island": TWO}
+    own = replace(guest, island=TWO)
     assert board.hear(ONE, own) == [] and board.hear(TWO, own) == ["island-2 joined: 3 in the roster"]
 
 
@@ -193,40 +196,38 @@ def test_an_island_by_itself_tells_of_the_others_too():
     assert sentence(told("ticket", file="runs/a/ticket")) == "others join with: diloco join runs/a/ticket"
     lost = told("elastic", what="lost", island=TWO, text="round 7 goes on without it")
     assert sentence(lost) == "island-2 lost: round 7 goes on without it"
-    assert sentence({**a_round(3, ONE, at=1, step=20), "islands": 1}) is None
-    assert sentence({**a_round(3, TWO, at=1, step=20), "islands": 2}) == "round   3  step    20  island-2"
-    assert (
-        sentence({**a_round(3, ONE, TWO, at=1, step=20), "islands": 2}) == "round   3  step    20  island-1, island-2"
-    )
-    assert str(sentence({**a_round(3, *"abcdefg", at=1, step=20), "islands": 7})).endswith("7 islands")
+    assert sentence(a_round(3, ONE, step=20, islands=1)) is None
+    assert sentence(a_round(3, TWO, step=20, islands=2)) == "round   3  step    20  island-2"
+    assert sentence(a_round(3, ONE, TWO, step=20, islands=2)) == "round   3  step    20  island-1, island-2"
+    assert str(sentence(a_round(3, *"abcdefg", step=20, islands=7))).endswith("7 islands")
 
 
 def test_a_round_that_is_validated_here_is_told_once():
-    assert sentence({**a_round(3, ONE, TWO, at=1, step=20), "islands": 2, "validated": True}) is None
+    assert sentence(a_round(3, ONE, TWO, step=20, islands=2, validated=True)) is None
     loss = "round   3  step    20  island-1, island-2  validation loss 2.2500"
-    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE, TWO), "islands": 2}) == loss
-    assert sentence({**validation(3, 20, 2.25), "contributed": (ONE,), "islands": 1}) == loss.replace(
-        "island-1, island-2  ", ""
-    )
+    assert sentence(validation(3, 20, 2.25, contributed=(ONE, TWO), islands=2)) == loss
+    assert sentence(validation(3, 20, 2.25, contributed=(ONE,), islands=1)) == loss.replace("island-1, island-2  ", "")
 
 
 def test_members_that_come_and_go_are_told_by_name_unless_that_was_noted():
     views = {name: SimpleNamespace(left=name == "said goodbye") for name in ("me", "stays", "silent", "said goodbye")}
     driver = SimpleNamespace(node=SimpleNamespace(me="me", peers=SimpleNamespace(views=views)))
     changes = roster_events(driver, ("stays", "silent", "said goodbye"), ("me", "stays", "new"), str.upper)
-    assert [(change["what"], change["island"]) for change in changes] == [("joined", "NEW"), ("gone", "SILENT")]
-    assert sentence(told("elastic", **changes[0])) == "NEW joined: 3 in the roster"
+    assert [(change.what, change.island) for change in changes] == [("joined", "NEW"), ("gone", "SILENT")]
+    assert sentence(changes[0]) == "NEW joined: 3 in the roster"
 
 
 def test_a_tail_waits_for_whole_lines_and_skips_what_a_killed_writer_left(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
     assert tail.read() == []
-    path.write_text('{"event": "start"}\n{"event": "st')
-    assert tail.read() == [{"event": "start"}]
+    wait, end = Wait(time=1.0, seconds=2.5), End(time=2.0, step=7)
+    first, second = (json.dumps(event.plain()) for event in (wait, end))
+    path.write_text(f"{first}\n{second[:9]}")
+    assert tail.read() == [wait]
     with path.open("a") as file:
-        file.write('ep"}\n{"half\n{"event": "end"}\n')
-    assert tail.read() == [{"event": "step"}, {"event": "end"}]
+        file.write(f"{second[9:]}\n{{half\n{first}\n")
+    assert tail.read() == [end, wait]
     assert tail.read() == []
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.config.file import load_config, parse_config
 from diloco.config.schema import Config
 from diloco.elastic.runtime.session import BEATS_WHILE_SAVING
-from diloco.report.events import Event
+from diloco.report.events import Step, of_kind
 from diloco.train.resume import TAKEN
 from diloco.train.schedule import learning_rate
 
@@ -109,8 +110,8 @@ def test_who_died_or_left_comes_back_with_its_optimizer_as_a_new_incarnation(pai
         assert min(life.losses) > H  # all agree on the first phase
         earlier_steps = before[name].trainer.sync.policy.steps
         assert adam_steps(life) == earlier_steps + len(life.losses)
-        first = next(event for event in life.heard.events if event["event"] == "step")
-        assert first["lr"] == learning_rate(config.inner, first["step"])
+        first = of_kind(life.heard.events, Step)[0]
+        assert first.lr == learning_rate(config.inner, first.step)
     assert len({life.driver.replica.digest() for life in after.values()}) == 1
     assert {life.driver.applied.step for life in after.values()} == {STEPS}
 
@@ -166,7 +167,7 @@ def test_the_inner_state_goes_on_on_other_meshes(tmp_path):
     assert (losses | last.losses) == pytest.approx(expected, abs=1e-4)
 
 
-def since_start(tmp_path: Path, name: str) -> list[Event]:
+def since_start(tmp_path: Path, name: str) -> list[dict[str, Any]]:
     """What an island has told since it was last started."""
     events = events_of(tmp_path, name)
     last = max(number for number, event in enumerate(events) if event["event"] == "start")

@@ -189,7 +189,7 @@ def test_a_save_that_fails_is_told_of_and_the_next_one_is_written(tmp_path, monk
 def test_the_end_of_a_run_waits_for_what_is_being_written(small, gate):
     threading.Timer(1.0, gate.open.set).start()
     life = train(small(checkpoint={"snapshot_every": 2}))
-    assert [event["event"] for event in life.heard.events][-2:] == ["end", "agreed"]
+    assert [event.kind for event in life.heard.events][-2:] == ["end", "agreed"]
     assert [event["step"] for event in life.events("save")] == [10, 12]
 
 

@@ -21,7 +21,8 @@ from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import clean, manifests, read_manifest, read_vectors, snapshots, write_snapshot
 from diloco.checkpoint.save.facts import saves
 from diloco.errors import SnapshotDamaged
-from diloco.report.events import Events, JsonLines
+from diloco.report.events import Note, of_kind
+from diloco.report.sinks import Events, JsonLines
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
@@ -348,7 +349,7 @@ def test_a_full_disk_does_not_end_training_and_loses_events_by_number(tmp_path, 
             trainer.saver.wait()
             ballast.unlink()
             trainer.run()
-        notes = [event["text"] for event in heard.events if event["event"] == "note"]
+        notes = [event.text for event in of_kind(heard.events, Note)]
         assert len(notes) == 3 and all("No space left" in text for text in notes)
         told = read_events(disk / "events.jsonl")
         (lost,) = [event["events"] for event in told if event["event"] == "lost"]

@@ -20,7 +20,8 @@ from diloco.plan.memory import memory_of
 from diloco.plan.predict import LinkModel, Situation, predict
 from diloco.plan.search import cost, variants
 from diloco.plan.workload import workload_of
-from diloco.report.events import Event, Events
+from diloco.report.events import Event, Note
+from diloco.report.sinks import Events
 from diloco.run.folder import open_folder, release
 from diloco.train.optimizers import OuterOptimizer, optimizer_named
 from diloco.train.outer import apply, outer_settings, outer_vectors
@@ -123,7 +124,7 @@ class ToySink:
         self._path = Path(config.dir) / "toy.txt"
 
     def emit(self, event: Event) -> None:
-        self._path.write_text(event["event"])
+        self._path.write_text(event.kind)
 
     def close(self) -> None:
         self._path.write_text("closed")
@@ -133,7 +134,7 @@ def test_a_sink_is_opened_by_name_and_told_what_happens(monkeypatch, small):
     monkeypatch.setitem(SINKS, "toy", f"{__name__}:ToySink")
     config, events = small(log={"sinks": "toy"}), Events()
     open_folder(config, events, resume=False, fresh=False, view=False)
-    events.emit("note", text="hello")
+    events.emit(Note(text="hello"))
     assert (Path(config.dir) / "toy.txt").read_text() == "note"
     events.close()
     release(Path(config.dir))

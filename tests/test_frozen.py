@@ -18,7 +18,7 @@ from diloco.config.schema import Config
 from diloco.errors import JoinRefused, SaveError
 from diloco.island.user_model import OwnModel
 from diloco.model.frozen import frozen_of, tensor_digest
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.run.genesis import Genesis, own_sections, read_genesis
 from diloco.train.trainer import Trainer
 

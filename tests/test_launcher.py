@@ -135,7 +135,7 @@ def fleet(plan, view, out, monkeypatch) -> Fleet:
     """A founder that trains, and a second island that dies whenever it is started."""
     monkeypatch.setattr("diloco.launch.fleet.RESTART_S", 0.0)
     founder = founded(plan, view)
-    (founder / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10)) + "\n")
+    (founder / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10).plain()) + "\n")
     made = Fleet(plan, view)
     made.out = out
     made.children = {ONE: FakeChild(founder, None), TWO: FakeChild(plan.folder / TWO, 1)}
@@ -187,7 +187,7 @@ def test_an_island_that_was_still_starting_when_asked_to_stop_has_not_died(fleet
 
 def test_once_the_run_is_over_nobody_is_started_again(fleet):
     with (fleet.plan.folder / ONE / "events.jsonl").open("a") as events:
-        events.write(json.dumps(a_round(9, ONE, at=1, step=40)) + "\n")
+        events.write(json.dumps(a_round(9, ONE, at=1, step=40).plain()) + "\n")
     for _ in range(3):
         fleet.poll(0)
     assert fleet.children[TWO].starts == 1 and fleet.board.rows[TWO].state == "gone"

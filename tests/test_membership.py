@@ -13,7 +13,7 @@ from diloco.bench.team import Heard, driver_for
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.runtime.work import StepsDone
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.train.rounds import Rounds
 from diloco.train.sync import SyncLoop
 from diloco.train.trainer import Trainer

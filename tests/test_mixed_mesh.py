@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from conftest import SMALL
 
 from diloco.launch.mesh_processes import SUPERVISED
-from diloco.report.events import Event
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ class Crew:
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
-    def events(self, name: str, kind: str) -> list[Event]:
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
         path = self.folder / name / "events.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         told = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -205,7 +205,7 @@ def fleet(tmp_path, monkeypatch):
 
 
 def trains(fleet: SimulatedFleet, name: str) -> None:
-    (fleet.plan.folder / name / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10)) + "\n")
+    (fleet.plan.folder / name / "events.jsonl").write_text(json.dumps(told("start", steps=40, every=10).plain()) + "\n")
 
 
 def cuts(fleet: SimulatedFleet) -> list[list[str]]:

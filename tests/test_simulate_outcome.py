@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from events import told as event
 from team import PATIENT, Team, introduced
 
 from diloco.bench.team import Heard
 from diloco.cli.real import summary
 from diloco.config.file import parse_config
-from diloco.report.events import Events
+from diloco.report.events import Event
+from diloco.report.sinks import Events
 from diloco.simulate.real import outcome
 from diloco.simulate.real.outcome import (
     Computed,
@@ -30,10 +32,6 @@ from diloco.simulate.real.topology import Topology
 from diloco.train.rounds import Rounds
 
 # what is told
-
-
-def event(kind: str, at: float = 0.0, **fields: object) -> dict:
-    return {"event": kind, "time": at, **fields}
 
 
 def test_a_timeline_joins_computes_waits_dies_and_comes_back():
@@ -70,7 +68,7 @@ def test_an_island_that_ends_without_samples_tells_that_it_waited_for_them(small
     with introduced(drivers):
         trainer.join(Rounds(drivers["A"], team.config, str))
         trainer.run(lambda: next(looks, True))
-    kinds = [event["event"] for event in heard.events]
+    kinds = [each.kind for each in heard.events]
     assert "step" not in kinds and kinds.index("start") < kinds.index("wait") < kinds.index("end")
 
 
@@ -157,11 +155,11 @@ CONFIG = parse_config({"model": {"preset": "tiny"}, "data": {"sequence": 100}, "
 FAST = (0.0, 50e6, 50e6)
 
 
-def told(*step_s: float, device: str = "cpu (2 threads)") -> list[dict]:
+def told(*step_s: float, device: str = "cpu (2 threads)") -> list[Event]:
     return [event("start", device=device), *(event("step", tokens_per_s=1000 / seconds) for seconds in step_s)]
 
 
-def computed_for(*islands: tuple[list[dict], list[tuple[float, float, float]]]) -> Computed:
+def computed_for(*islands: tuple[list[Event], list[tuple[float, float, float]]]) -> Computed:
     names = [f"island-{number}" for number in range(1, len(islands) + 1)]
     round_events = [
         IslandOutcome(name, "", [], [], [], capacity, 0, dict.fromkeys(outcome.STATES, 0.0), 0.0, 0, 0)
@@ -208,14 +206,14 @@ def test_what_islands_computed_on_is_what_they_told():
     cpu, gpu = (
         computed_for(*[(told(9, 0.1, device=device), [FAST])] * 2) for device in ("cpu (1 thread)", "NVIDIA H200")
     )
-    untold = computed_for(*[([event("start"), event("step", tokens_per_s=1e4)], [FAST])] * 2)
-    assert gpu.predicted_round_s < cpu.predicted_round_s == untold.predicted_round_s
+    other = computed_for(*[([event("start", device="cpu"), event("step", tokens_per_s=1e4)], [FAST])] * 2)
+    assert gpu.predicted_round_s < cpu.predicted_round_s == other.predicted_round_s
 
 
 BOTH = ("island-1", "island-2")
 
 
-def a_round(number: int, launched: float, applied: float | None, *contributors: str, told_at: float = 100.0) -> dict:
+def a_round(number: int, launched: float, applied: float | None, *contributors: str, told_at: float = 100.0) -> Event:
     told_of = {"digest": f"of round {number}", "contributors": contributors, "applied_at": applied}
     return event("round", told_at, round_s=told_at - launched, **told_of)
 

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, JoinRefused, SaveError, TrainingDiverged
 from diloco.island.island import materialise, next_token_loss
 from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.run.join import alone
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
@@ -24,7 +24,7 @@ from diloco.train.trainer import Trainer
 
 def test_tells_the_story_of_a_run(small):
     life = train(small())
-    told = [event for event in life.heard.events if event["event"] not in ("step", "wait")]
+    told = [event.plain() for event in life.heard.events if event.kind not in ("step", "wait")]
     told = [event for event in told if event.get("contributors") != ()]  # a record that only leases samples
     kinds = [event["event"] for event in told]
     assert kinds == ["start", "validation", *["round", "validation"] * 3, "save", "end", "agreed"]
@@ -66,7 +66,7 @@ def test_a_round_that_comes_while_it_leaves_is_told(small):
         for _ in range(8):
             trainer.advance()
         trainer.leave()
-    told = {kind: [event["round"] for event in heard.events if event["event"] == kind] for kind in ("round", "agreed")}
+    told = {kind: [event.round for event in heard.events if event.kind == kind] for kind in ("round", "agreed")}
     assert told["round"][-1:] == told["agreed"] and len(told["round"]) > 1
 
 

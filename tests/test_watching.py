@@ -2,27 +2,30 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import read_events
 from launched import wait_until
 from rich.console import Console
 
-from diloco.report.events import Events, JsonLines
+from diloco.report.events import Amended, End, Start, Step, Validation
+from diloco.report.sinks import Events, JsonLines
 from diloco.report.terminal import PlainView, curve, open_view
 from diloco.report.trackers import TensorBoard, WandB
 
-STEP = {"step": 10, "loss": 2.5, "lr": 1e-3, "tokens_per_s": 5000.0, "mfu": None, "skipped": 0}
-START = {
-    "run": "r", "model": "tiny", "parameters": 984_448, "data": "d", "data_tokens": 12_000_000, "device": "cpu",
-    "dtype": "float32", "mesh": "fsdp 1 x tp 1", "steps": 40, "tokens_per_step": 1000,
-}  # fmt: skip
+STEP = Step(step=10, loss=2.5, lr=1e-3, tokens_per_s=5000.0)
+START = Start(
+    run="r", dir="runs/r", model="tiny", parameters=984_448, trained_parameters=984_448, data="d",
+    data_tokens=12_000_000, device="cpu", dtype="float32", mesh="fsdp 1 x tp 1", steps=40, every=10,
+    tokens_per_step=1000,
+)  # fmt: skip
 
 
 def test_events_are_json_lines_even_with_nan(tmp_path):
     events = Events([JsonLines(tmp_path / "deep" / "events.jsonl")])
-    events.emit("step", loss=float("nan"), step=1)
-    events.emit("end", step=1)
+    events.emit(replace(STEP, loss=float("nan"), step=1))
+    events.emit(End(step=1))
     events.close()
     first, last = read_events(tmp_path / "deep" / "events.jsonl")
     assert first["loss"] is None and first["step"] == 1
@@ -32,15 +35,17 @@ def test_events_are_json_lines_even_with_nan(tmp_path):
 def test_plain_lines_hold_the_figures_a_person_wants():
     out = io.StringIO()
     events = Events([PlainView(Console(file=out, width=40))])
-    events.emit("start", **START)
-    events.emit("step", **STEP)
-    events.emit("step", **{**STEP, "mfu": 0.456, "skipped": 3})
-    events.emit("validation", step=10, round=2, validation_loss=2.25)
+    events.emit(START)
+    events.emit(STEP)
+    events.emit(replace(STEP, mfu=0.456, skipped=3))
+    events.emit(replace(STEP, skipped=1))
+    events.emit(Validation(step=10, round=2, validation_loss=2.25))
     lines = out.getvalue().splitlines()
     assert lines == [
         "r: tiny, 984k parameters, on d, 12M tokens; cpu, float32",
         "step    10/40  loss 2.5000  5k tokens/s  ETA 6.0 s",
         "step    10/40  loss 2.5000  5k tokens/s  MFU 45.6%  3 steps skipped  ETA 6.0 s",
+        "step    10/40  loss 2.5000  5k tokens/s  1 step skipped  ETA 6.0 s",
         "round   2  step    10  validation loss 2.2500",
     ]
 
@@ -48,9 +53,9 @@ def test_plain_lines_hold_the_figures_a_person_wants():
 def test_when_the_owner_moves_the_end_the_lines_count_to_that():
     out = io.StringIO()
     events = Events([PlainView(Console(file=out, width=40))])
-    events.emit("start", **START)
-    events.emit("amended", number=1, text="inner.steps=20", steps=20)
-    events.emit("step", **STEP)
+    events.emit(START)
+    events.emit(Amended(number=1, text="inner.steps=20", steps=20))
+    events.emit(STEP)
     assert out.getvalue().splitlines()[-1] == "step    10/20  loss 2.5000  5k tokens/s  ETA 2.0 s"
 
 
@@ -70,9 +75,9 @@ def test_tensorboard_files_hold_the_curves(tmp_path, small):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = Events([TensorBoard(small())])
-    events.emit("start", **START)
-    events.emit("step", **STEP)
-    events.emit("validation", step=10, round=2, validation_loss=2.25)
+    events.emit(START)
+    events.emit(STEP)
+    events.emit(Validation(step=10, round=2, validation_loss=2.25))
     events.close()
     written = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     written.Reload()
@@ -88,7 +93,7 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch, small):
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tmp_path / "run").mkdir()
     events = Events([WandB(small())])
-    events.emit("step", **STEP)
+    events.emit(STEP)
     events.close()
     (summary,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     # a process of W&B's own writes it, and may still do so

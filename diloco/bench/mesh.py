@@ -20,6 +20,7 @@ from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.errors import DeviceError
 from diloco.island.mesh import ProcessMesh, describe_device
+from diloco.report.events import Step, of_kind
 from diloco.run.join import alone
 from diloco.train.trainer import Trainer
 
@@ -69,7 +70,7 @@ def forced_mesh(device: torch.device, backend: str) -> Iterator[ProcessMesh]:
 
 def compare(
     config: Config, plain: ProcessMesh, forced: ProcessMesh, blocks: int
-) -> tuple[list[float], list[float], list[float]]:
+) -> tuple[list[float], list[float], list[float | None]]:
     """Return the seconds of a step of either, turn by turn, and the last loss of each; the first turns warm up."""
     with ExitStack() as stack:
         loops: list[tuple[Trainer, list[float]]] = []
@@ -82,5 +83,5 @@ def compare(
         for turn in range(blocks + WARM_UP):
             for trainer, seconds in loops if turn % 2 else reversed(loops):
                 seconds.append(time_s(trainer.advance, plain.device, STEPS_A_TURN))
-    losses = [[event["loss"] for event in each.events if event["event"] == "step"][-1] for each in heard]
+    losses = [of_kind(each.events, Step)[-1].loss for each in heard]
     return loops[0][1][WARM_UP:], loops[1][1][WARM_UP:], losses

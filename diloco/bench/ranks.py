@@ -31,7 +31,7 @@ import yaml
 from diloco.bench.report import Check, Report
 from diloco.errors import DeviceError
 from diloco.launch.processes import Child
-from diloco.report.events import Event
+from diloco.report.events import Event, Round, Start, of_kind
 from diloco.report.watching import Tail
 from diloco.run.invites import TICKET
 from diloco.simulate.real.network import VARIABLE as SIMULATION
@@ -132,15 +132,15 @@ class RankCrew:
             for name, tail in self._tails.items():
                 self.events[name] += tail.read()
 
-    def rounds(self, name: str, since: float = 0.0) -> list[Event]:
+    def rounds(self, name: str, since: float = 0.0) -> list[Round]:
         """Return the rounds with contributions that an island has reported since a time."""
-        return [e for e in self.events[name] if e["event"] == "round" and e["contributors"] and e["time"] > since]
+        return [e for e in of_kind(self.events[name], Round) if e.contributors and e.time > since]
 
     def together(self, since: float) -> int:
         """Count the newest rounds, in a row, in which all islands took part."""
         count = 0
         for event in reversed(self.rounds(self.others[0], since)):
-            if len(event["contributors"]) < len(self.names):
+            if len(event.contributors) < len(self.names):
                 break
             count += 1
         return count
@@ -151,8 +151,8 @@ class RankCrew:
         found = []
         for name in self.others:
             for before, event in pairwise(self.rounds(name)):
-                if any(each.begin < event["time"] <= each.end for each in stretches):
-                    found.append(event["time"] - before["time"])
+                if any(each.begin < event.time <= each.end for each in stretches):
+                    found.append(event.time - before.time)
         return found
 
     def pid(self, rank: int) -> int:
@@ -191,7 +191,7 @@ def strike(crew: RankCrew, rank: int, number: signal.Signals, into_s: float) -> 
     """Send a signal to one process of the island, wait until it is back, and return what was seen."""
     since = time.time()
     crew.wait_for(lambda: crew.together(since) >= CALM)
-    crew.calm.append(Stretch(since + 1e-3, crew.rounds(crew.others[0])[-1]["time"] + 1.0))
+    crew.calm.append(Stretch(since + 1e-3, crew.rounds(crew.others[0])[-1].time + 1.0))
     until = time.time() + into_s
     crew.wait_for(lambda: time.time() > until)
     told, pid, at = len(crew.named()), crew.pid(rank), time.time()
@@ -201,20 +201,20 @@ def strike(crew: RankCrew, rank: int, number: signal.Signals, into_s: float) -> 
     crew.wait_for(lambda: back(crew, at))
     returned = back(crew, at)
     assert returned is not None
-    crew.disturbed.append(Stretch(at, returned["time"] + 1.0))
-    rounds = [event["round"] for event in crew.rounds(crew.others[0], at) if event["time"] <= returned["time"]]
+    crew.disturbed.append(Stretch(at, returned.time + 1.0))
+    rounds = [event.round for event in crew.rounds(crew.others[0], at) if event.time <= returned.time]
     return {
-        "named_s": named_s, "rounds_until_back": len(rounds), "back_s": returned["time"] - at,
+        "named_s": named_s, "rounds_until_back": len(rounds), "back_s": returned.time - at,
         "right": f"process {rank} of {RANKS}" in line and f"pid {pid})" in line, "line": line,
     }  # fmt: skip
 
 
-def back(crew: RankCrew, at: float) -> Event | None:
+def back(crew: RankCrew, at: float) -> Round | None:
     """Return the first round with work of the life that the island began after a time; None until there is one."""
-    lives = [event["time"] for event in crew.events[crew.mesh] if event["event"] == "start" and event["time"] > at]
+    lives = [event.time for event in of_kind(crew.events[crew.mesh], Start) if event.time > at]
     if not lives:
         return None
-    return next((e for e in crew.rounds(crew.others[0], lives[0]) if crew.mesh in e["contributors"]), None)
+    return next((e for e in crew.rounds(crew.others[0], lives[0]) if crew.mesh in e.contributors), None)
 
 
 def write_config(path: Path, folder: Path, every_s: float) -> None:

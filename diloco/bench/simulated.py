@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.errors import DilocoError
 from diloco.plan.predict import LinkModel
-from diloco.report.events import Event
+from diloco.report.events import Event, Round, Start, Step, of_kind
 from diloco.report.watching import Tail
 from diloco.simulate.real.outcome import Told, usual_round_s
 
@@ -106,20 +106,24 @@ def compare(settings: Sequence[SimulatedConfig], islands: int, word: str, forete
 def seen_in(told: Told) -> Seen:
     """Measure a run by its islands' events; steps are those of the slowest island."""
     step_s = max(_usual_step_s(events) for events in told.values())
-    phase_s = mean(mean(_spans(events, "round")[WARM_UP:]) for events in told.values())  # from launch to launch
-    start = next(event for events in told.values() for event in events if event["event"] == "start")
+    phase_s = mean(mean(_spans(_launches(events))[WARM_UP:]) for events in told.values())  # from launch to launch
+    start = next(event for events in told.values() for event in of_kind(events, Start))
     round_s = usual_round_s(told)
     assert round_s is not None
-    return Seen(step_s, round_s, EVERY * step_s / phase_s, start["parameters"])
+    return Seen(step_s, round_s, EVERY * step_s / phase_s, start.parameters)
 
 
-def _spans(events: Sequence[Event], kind: str) -> list[float]:
-    """Return the seconds from the start of one event to that of the next; of rounds, those with contributions only."""
-    chosen = [event for event in events if event["event"] == kind and event.get("contributors", True)]
-    return [later - earlier for earlier, later in pairwise(e["time"] - e.get("round_s", 0.0) for e in chosen)]
+def _launches(events: Sequence[Event]) -> list[float]:
+    """Return when an island launched each round that had contributions."""
+    return [event.time - event.round_s for event in of_kind(events, Round) if event.contributors]
+
+
+def _spans(moments: Sequence[float]) -> list[float]:
+    """Return the seconds from each moment to the next."""
+    return [later - earlier for earlier, later in pairwise(moments)]
 
 
 def _usual_step_s(events: Sequence[Event]) -> float:
     """Return the mean seconds of steps after which nothing is launched or applied."""
-    steps = enumerate(_spans(events, "step"), start=1)
+    steps = enumerate(_spans([event.time for event in of_kind(events, Step)]), start=1)
     return mean(span for number, span in steps if number % EVERY not in (0, DELAY) and number > EVERY)

@@ -12,7 +12,8 @@ from pathlib import Path
 from diloco.bench.soak_proc import Usage, daemons, descendants, sockets_of, usage_of
 from diloco.bench.soak_process import CLOCK
 from diloco.launch.processes import REFUSED, end_with_parent, killed_by
-from diloco.report.events import Event
+from diloco.report.events import Event, Start, of_kind
+from diloco.report.sinks import EVENTS
 from diloco.report.watching import Tail
 
 
@@ -35,7 +36,7 @@ class SoakIsland:
         self.leaving_since: float | None = None
         self.up = self.stopped = self.gone = False
         self.clock_s = 0.0
-        self._tail = Tail(self.folder / "events.jsonl")
+        self._tail = Tail(self.folder / EVENTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped_pids: list[int] = []
         self._output_begin = 0
@@ -69,7 +70,7 @@ class SoakIsland:
     def events(self) -> list[Event]:
         """Return what it reported since the last call; the first report of a life shows that it trains."""
         found = self._tail.read()
-        if self.running and any(event["event"] == "start" for event in found):
+        if self.running and of_kind(found, Start):
             self.up = True
         return found
 

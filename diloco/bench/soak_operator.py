@@ -23,6 +23,7 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.elastic.runtime.restoring import logged_of
 from diloco.errors import DilocoError
 from diloco.launch.fleet import spread
+from diloco.report.events import Round
 from diloco.run.folder import OUTER, has_log
 from diloco.run.invites import TICKET, keep_ticket
 from diloco.simulate.real.topology import island_name
@@ -204,9 +205,9 @@ class Operator:
 
     def _listen(self, island: SoakIsland) -> None:
         for event in island.events():
-            if event["event"] == "round":
-                contributors = tuple(map(self._name_of, event["contributors"]))
-                self.seen.told.append(Told(self._now, island.name, event["round"], event["digest"], contributors))
+            if isinstance(event, Round):
+                contributors = tuple(map(self._name_of, event.contributors))
+                self.seen.told.append(Told(self._now, island.name, event.round, event.digest, contributors))
 
     def _start(self, island: SoakIsland) -> None:
         """Start an island as its owner would: the founder resumes its run, others join by the newest ticket."""

@@ -8,6 +8,7 @@ from diloco.bench.report import Report
 from diloco.bench.team import trainer_of
 from diloco.config.file import parse_config
 from diloco.island.mesh import describe_device
+from diloco.report.events import Step, of_kind
 from diloco.run.join import alone
 
 WARM_UP = 10
@@ -24,13 +25,13 @@ def measure(*, preset: str, batch: int, sequence: int, vocab: int, steps: int, c
     with trainer_of(config) as (trainer, heard), alone(trainer):
         for _ in range(WARM_UP + steps):
             trainer.advance()
-    reports = [event for event in heard.events if event["event"] == "step" and event["step"] > WARM_UP]
-    mfu = [event["mfu"] for event in reports if event["mfu"] is not None]
-    tokens_per_s, place = median(event["tokens_per_s"] for event in reports), trainer.place
+    reports = [event for event in of_kind(heard.events, Step) if event.step > WARM_UP]
+    mfu = [event.mfu for event in reports if event.mfu is not None]
+    tokens_per_s, place = median(event.tokens_per_s for event in reports), trainer.place
     return Report([], {
         "device": describe_device(place.device), "preset": preset, "parameters": trainer.island.layout.size,
         "dtype": str(trainer.island.compute_dtype).removeprefix("torch."), "tokens_per_step": batch * sequence,
         "flops_per_token": trainer.meter.flops_per_token, "step_s": batch * sequence / tokens_per_s,
-        "tokens_per_s": tokens_per_s, "mfu": median(mfu) if mfu else None, "loss": reports[-1]["loss"],
+        "tokens_per_s": tokens_per_s, "mfu": median(mfu) if mfu else None, "loss": reports[-1].loss,
         "memory_bytes": torch.cuda.max_memory_allocated() if place.device.type == "cuda" else None,
     })  # fmt: skip

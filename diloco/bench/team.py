@@ -22,7 +22,8 @@ from diloco.elastic.runtime.driver import Driver, RunContext, among_friends, ope
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.restoring import Origin
 from diloco.island.mesh import ProcessMesh, open_mesh
-from diloco.report.events import Event, Events
+from diloco.report.events import End, Event, Start, Step, Validation, of_kind
+from diloco.report.sinks import Events
 from diloco.run.join import alone, options_for
 from diloco.train.outer import apply_record
 from diloco.train.rounds import Rounds
@@ -108,10 +109,10 @@ def _seen(trainer: Trainer, heard: Heard) -> dict[str, Any]:
 
     Only log.every=1 reports all steps.
     """
-    moments = [event["time"] for event in heard.events if event["event"] == "step"]
-    start, end = (next(e["time"] for e in heard.events if e["event"] == kind) for kind in ("start", "end"))
+    moments = [event.time for event in of_kind(heard.events, Step)]
+    start, end = of_kind(heard.events, Start)[0].time, of_kind(heard.events, End)[0].time
     return {
-        "losses": {e["step"]: e["validation_loss"] for e in heard.events if e["event"] == "validation"},
+        "losses": {e.step: e.validation_loss for e in of_kind(heard.events, Validation)},
         "wall_s": end - start, "parameters": trainer.island.layout.size, "moments": moments,
         "waited_s": trainer.sync.waited_s, "steps": trainer.sync.policy.steps,
     }  # fmt: skip

@@ -308,10 +308,12 @@ def ending(outcome: "Outcome", folder: str) -> str:
     at = f"step {outcome.step}, round {outcome.round}"
     if outcome.finished and not outcome.trained:
         return f"this run is already finished: {at}"
+    from diloco.report.events import Validation, of_kind
+    from diloco.report.sinks import EVENTS
     from diloco.report.watching import Tail
 
-    told = [e for e in Tail(Path(folder) / "events.jsonl").read() if e["event"] == "validation"]  # of all starts
-    losses = [float("nan") if e["validation_loss"] is None else e["validation_loss"] for e in told]
+    told = of_kind(Tail(Path(folder) / EVENTS).read(), Validation)  # of all starts
+    losses = [float("nan") if event.validation_loss is None else event.validation_loss for event in told]
     done = "done" if outcome.finished else "paused" if outcome.paused else "stopped"
     fell = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return f"{done}: {at}{fell}; {folder}/events.jsonl has all of it"

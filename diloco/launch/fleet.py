@@ -220,7 +220,7 @@ class Fleet:
 
     def _news(self) -> list[tuple[float, str, Event]]:
         """Return what the islands have reported since the last call, by time, with who has."""
-        events = [(event["time"], name, event) for name, tail in self._tails.items() for event in tail.read()]
+        events = [(event.time, name, event) for name, tail in self._tails.items() for event in tail.read()]
         return sorted(events, key=lambda told: told[0])
 
     def _heed(self, asked: int, now: float) -> None:

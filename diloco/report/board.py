@@ -7,7 +7,18 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diloco.report.events import Event
+from diloco.report.events import (
+    Agreed,
+    Amended,
+    End,
+    Event,
+    IslandNews,
+    Round,
+    Start,
+    Step,
+    Validation,
+    WitnessStart,
+)
 from diloco.report.terminal import names, sentence
 
 TOLD = (  # of what islands say about each other, and about their disks
@@ -42,11 +53,11 @@ class Board:
     rows: dict[str, Row]
     steps: int = 0  # of the whole run; 0: not known yet
     every: int = 1  # steps of a phase
-    rounds: list[Event] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # by step
     paused: bool = False  # asked to, and all islands have saved
     _earlier: int = 0  # of the rounds, those before this start
-    _held: Event | None = None  # a committed round whose validation may still come
+    _held: Round | None = None  # a committed round whose validation may still come
     _digests: set[str] = field(default_factory=set)
     _amendments: int = 0
     _reported: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -62,40 +73,40 @@ class Board:
         Events that several islands report, such as a round or a loss, give one line.
         """
         row = self.rows[name]
-        match event["event"]:
-            case "start":
-                row.state, self.steps = "training", event["steps"]
-                self.every = event["every"] if isinstance(event["every"], int) else 1  # a time is no number of steps
-            case "witness":
+        match event:
+            case Start():
+                row.state, self.steps = "training", event.steps
+                self.every = event.every if isinstance(event.every, int) else 1  # a time is no number of steps
+            case WitnessStart():
                 row.state = "witness"
-            case "step":
-                row.step, row.loss, row.tokens_per_s = event["step"], event["loss"], event["tokens_per_s"]
-            case "round":
-                row.round = event["round"]
+            case Step():
+                row.step, row.loss, row.tokens_per_s = event.step, event.loss, event.tokens_per_s
+            case Round():
+                row.round = event.round
                 return self._round(event)
-            case "validation":
+            case Validation():
                 return self._validation(event)
-            case "elastic":
-                return self._elastic(name, event)
-            case "amended":
+            case IslandNews():
+                return self._news(name, event)
+            case Amended():
                 return self._amended(event)
-            case "end":
-                row.finished = event["finished"]
-            case "agreed":
-                row.agreed = (event["round"], event["chain"], event["state"])
+            case End():
+                row.finished = event.finished
+            case Agreed():
+                row.agreed = (event.round, event.chain, event.state)
         return []
 
     def remember(self, event: Event) -> None:
         """Take in an event from before this start: the account is one of the whole run."""
-        if event["event"] == "round":
+        if isinstance(event, Round):
             self._round(event)
             self._held, self._earlier = None, len(self.rounds)
-        elif event["event"] == "validation":
+        elif isinstance(event, Validation):
             self._validation(event)
 
     def tick(self, now: float) -> list[str]:
         """Return the line of a round whose validation has not come within HOLD_S seconds; `now` is Unix time."""
-        return self.flush() if self._held is not None and now - self._held["time"] > HOLD_S else []
+        return self.flush() if self._held is not None and now - self._held.time > HOLD_S else []
 
     def flush(self) -> list[str]:
         """Return the line of the round that still waits for its validation, if there is one."""
@@ -110,7 +121,7 @@ class Board:
     @property
     def step(self) -> int:
         """Return the run's clock after the last committed round; 0 before the first one."""
-        return self.rounds[-1]["step"] if self.rounds else 0
+        return self.rounds[-1].step if self.rounds else 0
 
     @property
     def finished(self) -> bool:
@@ -120,7 +131,7 @@ class Board:
     @property
     def contributions(self) -> Counter[str]:
         """Count the rounds of each contributor, those who joined from elsewhere included."""
-        return Counter(name for event in self.rounds for name in event["contributors"])
+        return Counter(name for event in self.rounds for name in event.contributors)
 
     @property
     def agree(self) -> bool:
@@ -132,57 +143,56 @@ class Board:
         """List the islands that saw the run's end and reported their digests."""
         return [row for row in self.rows.values() if row.finished and row.agreed is not None]
 
-    def _round(self, event: Event) -> list[str]:
+    def _round(self, event: Round) -> list[str]:
         """Add a round that no island has reported before, and hold its line back for its validation."""
-        if event["digest"] in self._digests:
+        if event.digest in self._digests:
             return []
         lines = self.flush()
-        self._digests.add(event["digest"])
+        self._digests.add(event.digest)
         self.rounds.append(event)
-        if event["contributors"]:  # the others only hand out samples
+        if event.contributors:  # the others only hand out samples
             self._held = event
         return lines
 
-    def _line(self, event: Event, loss: str = "") -> str:
+    def _line(self, event: Round, loss: str = "") -> str:
         """Format a round's line with the pace, in steps of the run's clock per second.
 
         The pace is taken over a phase at least, since rounds of its fragments may come all at once.
         """
-        line = f"round {event['round']:>3}  step {event['step']:>5}  {names(event['contributors'])}{loss}"
+        line = f"round {event.round:>3}  step {event.step:>5}  {names(event.contributors)}{loss}"
         recent = self.rounds[self._earlier :]
-        earlier = [one for one in recent if one["contributors"] and one["step"] <= event["step"] - self.every]
-        if not earlier or event["time"] <= earlier[-1]["time"]:
+        earlier = [one for one in recent if one.contributors and one.step <= event.step - self.every]
+        if not earlier or event.time <= earlier[-1].time:
             return line
-        return f"{line}  {(event['step'] - earlier[-1]['step']) / (event['time'] - earlier[-1]['time']):.1f} steps/s"
+        return f"{line}  {(event.step - earlier[-1].step) / (event.time - earlier[-1].time):.1f} steps/s"
 
-    def _validation(self, event: Event) -> list[str]:
+    def _validation(self, event: Validation) -> list[str]:
         """Complete the line that was held back for this loss, or return one of its own; each step counts once."""
-        step, loss = event["step"], event["validation_loss"]
+        step, loss = event.step, event.validation_loss
         if step in self.losses or loss is None:
             return []
         self.losses[step] = loss
-        if (held := self._held) is not None and held["round"] == event["round"]:
+        if (held := self._held) is not None and held.round == event.round:
             self._held = None
             return [self._line(held, f"  validation loss {loss:.4f}")]
-        return [f"round {event['round']:>3}  step {step:>5}  validation loss {loss:.4f}"]
+        return [f"round {event.round:>3}  step {step:>5}  validation loss {loss:.4f}"]
 
-    def _amended(self, event: Event) -> list[str]:
+    def _amended(self, event: Amended) -> list[str]:
         """Return one line for an amendment by the run's owner, whichever island reports it first."""
-        line = sentence(event)
-        if line is None or event["number"] <= self._amendments:
+        if event.number <= self._amendments:
             return []
-        self._amendments, self.steps = event["number"], event["steps"]
-        return [line]
+        self._amendments, self.steps = event.number, event.steps
+        return [str(sentence(event))]
 
-    def _elastic(self, name: str, event: Event) -> list[str]:
+    def _news(self, name: str, event: IslandNews) -> list[str]:
         """Return a line if the event matters to people and is no echo of what another island has reported."""
-        what, island = event["what"], event["island"]
+        what, island = event.what, event.island
         if what in ("joined", "gone") and island in self.rows and island != name:  # it is watched here
             return []
-        echo = event["time"] - self._reported.get((what, island), -ECHO_S) < ECHO_S
+        echo = event.time - self._reported.get((what, island), -ECHO_S) < ECHO_S
         if what not in TOLD or echo or (what == "left" and self.finished):
             return []
-        self._reported[what, island] = event["time"]
+        self._reported[what, island] = event.time
         return [str(sentence(event))]
 
 
@@ -190,7 +200,7 @@ def account(board: Board) -> list[str]:
     """Report the outcome in a few lines: how it ended, each island's share, whether the digests are equal."""
     losses = [board.losses[step] for step in sorted(board.losses)]
     found = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
-    number = max((event["round"] for event in board.rounds), default=0)
+    number = max((event.round for event in board.rounds), default=0)
     islands = [*board.rows, *sorted(board.contributions.keys() - board.rows.keys())]
     how = "done" if board.finished else "paused" if board.paused else "stopped"
     start = f"{how}: step {board.step}, round {number}{found}"
@@ -199,7 +209,7 @@ def account(board: Board) -> list[str]:
 
 def _share(board: Board, name: str) -> str:
     """Format how many rounds an island contributed to; rounds that only lease samples do not count."""
-    rounds = sum(bool(event["contributors"]) for event in board.rounds)
+    rounds = sum(bool(event.contributors) for event in board.rounds)
     restarts = board.rows[name].restarts if name in board.rows else 0
     again = f", started again {restarts} time{'s' * (restarts != 1)}" if restarts else ""
     return f"{name} contributed to {board.contributions[name]} of {rounds} rounds{again}"

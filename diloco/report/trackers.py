@@ -9,20 +9,22 @@ from typing import Any
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, MissingExtra
-from diloco.report.events import Event
+from diloco.report.events import Event, Round, Step, Validation
 
-# event kind -> the fields worth a curve
-CURVES = {
-    "step": ("loss", "lr", "tokens_per_s", "mfu", "skipped"),
-    "validation": ("validation_loss",),
-    "round": ("round_s", "update_norm"),
+# the fields of an event that are worth a curve
+CURVES: dict[type[Event], tuple[str, ...]] = {
+    Step: ("loss", "lr", "tokens_per_s", "mfu", "skipped"),
+    Validation: ("validation_loss",),
+    Round: ("round_s", "tokens", "islands"),
 }
 
 
-def curves(event: Event) -> dict[str, float]:
-    """Return an event's numbers that are worth a curve, as `kind/field`; values that are None are left out."""
-    kind = event["event"]
-    return {f"{kind}/{name}": event[name] for name in CURVES.get(kind, ()) if event.get(name) is not None}
+def curves(event: Event) -> tuple[int, dict[str, float]]:
+    """Return an event's step, and its numbers that are worth a curve, as `kind/field`; None is left out."""
+    if not isinstance(event, Step | Validation | Round):
+        return 0, {}
+    found = {name: getattr(event, name) for name in CURVES[type(event)]}
+    return event.step, {f"{event.kind}/{name}": value for name, value in found.items() if value is not None}
 
 
 class TensorBoard:
@@ -37,8 +39,9 @@ class TensorBoard:
 
     def emit(self, event: Event) -> None:
         """Add the event's numbers as scalars at its step."""
-        for name, value in curves(event).items():
-            self._writer.add_scalar(name, value, event["step"])
+        step, found = curves(event)
+        for name, value in found.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -60,8 +63,9 @@ class WandB:
 
     def emit(self, event: Event) -> None:
         """Log the event's numbers at its step; events without any are ignored."""
-        if values := curves(event):
-            self._run.log(values, step=event["step"])
+        step, found = curves(event)
+        if found:
+            self._run.log(found, step=step)
 
     def close(self) -> None:
         """Finish the W&B run, so that everything is uploaded."""

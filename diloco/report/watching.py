@@ -5,27 +5,27 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from diloco.report.board import Row
-from diloco.report.events import Event
+from diloco.report.events import Event, read_event
 from diloco.units import format_count
 
 COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round")
 
 
-class Tail:
-    """Follow a file of events: wait for the file to appear, and for the end of each line."""
+class LineTail:
+    """Follow a file of JSON lines: wait for the file to appear, and for the end of each line."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
 
-    def read(self) -> list[Event]:
-        """Return the events that were added since the last call.
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the objects that were added since the last call.
 
         Lines that are no JSON are skipped: their writer was killed halfway.
         """
@@ -37,11 +37,19 @@ class Tail:
             return []
         self._at += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        events: list[Event] = []
+        found: list[dict[str, Any]] = []
         for line in lines:
             with suppress(ValueError):  # half a line: its writer was killed
-                events.append(json.loads(line))
-        return [event for event in events if isinstance(event, dict)]
+                found.append(json.loads(line))
+        return [one for one in found if isinstance(one, dict)]
+
+
+class Tail(LineTail):
+    """Follow a file of events."""
+
+    def read(self) -> list[Event]:
+        """Return the events that were added since the last call, without those that this version does not know."""
+        return [event for line in self.lines() if (event := read_event(line)) is not None]
 
 
 class IslandsView:

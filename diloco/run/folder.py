@@ -17,13 +17,15 @@ from diloco.comm.peers.addressbook import OTHERS
 from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config
 from diloco.errors import ConfigError, SaveError
-from diloco.report.events import Events, JsonLines
+from diloco.report.events import Note
+from diloco.report.sinks import EVENTS, Events, JsonLines
 from diloco.report.terminal import open_view
 from diloco.run.genesis import FILE as GENESIS
 from diloco.run.genesis import read_genesis
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
 HELD_AGAIN_S = 0.2
+IDENTITY_KEY = "identity.key"  # in an island's folder
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
 
 
@@ -39,7 +41,7 @@ def open_folder(
         note = prepare()
         (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
         log_to(folder / "diloco.log")
-        events.attach(JsonLines(folder / "events.jsonl", append=resume))
+        events.attach(JsonLines(folder / EVENTS, append=resume))
         for name in config.log.wanted:
             events.attach(resolve_name(SINKS[name])(config))
         if view:
@@ -48,7 +50,7 @@ def open_folder(
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
     for text in (f"the earlier run is kept as {kept}" if kept is not None else "", note):
         if text:
-            events.emit("note", text=text)
+            events.emit(Note(text=text))
 
 
 class LogFile(logging.FileHandler):
@@ -95,7 +97,7 @@ def prepare_folder(folder: Path, *, resume: bool, fresh: bool) -> Path | None:
 
 def refuse_foreign(folder: Path) -> None:
     """Raise SaveError where a folder has something in it and is no run."""
-    is_run = (folder / "config.yaml").is_file() or (folder / "identity.key").is_file()
+    is_run = (folder / "config.yaml").is_file() or (folder / IDENTITY_KEY).is_file()
     if folder.exists() and not is_run and (not folder.is_dir() or any(folder.iterdir())):
         raise SaveError(f"{folder} already exists and is not a diloco run: it was left alone; set checkpoint.dir")
 

@@ -39,7 +39,8 @@ from diloco.errors import (
 )
 from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh
-from diloco.report.events import Events
+from diloco.report.events import IslandNews
+from diloco.report.sinks import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import LocalPeer, Peer
@@ -222,7 +223,7 @@ def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events
     folder = Path(config.dir) / OUTER
 
     def report(what: str, text: str) -> None:
-        events.emit("elastic", what=what, island=peer.connection.name, text=text)
+        events.emit(IslandNews(what=what, island=peer.connection.name, text=text))
 
     if (remote := remote_of(peer, config)) is not None:
         remote.check()
@@ -258,7 +259,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
 
     def report(note: Note) -> None:
         what, island, text = note.kind, peer.name_of(note.peer), peer.with_names(note.text)
-        part.events.emit("elastic", what=what, island=island, text=text)
+        part.events.emit(IslandNews(what=what, island=island, text=text))
 
     def hand_in(bring: Callable[[Amendment], None]) -> None:
         for found in inbox.new():

@@ -24,7 +24,8 @@ from diloco.elastic.runtime.restoring import Origin
 from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
-from diloco.report.events import Events
+from diloco.report.events import Note, TicketReady
+from diloco.report.sinks import Events
 from diloco.run.attach import Attachment, anybody_has_the_run, wait_for_ports
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
@@ -155,7 +156,7 @@ class RunEntry:
             note()
             start = Start(genesis, Origin(state, vectors), store, returns=False)
             if self.ticket is not None:
-                self.events.emit("ticket", file=str(folder / TICKET))
+                self.events.emit(TicketReady(file=str(folder / TICKET)))
         return self._take_part(part, peer, start)
 
     def resume(self, config: Config) -> Participant:
@@ -249,7 +250,7 @@ class RunEntry:
         self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
         refuse_unshared(Path(config.dir), self.place)
         if self.place.leader and (ended := os.environ.get(ENDED)):
-            self.events.emit("note", text=f"restarted: {ended}")
+            self.events.emit(Note(text=f"restarted: {ended}"))
 
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
         """Open the peer of an island with a secret. It is fine if nobody answers yet."""

@@ -11,7 +11,8 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.mesh import ProcessMesh
-from diloco.report.events import Events
+from diloco.report.events import Amended, End, WitnessStart
+from diloco.report.sinks import Events
 from diloco.train.amend import AmendedConfig, in_words
 from diloco.train.rounds import agreement, roster_events, round_events
 from diloco.train.schedule import schedule_of
@@ -45,8 +46,10 @@ class Witness:
         """Store and vote until the run ends or a signal comes; then say goodbye, unless that is a pause."""
         config, first = self.config, self.driver.applied
         self.events.emit(
-            "witness", run=config.run, dir=config.dir, trained_parameters=self.fragments.count,
-            steps=self._amended.at(first.amendments).inner.steps, round=first.head.round,
+            WitnessStart(
+                run=config.run, dir=config.dir, trained_parameters=self.fragments.count,
+                steps=self._amended.at(first.amendments).inner.steps, round=first.head.round,
+            )
         )  # fmt: skip
         reported = first
         while not should_stop() and not self.finished:
@@ -60,8 +63,8 @@ class Witness:
             self.driver.leave()
         last = self.driver.applied
         self._report(reported)
-        self.events.emit("end", step=last.step, finished=self.finished)
-        self.events.emit("agreed", **agreement(self.driver, last))
+        self.events.emit(End(step=last.step, finished=self.finished))
+        self.events.emit(agreement(self.driver, last))
         trained = last.head.round > first.head.round
         return Outcome(last.step, last.head.round, self.finished, [], trained, leader=True, paused=paused)
 
@@ -69,10 +72,10 @@ class Witness:
         """Report what has been committed since a state, and return the state that this was read from."""
         state = self.driver.applied
         for event in round_events(self.driver, range(before.head.round + 1, state.head.round + 1), self._names):
-            self.events.emit("round", **event, round_s=0.0)
+            self.events.emit(event)
         for change in roster_events(self.driver, before.roster, state.roster, self._names):
-            self.events.emit("elastic", **change)
+            self.events.emit(change)
         for amendment in state.amendments[len(before.amendments) :]:
             steps = self._amended.at(state.amendments).inner.steps
-            self.events.emit("amended", number=amendment.number, text=in_words(amendment), steps=steps)
+            self.events.emit(Amended(number=amendment.number, text=in_words(amendment), steps=steps))
         return state

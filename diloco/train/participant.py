@@ -8,6 +8,7 @@ in the same order; only the leader has rounds.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh, describe_device
 from diloco.model.flops import Meter
 from diloco.model.frozen import FrozenDigests
-from diloco.report.events import Events
+from diloco.report.events import Amended, End, Note, Resume, Saved, Start, Step, Wait
+from diloco.report.sinks import Events
 from diloco.train.amend import in_words
 from diloco.train.outer import outer_vectors
 from diloco.train.resume import EarlierSave, fold_back
@@ -145,12 +147,14 @@ class Participant(ABC):
         """Report what is trained, from which save it resumes, and what the run's owner has changed."""
         config = self.config
         self.events.emit(
-            "start", run=config.run, dir=config.dir, parameters=sum(p.numel() for p in module.parameters()),
-            trained_parameters=self.layout.size, device=describe_device(self.place.device),
-            steps=self.sync.config.inner.steps, every=config.sync.every, **figures,
+            Start(
+                run=config.run, dir=config.dir, parameters=sum(p.numel() for p in module.parameters()),
+                trained_parameters=self.layout.size, device=describe_device(self.place.device),
+                steps=self.sync.config.inner.steps, every=config.sync.every, **figures,
+            )
         )  # fmt: skip
         if self._resumed_from is not None:
-            self.events.emit("resume", step=self.step_count, path=str(self._resumed_from))
+            self.events.emit(Resume(step=self.step_count, path=str(self._resumed_from)))
         self.report_amendments()
 
     # while it trains
@@ -184,14 +188,14 @@ class Participant(ABC):
         mean = self.place.mean(torch.stack(self._losses).mean() if self._losses else None)
         rate = self.meter.tokens_per_s()
         read = {name: value() if callable(value) else value for name, value in figures.items()}
-        self.events.emit("step", step=self.step_count, loss=mean, tokens_per_s=rate, mfu=self.meter.mfu(rate), **read)
+        self.events.emit(Step(step=self.step_count, loss=mean, tokens_per_s=rate, mfu=self.meter.mfu(rate), **read))
         self._losses.clear()
         self.meter.reset()
 
     def report_wait(self, seconds: float) -> None:
         """Report a wait of so many seconds that ends now: for a round, for what is done after it, or for samples."""
         if seconds > 0 and self.rounds is not None:
-            self.events.emit("wait", seconds=seconds)
+            self.events.emit(Wait(seconds=seconds))
 
     def _after_round(self) -> None:
         """Report the rounds that are over, and do what is due after a pass: validate, save."""
@@ -200,12 +204,12 @@ class Participant(ABC):
         validate = due and self.validates
         if self.rounds is not None:
             rounds = self.rounds.round_events()
-            last = max((round["round"] for round in rounds if round["contributors"]), default=0)
+            last = max((round.round for round in rounds if round.contributors), default=0)
             for round in rounds:
-                validated = validate and round["round"] == last  # a validation follows
-                self.events.emit("round", **round, round_s=self.sync.round_s, validated=validated)
+                validated = validate and round.round == last  # a validation follows
+                self.events.emit(replace(round, round_s=self.sync.round_s, validated=validated))
             for change in self.rounds.roster_events():
-                self.events.emit("elastic", **change)
+                self.events.emit(change)
         self.report_amendments()
         if not due:
             return
@@ -226,7 +230,7 @@ class Participant(ABC):
         for amendment in self._amendments:
             if amendment not in before:
                 steps = self.sync.config.inner.steps
-                self.events.emit("amended", number=amendment.number, text=in_words(amendment), steps=steps)
+                self.events.emit(Amended(number=amendment.number, text=in_words(amendment), steps=steps))
 
     # leaving
 
@@ -240,17 +244,17 @@ class Participant(ABC):
         try:
             self.save()
         finally:
-            self.events.emit("end", step=self.step_count, finished=self.finished)
+            self.events.emit(End(step=self.step_count, finished=self.finished))
             if self.rounds is not None:
-                self.events.emit("agreed", **self.rounds.agreement())
+                self.events.emit(self.rounds.agreement())
 
     @cached_property
     def saver(self) -> Saver:
         """Create the writer of saves in the background; one that fails is reported, and training continues."""
         return Saver(
             Path(self.config.dir),
-            lambda step, path, seconds: self.events.emit("save", step=step, path=str(path), seconds=seconds),
-            lambda error: self.events.emit("note", text=f"training goes on, but {error}"),
+            lambda step, path, seconds: self.events.emit(Saved(step=step, path=str(path), seconds=seconds)),
+            lambda error: self.events.emit(Note(text=f"training goes on, but {error}")),
         )
 
     def begin_save(self) -> None:
@@ -264,7 +268,7 @@ class Participant(ABC):
             self.saver.wait()
             started = time.perf_counter()
             path = write_save(Path(self.config.dir), self.step_count, **self._contents(), group=self.place.group)
-        self.events.emit("save", step=self.step_count, path=str(path), seconds=time.perf_counter() - started)
+        self.events.emit(Saved(step=self.step_count, path=str(path), seconds=time.perf_counter() - started))
         return path
 
     def _contents(self) -> dict[str, Any]:

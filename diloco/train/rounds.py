@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from diloco.elastic.protocol.record import Contribution, Record, Settings
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import Driver
 from diloco.elastic.runtime.session import Session
+from diloco.report.events import Agreed, IslandNews, Round
 from diloco.train.amend import AmendedConfig
 from diloco.train.outer import outer_settings, preview
 from diloco.train.policy import View
@@ -98,15 +98,15 @@ class Rounds:
         islands = max(1, self.islands)
         return 1 / islands, islands
 
-    def round_events(self) -> list[dict[str, Any]]:
+    def round_events(self) -> list[Round]:
         """Describe, for people, the rounds that are over since the last call."""
         seen, before = self.session.state.head.round, self._reported
         self._reported = max(self._reported, seen)
         events = round_events(self.driver, range(before + 1, seen + 1), self._names)
-        self.contributors = next((e["contributors"] for e in reversed(events) if e["contributors"]), self.contributors)
+        self.contributors = next((e.contributors for e in reversed(events) if e.contributors), self.contributors)
         return events
 
-    def roster_events(self) -> list[dict[str, Any]]:
+    def roster_events(self) -> list[IslandNews]:
         """Describe, for people, how the roster has changed since the last call."""
         before, self._roster = self._roster, self.session.state.roster
         return roster_events(self.driver, before, self._roster, self._names)
@@ -120,7 +120,7 @@ class Rounds:
         with self.driver.replica.reading() as vectors:
             return {name: vector.clone() for name, vector in vectors.items()}
 
-    def agreement(self) -> dict[str, Any]:
+    def agreement(self) -> Agreed:
         """Return what this island holds at the end, with digests of log and state, to be compared with others."""
         return agreement(self.driver, self.session.state)
 
@@ -130,7 +130,7 @@ class Rounds:
         self.session.close()
 
 
-def round_events(driver: Driver, rounds: range, names: Callable[[str], str]) -> list[dict[str, Any]]:
+def round_events(driver: Driver, rounds: range, names: Callable[[str], str]) -> list[Round]:
     """Describe, for people, those of a run's last rounds whose numbers are in `rounds`."""
     records = [record for record in list(driver.records) if record.proposal.key.round in rounds]
     return [_round_event(driver, record, names) for record in records]
@@ -138,36 +138,36 @@ def round_events(driver: Driver, rounds: range, names: Callable[[str], str]) -> 
 
 def roster_events(
     driver: Driver, before: Sequence[str], after: Sequence[str], names: Callable[[str], str]
-) -> list[dict[str, Any]]:
+) -> list[IslandNews]:
     """Describe who else has entered the roster, and who is gone from it without a note of it here: the coordinator
     alone notes who is lost."""
     views, me = driver.node.peers.views, driver.node.me
     came = [("joined", peer) for peer in after if peer not in before and peer != me]
     gone = [("gone", peer) for peer in before if peer not in after and peer in views and not views[peer].left]
     text = f"{len(after)} in the roster"
-    return [{"what": what, "island": names(peer), "text": text} for what, peer in (*came, *gone)]
+    return [IslandNews(what=what, island=names(peer), text=text) for what, peer in (*came, *gone)]
 
 
-def _round_event(driver: Driver, record: Record, names: Callable[[str], str]) -> dict[str, Any]:
+def _round_event(driver: Driver, record: Record, names: Callable[[str], str]) -> Round:
     proposal = record.proposal
-    return {
-        "round": proposal.key.round,
-        "fragment": proposal.fragment,
-        "contributors": tuple(names(island) for island in proposal.islands),
-        "islands": len(proposal.roster),
-        "tokens": proposal.tokens,
-        "outer_lr": proposal.settings.lr,
-        "step": proposal.step,
-        "digest": record.digest,
-        "applied_at": driver.applier.applied_at.get(proposal.key.round),
-        "late": sum(contribution.offer.late for contribution in proposal.contributions),
-        "samples": [contribution.offer.samples for contribution in proposal.contributions],
-    }
+    return Round(
+        round=proposal.key.round,
+        fragment=proposal.fragment,
+        contributors=tuple(names(island) for island in proposal.islands),
+        islands=len(proposal.roster),
+        tokens=proposal.tokens,
+        outer_lr=proposal.settings.lr,
+        step=proposal.step,
+        digest=record.digest,
+        applied_at=driver.applier.applied_at.get(proposal.key.round),
+        late=sum(contribution.offer.late for contribution in proposal.contributions),
+        samples=tuple(contribution.offer.samples for contribution in proposal.contributions),
+    )
 
 
-def agreement(driver: Driver, state: RunState) -> dict[str, Any]:
+def agreement(driver: Driver, state: RunState) -> Agreed:
     """Return what an island holds at a state, with digests of log and vectors, to be compared with others."""
-    return {
-        "round": state.head.round, "chain": state.head.digest, "state": driver.replica.digest(),
-        "tokens": state.head.tokens, "bytes_sent": driver.bytes_sent,
-    }  # fmt: skip
+    return Agreed(
+        round=state.head.round, chain=state.head.digest, state=driver.replica.digest(), tokens=state.head.tokens,
+        bytes_sent=driver.bytes_sent,
+    )  # fmt: skip

@@ -30,7 +30,8 @@ from diloco.island.mesh import ProcessMesh
 from diloco.model.build import build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops
 from diloco.model.frozen import FrozenDigests
-from diloco.report.events import Events
+from diloco.report.events import Note, Validation
+from diloco.report.sinks import Events
 from diloco.train.participant import Participant
 from diloco.train.schedule import learning_rate
 from diloco.train.sync import never
@@ -155,8 +156,9 @@ class Trainer(Participant):
         view = self.sync.view
         contributed, islands = ((), 1) if self.rounds is None else (self.rounds.contributors, self.rounds.islands)
         self.events.emit(
-            "validation", step=view.step, round=view.head.round, validation_loss=loss, contributed=contributed,
-            islands=islands,
+            Validation(
+                step=view.step, round=view.head.round, validation_loss=loss, contributed=contributed, islands=islands
+            )
         )  # fmt: skip
 
     def _refuse_divergence(self) -> None:
@@ -198,4 +200,4 @@ class Trainer(Participant):
         )  # fmt: skip
         if self._model_name.endswith("weights loaded)") and config.data.tokenizer == "bytes" and source.vocab == 256:
             text = "the loaded weights are trained on bytes: is data.tokenizer set as they expect?"
-            self.events.emit("note", text=text)
+            self.events.emit(Note(text=text))

@@ -25,7 +25,7 @@ from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import whole
 from diloco.island.user_model import OwnModel, reshard
 from diloco.model.frozen import FrozenDigests, frozen_of
-from diloco.report.events import Events
+from diloco.report.sinks import Events
 from diloco.train.participant import Participant
 from diloco.train.sync import samples_ahead
 

@@ -18,8 +18,9 @@ from diloco.plan.plan import describe
 from diloco.plan.predict import Host, LinkModel, Situation, data_parallel_utilisation, predict
 from diloco.plan.workload import workload_of
 from diloco.report.board import Board
-from diloco.report.events import Event
-from diloco.report.watching import Tail
+from diloco.report.events import End, Event, Round, Start, Step, Validation, Wait, of_kind
+from diloco.report.sinks import EVENTS
+from diloco.report.watching import LineTail, Tail
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.fleet import SimulatedFleet, World
 from diloco.simulate.real.network import TRAFFIC
@@ -153,19 +154,19 @@ class SimulationOutcome:
 def outcome_of(config: Config, world: World, fleet: SimulatedFleet) -> SimulationOutcome:
     """Read the islands' events and traffic from their folders, and compute the outcome of a fleet's run."""
     happened, board = fleet.happened, fleet.board
-    told = {name: Tail(fleet.plan.folder / name / "events.jsonl").read() for name in fleet.plan.names}
-    everything = sorted((event for events in told.values() for event in events), key=lambda event: event["time"])
+    told = {name: Tail(fleet.plan.folder / name / EVENTS).read() for name in fleet.plan.names}
+    everything = sorted((event for events in told.values() for event in events), key=lambda event: event.time)
     zero = happened.zero or min((begin for lives in happened.lives.values() for begin, _ in lives), default=0.0)
-    end = max((event["time"] for event in everything if event["event"] == "end"), default=happened.ended)
+    end = max((event.time for event in of_kind(everything, End)), default=happened.ended)
     islands = [
         _island(number, told[island_name(number)], fleet, zero=zero, end=end)
         for number in range(1, world.topology.islands + 1)
     ]
-    start: Event = next((event for event in everything if event["event"] == "start"), {})
+    start = next(iter(of_kind(everything, Start)), None)
     return SimulationOutcome(
-        name=config.run, setting=describe(config.sync), model=start.get("model", ""),
-        parameters=start.get("parameters", 0), seconds=end - zero, step=board.step,
-        rounds=sum(bool(event["contributors"]) for event in board.rounds), finished=board.finished, agree=board.agree,
+        name=config.run, setting=describe(config.sync), model="" if start is None else start.model,
+        parameters=0 if start is None else start.parameters, seconds=end - zero, step=board.step,
+        rounds=sum(bool(event.contributors) for event in board.rounds), finished=board.finished, agree=board.agree,
         losses=_losses(everything, board, islands, zero), islands=islands,
         faults=[_fault(fault, took_effect=fault in happened.faults) for fault in world.faults],
         utilisation=_share(islands), computed=computed(config, world.topology, told, islands, steps=board.step),
@@ -178,7 +179,7 @@ def _island(number: int, events: Sequence[Event], fleet: SimulatedFleet, *, zero
     name, site, happened = island_name(number), fleet.world.topology.site(number), fleet.happened
     lives, stops = happened.lives.get(name, []), happened.stops.get(name, [])
     spans = [Span(s.begin_s - zero, s.end_s - zero, s.state) for s in timeline(lives, stops, events, end)]
-    samples = Tail(fleet.plan.folder / name / TRAFFIC).read()
+    samples = LineTail(fleet.plan.folder / name / TRAFFIC).lines()
     seen = [Flow(f.begin_s - zero, f.end_s - zero, f.sent, f.received) for f in flows(samples)]
     moments = [0.0, *(at_s for at_s, _ in site.changes if at_s < end - zero)]
     capacity = [(at_s, site.rates_at(at_s).up_bits_per_s, site.rates_at(at_s).down_bits_per_s) for at_s in moments]
@@ -201,14 +202,14 @@ def _share(islands: Sequence[IslandOutcome]) -> float:
 
 def _losses(events: Sequence[Event], board: Board, islands: Sequence[IslandOutcome], zero: float) -> list[LossPoint]:
     """Return the losses of the outer parameters, each step once: that of the first island to report it."""
-    tokens = {event["round"]: event["tokens"] for event in board.rounds}
+    tokens = {event.round: event.tokens for event in board.rounds}
     points: dict[int, LossPoint] = {}
-    for event in events:
-        if event["event"] == "validation" and event["validation_loss"] is not None and event["step"] not in points:
-            seconds = event["time"] - zero
-            trained = sum(count for number, count in tokens.items() if number <= event["round"])
+    for event in of_kind(events, Validation):
+        if event.validation_loss is not None and event.step not in points:
+            seconds = event.time - zero
+            trained = sum(count for number, count in tokens.items() if number <= event.round)
             sent = sum(flow.sent for island in islands for flow in island.flows if flow.end_s <= seconds)
-            points[event["step"]] = LossPoint(event["step"], trained, seconds, sent, event["validation_loss"])
+            points[event.step] = LossPoint(event.step, trained, seconds, sent, event.validation_loss)
     return [points[step] for step in sorted(points)]
 
 
@@ -225,7 +226,7 @@ def computed(
     step_s = slowest_step_s(config.island.batch * config.data.sequence, told)
     if step_s is None:
         return None
-    trained = [island for island in islands if _told_of(told[island.name], "start", "step")]
+    trained = [island for island in islands if any(isinstance(event, Start | Step) for event in told[island.name])]
     rates = [rates for island in trained for rates in island.capacity]
     delay_s = max((path.delay_s for path in topology.paths.values()), default=0.0)
     line = LinkModel(min(up for _, up, _ in rates), min(down for _, _, down in rates), delay_s)
@@ -239,7 +240,7 @@ def slowest_step_s(tokens: int, told: Told) -> float | None:
 
     An island's first report includes its start: it counts only where no island has another.
     """
-    reports = [[tokens / event["tokens_per_s"] for event in _told_of(events, "step")] for events in told.values()]
+    reports = [[tokens / event.tokens_per_s for event in of_kind(events, Step)] for events in told.values()]
     usual = [times[1:] for times in reports if len(times) > 1] or [times for times in reports if times]
     return max(map(median, usual), default=None)
 
@@ -252,23 +253,18 @@ def usual_round_s(told: Told) -> float | None:
     """
     rounds: dict[str, list[tuple[float, float]]] = {}
     for name, events in told.items():
-        for event in _told_of(events, "round"):
-            if len(event["contributors"]) > 1 and name in event["contributors"] and event["applied_at"] is not None:
-                rounds.setdefault(event["digest"], []).append((event["time"] - event["round_s"], event["applied_at"]))
+        for event in of_kind(events, Round):
+            if len(event.contributors) > 1 and name in event.contributors and event.applied_at is not None:
+                rounds.setdefault(event.digest, []).append((event.time - event.round_s, event.applied_at))
     seconds = [max(applied for _, applied in times) - max(began for began, _ in times) for times in rounds.values()]
     return median(seconds) if seconds else None
 
 
 def _host(config: Config, told: Told) -> Host:
     """Return what a round costs the leader's CPU, by the device that a `start` event names: a GPU has its own name."""
-    starts = [event for events in told.values() for event in _told_of(events, "start")]
-    device = next((event["device"] for event in starts if "device" in event), config.island.device)
+    starts = [event for events in told.values() for event in of_kind(events, Start)]
+    device = next((event.device for event in starts), config.island.device)
     return Host(trains_too=True) if device == "auto" or device.startswith(CPU) else Host.of_gpus()
-
-
-def _told_of(events: Sequence[Event], *kinds: str) -> list[Event]:
-    """Return the events of these kinds."""
-    return [event for event in events if event["event"] in kinds]
 
 
 def write_json(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
@@ -285,12 +281,12 @@ def timeline(
     """
     found: list[Span] = []
     for number, (begin, over) in enumerate(lives):
-        mine = [event for event in events if begin <= event["time"] <= over]
-        trains = next((event["time"] for event in mine if event["event"] == "start"), over)
-        ends = next((event["time"] for event in mine if event["event"] == "end"), None)
+        mine = [event for event in events if begin <= event.time <= over]
+        trains = next((event.time for event in of_kind(mine, Start)), over)
+        ends = next((event.time for event in of_kind(mine, End)), None)
         until = min(ends if ends is not None else over, end)
         found += [Span(begin, trains, "joining"), Span(trains, until, "computing")]
-        found += [Span(e["time"] - e["seconds"], e["time"], "waiting") for e in mine if e["event"] == "wait"]
+        found += [Span(wait.time - wait.seconds, wait.time, "waiting") for wait in of_kind(mine, Wait)]
         again = lives[number + 1][0] if number + 1 < len(lives) else end
         if ends is None:
             found += [*untold_wait(mine, until), Span(over, again, "dead")]
@@ -304,9 +300,9 @@ def untold_wait(events: Sequence[Event], until: float) -> list[Span]:
     Waits are reported when they end, so this one never was. The island is taken to have waited once it was silent for
     longer than its steps ever took.
     """
-    told = [event for event in events if event["event"] in ("start", "step", "wait")]
-    trained = [after["time"] - before["time"] for before, after in pairwise(told) if after["event"] == "step"]
-    begin = told[-1]["time"] + max(trained) if trained else until
+    told = [event for event in events if isinstance(event, Start | Step | Wait)]
+    trained = [after.time - before.time for before, after in pairwise(told) if isinstance(after, Step)]
+    begin = told[-1].time + max(trained) if trained else until
     return [Span(begin, until, "waiting")] if begin < until else []
 
 
