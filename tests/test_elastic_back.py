@@ -13,7 +13,7 @@ from diloco.checkpoint.log.journal import Journal
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.record import Latch
 from diloco.elastic.runtime.restoring import restore
-from diloco.history.log import newest_state, rows
+from diloco.history.log import headers, newest_state
 from diloco.simulate.virtual.world import owner
 
 ROSTER = ("A", "B", "C")  # A, the founder, is never there
@@ -80,7 +80,7 @@ def test_two_that_went_on_alone_go_back_and_decide_together(tmp_path):
         assert {island.state.latch for island in team} == {latch().head.digest}
         assert all(island.state.mark(island.name, 1, 0) >= 4 for island in team), "what they did alone came late"
     journal = Journal.read(tmp_path / "B")
-    assert [row.round for row in rows(tmp_path / "B")] == list(range(1, newest_state(tmp_path / "B").head.round + 1))
+    assert [row.round for row in headers(tmp_path / "B")] == list(range(1, newest_state(tmp_path / "B").head.round + 1))
     assert len(journal.entries) > newest_state(tmp_path / "B").head.round, "the void records are still on the disk"
 
 

@@ -12,7 +12,8 @@ from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.proposer import propose
 from diloco.elastic.protocol.record import EMPTY, EVICT, Amendment, Record, Settings
 from diloco.errors import RecordInvalid, SaveError
-from diloco.history.log import island_named
+from diloco.history.find import island_named
+from diloco.run.names import Names
 from diloco.simulate.virtual.world import owner
 from diloco.train.amend import amended, in_words
 
@@ -57,11 +58,12 @@ def test_it_changes_no_setting_and_people_can_read_it(small):
 
 
 def test_islands_are_found_by_the_names_that_people_see():
-    roster, names = ("12D3KooWabcdefgh", "12D3KooWijklmnop"), {"12D3KooWabcdefgh": "one"}
+    roster, names = ("12D3KooWabcdefgh", "12D3KooWijklmnop"), Names({"12D3KooWabcdefgh": "one"})
     assert island_named("one", roster, names) == roster[0] and island_named("ijklmnop", roster, names) == roster[1]
     with pytest.raises(SaveError, match=r"no such island; the run has one .*unknown \(…ijklmnop\)"):
         island_named("two", roster, names)
-    assert island_named("three", roster, {**names, "gone": "three"}, ["gone"]) == "gone"
-    assert island_named("one", roster, {**names, "gone": "one"}, ["gone"]) == roster[0], "one of now goes first"
+    assert island_named("three", roster, Names({**names.known, "gone": "three"}), ["gone"]) == "gone"
+    both = Names({**names.known, "gone": "one"})
+    assert island_named("one", roster, both, ["gone"]) == roster[0], "one of now goes first"
     with pytest.raises(SaveError, match="two islands are called that"):
-        island_named("one", roster, dict.fromkeys(roster, "one"))
+        island_named("one", roster, Names(dict.fromkeys(roster, "one")))

@@ -18,8 +18,9 @@ from trained_run import train
 from diloco.checkpoint.save.facts import saves
 from diloco.checkpoint.save.saver import read_outer
 from diloco.history.export import export, qwen3_name
-from diloco.history.load import load_trained, saves_of
-from diloco.history.log import find_logs, furthest, rows, state_of
+from diloco.history.find import find_logs, saves_of
+from diloco.history.load import load_trained
+from diloco.history.log import furthest, headers, state_of
 from diloco.run.folder import OUTER
 from diloco.run.genesis import read_genesis
 from diloco.run.peer import Connection
@@ -69,7 +70,7 @@ def test_islands_train_on_while_a_round_of_theirs_is_exported_and_others_start_f
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
     log = furthest(find_logs(str(tmp_path / "two" / "run")))
-    assert same(tensors_at(log, 0), given) and not same(tensors_at(log, rows(log)[-1].round), given)
+    assert same(tensors_at(log, 0), given) and not same(tensors_at(log, headers(log)[-1].round), given)
 
 
 def test_a_run_with_others_starts_from_a_hugging_face_folder(small, tmp_path):

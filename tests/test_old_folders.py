@@ -14,7 +14,7 @@ from trained_run import Command
 
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.save.facts import read_facts, saves
-from diloco.history.log import newest_state, rows, state_of
+from diloco.history.log import headers, newest_state, state_of
 from diloco.version import PROTOCOL
 
 DATA = Path(__file__).parent / "data"
@@ -69,7 +69,7 @@ def verify(succeed: Callable[..., str]) -> dict[str, dict[str, object]]:
 
 def chain(folder: Path, name: str = "island-1") -> dict[int, str]:
     """Digests of an island's records, by round."""
-    return {row.round: row.digest for row in rows(folder / "pair" / name / "outer")}
+    return {row.round: row.digest for row in headers(folder / "pair" / name / "outer")}
 
 
 def test_there_is_a_folder_of_every_released_version():

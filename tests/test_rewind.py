@@ -20,8 +20,10 @@ from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, JoinRefused, MessageRefused, SaveError
-from diloco.history.log import find_logs, newest_state, rows, state_of, verify
+from diloco.history.find import find_logs
+from diloco.history.log import newest_state, state_of, verify
 from diloco.history.rewind import rewind
+from diloco.history.rounds import history_of
 from diloco.island.layout import Layout, fragments_of
 from diloco.run.folder import OUTER
 from diloco.run.genesis import Genesis, Parent, read_genesis, write_genesis
@@ -253,7 +255,7 @@ def test_a_run_is_rewound_and_changed_before_it_goes_on_and_while_it_does(log, c
     assert f"by the run's owner: inner.steps={last}\n" in told
     rates = {e["step"]: e["lr"] for e in read_events(new / "events.jsonl") if e["event"] == "step"}
     assert min(rates) == ROUND + 1 and max(rates) >= last and 0 < max(rates.values()) <= 1e-4
-    assert [row.amendment for row in rows(new / OUTER) if row.amendment] == [
+    assert [row["amendment"] for row in history_of([new / OUTER]).plain() if row["amendment"]] == [
         "inner.lr=0.0001, outer.lr=0.5", f"inner.steps={last}",
     ]  # fmt: skip
     found = verify(new / OUTER)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.checkpoint.log.history import HistoryFile, RoundHeader
 from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.library import Item, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
@@ -44,6 +45,7 @@ class Job:
     moves: tuple[str, int] | None = None
     rotate: bool = False
     act: Callable[[], None] | None = None
+    header: RoundHeader | None = None
 
 
 class DiskStore(Store):
@@ -63,6 +65,7 @@ class DiskStore(Store):
             if trouble.torn is not None:
                 cut(trouble.path, trouble.torn)
             report("torn" if trouble.torn is not None else "damaged", str(trouble))
+        self._history = HistoryFile(folder)
         self.durable = 0  # the highest round that this folder gives back after a crash
         self.failing = ""  # why nothing is durable at present
         self._keep, self._segment_bytes = keep, segment_bytes
@@ -112,6 +115,12 @@ class DiskStore(Store):
 
     def mend(self, entry: Entry) -> None:
         self._hand_in(Job(Kind.RECORD, record_frame(entry), entry.header, entry))
+
+    def lacks_header(self, record: str) -> bool:
+        return self._history.lacks(record)
+
+    def keep_header(self, header: RoundHeader) -> None:
+        self._hand_in(Job(header=header))
 
     def follow(self, version: str, round: int) -> None:
         self._hand_in(Job(moves=(version, round), rotate=True))
@@ -258,6 +267,9 @@ class DiskStore(Store):
                 job.act()
 
     def _write(self, job: Job) -> None:
+        if job.header is not None:
+            self._history.append(job.header)
+            return
         if self._segment is None:
             self._keep_in_mind(job)
             return
@@ -379,6 +391,7 @@ class DiskStore(Store):
         found = manifests(self.folder)
         if not self._keep or len(found) < self._keep:  # 0 keeps everything
             return
+        self._history.sync()  # before what it could be written from again is gone
         for path in [*(path for _, path in found[: -self._keep]), *self.folder.glob(f"snapshot-*{DAMAGED}")]:
             remove(path)
         oldest = found[-self._keep][0].version

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, ItemManifest
 from diloco.checkpoint.log.snapshot import SnapshotContents
@@ -114,6 +115,13 @@ class Store:
 
     def append(self, entry: Entry, *, rotate: bool = False) -> None:
         """Store a committed record, after the bytes of its result. `rotate`: a snapshot of it will follow."""
+
+    def lacks_header(self, record: str) -> bool:
+        """Tell whether the history is to have the header of a record, by its digest, and does not yet."""
+        return False
+
+    def keep_header(self, header: RoundHeader) -> None:
+        """Add the header of a committed record to the history, which stays when the record is pruned."""
 
     def mend(self, entry: Entry) -> None:
         """Write an old record that is damaged here a second time, after the bytes of its result."""

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -16,10 +17,12 @@ from diloco.cli.shared import Device, Json, Overrides, RunName, RunTokenizer, ne
 from diloco.errors import ConfigError, DataError, SaveError
 
 if TYPE_CHECKING:
+    from diloco.checkpoint.log.history import RoundHeader
     from diloco.elastic.protocol.record import Amendment
-    from diloco.history.log import Findings, Row
+    from diloco.history.log import Findings
+    from diloco.history.rounds import RunHistory
 
-COLUMNS = ("round", "fragment", "step", "tokens", "bytes", "digest", "contributors")
+COLUMNS = ("round", "committed", "fragment", "step", "tokens", "size", "loss", "digest", "contributors")
 # A young model says anything, and a terminal would obey.
 HARMLESS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n")), "\ufffd")
 
@@ -33,35 +36,41 @@ def log(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the rounds of a run: contributors, bytes, digests.
+    """List all rounds of a run: when, by whom, losses, digests, and whose states can still be had.
 
     With --verify, anything that is damaged is named and the exit code is 1. The run may continue meanwhile.
     """
-    from diloco.history import log as history
-    from diloco.run.genesis import read_genesis
+    from diloco.history.find import find_logs
 
-    logs = history.find_logs(run)
+    logs = find_logs(run)
     if verify and checkout is None:
-        findings = {str(log): history.verify(log) for log in logs}
-        if as_json:
-            print(json.dumps({log: asdict(found) for log, found in findings.items()}, indent=1))
-        else:
-            say(*(describe(log, found) for log, found in findings.items()))
-        raise SystemExit(any(found.problems for found in findings.values()))
-    longest = history.furthest(logs)
-    if checkout is not None:
+        verify_logs(logs, as_json=as_json)
+    elif checkout is not None:
+        from diloco.history import log as history
+
         number, folder = checkout
-        path = history.checkout(longest, number, folder)
+        path = history.checkout(history.furthest(logs), number, folder)
         say(f"round {number} is in {path}; diloco export {folder} OUT makes a Hugging Face model of it")
-    elif as_json:
-        print(json.dumps([asdict(row) for row in history.rows(longest)], indent=1))
     else:
-        if (genesis := read_genesis(longest)) is not None and genesis.parent is not None:
-            say(f"rewound: it begins with {genesis.parent}")
-        rows = history.rows(longest)
-        if rows and rows[0].round > 1:
-            say(f"rounds before {rows[0].round} are not in this log: see checkpoint.keep")
-        show(rows, history.names_of(logs))
+        from diloco.history.rounds import history_of
+
+        found = history_of(logs)
+        if as_json:
+            print(json.dumps(found.plain(), indent=1))
+        else:
+            say(*show(found, logs[0], run))
+
+
+def verify_logs(logs: list[Path], *, as_json: bool) -> None:
+    """Verify logs, print what was found, and exit with 1 if anything is damaged."""
+    from diloco.history import log as history
+
+    findings = {str(log): history.verify(log) for log in logs}
+    if as_json:
+        print(json.dumps({log: asdict(found) for log, found in findings.items()}, indent=1))
+    else:
+        say(*(describe(log, found) for log, found in findings.items()))
+    raise SystemExit(any(found.problems for found in findings.values()))
 
 
 def describe(log: str, found: "Findings") -> str:
@@ -75,19 +84,50 @@ def describe(log: str, found: "Findings") -> str:
     return "\n".join([f"{log}: NOT whole ({counted})", *(f"  {problem}" for problem in found.problems)])
 
 
-def show(found: "list[Row]", names: dict[str, str]) -> None:
-    """Print the rounds as a table, with islands' names where they are known, else the end of their peer id."""
-    from rich.console import Console
-    from rich.table import Table
+def show(found: "RunHistory", log: Path, run: str) -> list[str]:
+    """Format a run's rounds as a table, and say which of their states can still be had."""
+    from diloco.report.tables import aligned
+    from diloco.run.genesis import read_genesis
 
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for row in found:
-        fragment = "-" if row.fragment < 0 else row.fragment
-        who = ", ".join(names.get(peer, peer[-8:]) for peer in row.contributors) or "-"
-        who = f"{who}; set {row.amendment}" if row.amendment else who
-        cells = (row.round, fragment, row.step, row.tokens, row.bytes, row.digest[:12], who)
-        table.add_row(*map(str, cells))
-    Console(highlight=False).print(table)
+    genesis = read_genesis(log)
+    begins = [f"rewound: it begins with {genesis.parent}"] if genesis is not None and genesis.parent else []
+    fragments = any(header.fragment > 0 for header in found.rounds)
+    head = [name for name in COLUMNS if fragments or name != "fragment"]
+    rows = [[cells[name] for name in head] for cells in (cells_of(found, header) for header in found.rounds)]
+    return [*begins, *aligned(head, rows, left=("committed",)), *states_line(found, run)]
+
+
+def cells_of(found: "RunHistory", header: "RoundHeader") -> dict[str, str]:
+    """Return what the table says of a round, by column."""
+    from diloco.units import format_count, format_size
+
+    late = {part.island for part in header.contributions if part.late}
+    who = [f"{found.names.of(part.island)}{' (late)' * (part.island in late)}" for part in header.contributions]
+    notes = [f"{word}: {', '.join(map(found.names.of, peers))}" for word, peers in _moves(header) if peers]
+    notes += [f"set {found.changes(header)}"] if header.amendment else []
+    when = datetime.fromtimestamp(header.time_ms / 1000).strftime("%Y-%m-%d %H:%M:%S") if header.time_ms else "-"
+    return {
+        "round": str(header.round), "committed": when, "fragment": "-" if header.fragment < 0 else str(header.fragment),
+        "step": str(header.step), "tokens": format_count(header.tokens), "size": format_size(header.size),
+        "loss": "-" if header.loss is None else f"{header.loss:.4f}", "digest": header.digest[:12],
+        "contributors": "; ".join([", ".join(who) or "-", *notes]),
+    }  # fmt: skip
+
+
+def _moves(header: "RoundHeader") -> list[tuple[str, tuple[str, ...]]]:
+    return [("joined", header.joined), ("left", header.left)]
+
+
+def states_line(found: "RunHistory", run: str) -> list[str]:
+    """Say which rounds' states can be had, and since when the others are gone."""
+    if not found.rounds:
+        return ["no round is committed yet"]
+    if found.states is None:
+        return ["no state of these rounds can be had: no snapshot is left"]
+    first, last = found.states
+    gone = found.rounds[0].round < first or found.part > 0
+    earlier = "; earlier ones were removed (checkpoint.keep)" if gone else ""
+    return [f"states of rounds {first} to {last} can be had: diloco log {run} --checkout ROUND OUT{earlier}"]
 
 
 def restore(
@@ -166,7 +206,7 @@ def set_settings(
 
 def founding_folder(run: str) -> Path:
     """Return the folder of a run that has its owner's key; raise SaveError if it was founded elsewhere."""
-    from diloco.history.log import find_logs
+    from diloco.history.find import find_logs
 
     folders = [log.parent for log in find_logs(run)]
     folder = next((folder for folder in folders if (folder / "owner.key").is_file()), None)

@@ -41,7 +41,8 @@ def write_eviction(folder: Path, run: str, name: str) -> "Amendment | None":
     """Sign and write the amendment that takes an island out. None: another one has taken its number, so try again."""
     from diloco.comm.peers.identity import Identity
     from diloco.elastic.protocol.record import EVICT
-    from diloco.history.log import find_logs, island_named, names_of, newest_state
+    from diloco.history.find import find_logs, island_named, names_of
+    from diloco.history.log import newest_state
     from diloco.run.folder import OUTER
     from diloco.train.amend import with_waiting, write_amendment
 
@@ -75,7 +76,8 @@ def force_roster(
     The owner's signature stands for the quorum of one round, after which those named are the roster. What the others
     commit, or have committed without them, is undone. If they come back, they follow, and bring their work late.
     """
-    from diloco.history.log import find_logs, is_latched, island_named, names_of, newest_state
+    from diloco.history.find import find_logs, island_named, names_of
+    from diloco.history.log import is_latched, newest_state
     from diloco.run.folder import OUTER
     from diloco.train.amend import FOLDER
 
@@ -94,7 +96,7 @@ def force_roster(
     target = max(here, key=lambda peer: states[peer].precedence)
     state, folder = states[target], folders[target]
     kept = tuple(peer for peer in state.roster if peer in named)
-    left_out = ", ".join(sorted(names.get(peer, peer[-8:]) for peer in state.roster if peer not in named))
+    left_out = ", ".join(sorted(names.of(peer) for peer in state.roster if peer not in named))
     owner = owner_of(state, folders, key)
     check_force(state, kept, latched=is_latched(folder / OUTER))
     asks = (
@@ -115,7 +117,7 @@ def force_roster(
 def island_folders(run: str) -> dict[str, Path]:
     """Return the folders of the run's islands on this machine, by peer id."""
     from diloco.comm.peers.identity import Identity
-    from diloco.history.log import find_logs
+    from diloco.history.find import find_logs
 
     folders = [log.parent for log in find_logs(run)]
     found = [folder for folder in folders if (folder / "identity.key").is_file()]

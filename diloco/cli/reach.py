@@ -14,7 +14,8 @@ from diloco.comm.peers.directory import lock_identity
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.errors import DilocoError
-from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards
+from diloco.run.folder import IDENTITY_KEY
+from diloco.run.peer import Connection, Peer, host_towards
 from diloco.units import format_rate
 
 MEET_S = 20.0  # for members to know this machine, and this machine them

@@ -63,7 +63,7 @@ def key(
     The key is made if there is none.
     """
     from diloco.comm.peers.identity import Identity
-    from diloco.run.peer import IDENTITY_KEY
+    from diloco.run.folder import IDENTITY_KEY
 
     print(Identity.load(dir / IDENTITY_KEY).peer_id)
 
@@ -74,7 +74,8 @@ def list_(run: RunName) -> None:
 
     Those that were made where it was founded: who came in with each, and until when others can.
     """
-    from diloco.history.log import find_logs, names_of, newest_state
+    from diloco.history.find import find_logs, names_of
+    from diloco.history.log import newest_state
     from diloco.run.folder import OUTER
     from diloco.run.invites import made_tickets
     from diloco.train.amend import with_waiting
@@ -84,7 +85,7 @@ def list_(run: RunName) -> None:
     revoked = {key for each in with_waiting(folder, state.amendments) for key in each.revokes}
     for made in made_tickets(folder):
         invite = made.invite
-        came = [names.get(peer, peer[-8:]) for peer, by, _ in state.admitted if by == invite.key.hex()]
+        came = [names.of(peer) for peer, by, _ in state.admitted if by == invite.key.hex()]
         who = f"…{invite.key.hex()[-8:]} only, " if invite.bound else ""
         until = "revoked" if invite.key.hex() in revoked else f"until {made.expiry}"
         used = f"{len(came)} of {invite.islands} used{': ' * bool(came)}{', '.join(came)}"
@@ -132,7 +133,8 @@ def show(run: RunName) -> None:
     addresses that were known last.
     """
     from diloco.comm.peers.ticket import Ticket
-    from diloco.history.log import find_logs, newest_state
+    from diloco.history.find import find_logs
+    from diloco.history.log import newest_state
     from diloco.run.folder import OUTER
     from diloco.run.invites import TICKET
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint.save.facts import order, read_facts, saves
+from diloco.checkpoint.save.facts import order, read_facts
 from diloco.checkpoint.save.saver import read_outer
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
@@ -20,13 +20,12 @@ from diloco.data.samples import OWN_LOOP
 from diloco.data.source import source_kind
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.errors import DataError, SaveError
+from diloco.history.find import RUNS, saves_of
 from diloco.island.island import materialise
 from diloco.island.layout import Layout
 from diloco.model.build import Network, build_network
 from diloco.model.decoder import Decoder
 from diloco.run.folder import refuse_other_protocols
-
-RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,6 @@ def find_run(name: str) -> Path:
     names = sorted(path.name for path in RUNS.glob("*") if saves_of(path))
     hint = f"there are {', '.join(names)}" if names else "give the folder that checkpoint.dir named"
     raise SaveError(f"{name}: no such run, neither as a folder nor under {RUNS}/: {hint}")
-
-
-def saves_of(folder: Path) -> list[Path]:
-    """List the saves of a run, or of all the islands that it has on this machine."""
-    return [save for place in (folder, *folder.glob("island-*")) for save in saves(place)]
 
 
 def load_trained(folder: Path) -> TrainedModel:

@@ -4,111 +4,49 @@ Nothing is changed here, and the run may be training meanwhile.
 """
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Journal, Trouble
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
 from diloco.checkpoint.save.facts import FACTS
 from diloco.checkpoint.save.saver import write_outer_save
-from diloco.comm.peers.identity import Identity
 from diloco.elastic.protocol.messages import Memory
 from diloco.elastic.protocol.ranges import Ranges
-from diloco.elastic.protocol.record import Head, Record
+from diloco.elastic.protocol.record import Head
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.headers import header_of
 from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, points_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
-from diloco.history.load import RUNS, saves_of
-from diloco.run.folder import OUTER, has_log, refuse_other_protocols
 from diloco.run.genesis import FILE, Genesis, read_genesis
-from diloco.run.peer import read_names
-from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 
-ID_LETTERS = 8  # of a peer id, where an island's name is not known
 WRITING_S = 0.5  # what is torn for longer is not being written
 
 
-@dataclass(frozen=True)
-class Row:
-    """Describe one committed round, for `diloco log`."""
+def headers(log: Path) -> list[RoundHeader]:
+    """List the rounds of the chain that leads to the newest one, oldest first, as far back as the log reaches.
 
-    round: int
-    fragment: int  # -1: it changes no parameter
-    step: int
-    contributors: tuple[str, ...]  # peer ids
-    tokens: int
-    bytes: int
-    digest: str
-    amendment: str = ""  # what the run's owner changed by it
-
-
-def find_logs(name: str) -> list[Path]:
-    """List the folders with a log: of an island, or of all islands that a run has on this machine. Raise SaveError
-    where there are none."""
-    for place in (Path(name).expanduser(), RUNS / name):
-        found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
-        if found:
-            refuse_other_protocols(place)
-            return [island / OUTER for island in found]
-    if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
-        raise SaveError(
-            f"{name}: an earlier diloco trained an island alone there, without a log of its rounds: "
-            "`diloco export` reads it"
-        )
-    raise SaveError(
-        f"{name}: no log there, neither as a folder nor under {RUNS}/: give the folder that checkpoint.dir named"
-    )
-
-
-def names_of(logs: list[Path]) -> dict[str, str]:
-    """Return the names of islands by their peer ids: those on this machine, and those that these have heard of."""
-    heard = {peer: name for log in logs for peer, name in read_names(log.parent).items()}
-    keys = {log.parent / "identity.key": log.parent.name for log in logs}
-    return {Identity.load(key).peer_id: name for key, name in keys.items() if key.exists()} | heard
-
-
-def island_named(name: str, roster: Collection[str], names: dict[str, str], gone: Collection[str] = ()) -> str:
-    """Return the id of the member with this name, or whose id ends so; if there is none, of those who are gone.
-
-    Raise SaveError unless it is exactly one.
+    A log whose folder has a history (`diloco.history.rounds`) need not be read for that.
     """
-
-    def among(peers: Collection[str]) -> list[str]:
-        return [peer for peer in peers if name == names.get(peer) or (len(name) >= ID_LETTERS and peer.endswith(name))]
-
-    found = among(roster) or among(gone)
-    if len(found) == 1:
-        return found[0]
-    if not name:
-        raise SaveError("an empty name: remove the extra comma")
-    known = ", ".join(f"{names.get(peer, 'unknown')} (…{peer[-ID_LETTERS:]})" for peer in (*roster, *gone))
-    raise SaveError(f"{name}: {'two islands are called that' if found else 'no such island'}; the run has {known}")
-
-
-def rows(log: Path) -> list[Row]:
-    """List the rounds of the chain that leads to the newest one, oldest first."""
     journal = Journal.read(log)
     best = max(points_of(log, journal), key=lambda point: point.precedence, default=None)
-    head = best.end.head.digest if best is not None else ""
-    return [_row(logged_of(entry).record, journal) for entry in journal.leading_to(head)]
-
-
-def _row(record: Record, journal: Journal) -> Row:
-    proposal, place = record.proposal, journal.payloads.get(record.payload)
-    size = place.length if place is not None else 0
-    amendment = "" if proposal.amendment is None else in_words(proposal.amendment)
-    return Row(
-        proposal.key.round, proposal.fragment, proposal.step, proposal.islands, proposal.tokens, size, record.digest,
-        amendment,
-    )  # fmt: skip
+    logged = [logged_of(entry) for entry in journal.leading_to(best.end.head.digest)] if best is not None else []
+    total = 0 if best is None else best.end.head.tokens - sum(each.record.proposal.tokens for each in logged)
+    found, roster = list[RoundHeader](), tuple[str, ...]()
+    for each in logged:
+        proposal, place = each.record.proposal, journal.payloads.get(each.record.payload)
+        total += proposal.tokens
+        found.append(header_of(each, roster, total, place.length if place is not None else 0))
+        roster = proposal.roster
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP
 from diloco.elastic.protocol.state import RunState
 from diloco.errors import ConfigError, SaveError
-from diloco.history.log import find_logs, fragments_in, furthest, genesis_of, state_of
+from diloco.history.find import find_logs
+from diloco.history.log import fragments_in, furthest, genesis_of, state_of
 from diloco.run.branch import goes_on, refuse_other_state, released, write_branch
 from diloco.run.folder import OUTER, has_log
 from diloco.run.genesis import Genesis, own_sections

@@ -23,9 +23,9 @@ from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
 from diloco.comm.peers.identity import Identity
 from diloco.config.schema import Config
 from diloco.errors import DirectoryError, SaveError
-from diloco.run.folder import OWNER_KEY, hold_folder, refuse_foreign
+from diloco.run.folder import IDENTITY_KEY, OWNER_KEY, hold_folder, refuse_foreign
 from diloco.run.join import Search, publish
-from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen_host
+from diloco.run.peer import Connection, Peer, host_towards, listen_host
 from diloco.run.secret import FOUNDED, IslandSecret, host_port
 
 LOCK_S = 60.0  # for an earlier process of this island to end

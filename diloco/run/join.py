@@ -258,7 +258,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     inbox = Inbox(Path(config.dir))
 
     def report(note: Note) -> None:
-        what, island, text = note.kind, peer.name_of(note.peer), peer.with_names(note.text)
+        what, island, text = note.kind, peer.name_of(note.peer), peer.names.in_text(note.text)
         part.events.emit(IslandNews(what=what, island=island, text=text))
 
     def hand_in(bring: Callable[[Amendment], None]) -> None:

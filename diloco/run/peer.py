@@ -32,14 +32,14 @@ from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import EVICTED, Network
 from diloco.errors import ConfigError, DaemonLost, DirectoryError, Evicted, IdentityError, TicketError
+from diloco.run.folder import IDENTITY_KEY
 from diloco.run.gate import TAKEN_OUT, Gate
+from diloco.run.names import NAMES, Names, read_names
 from diloco.run.reachable import Reachability
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
 
-IDENTITY_KEY = "identity.key"  # in an island's folder
-NAMES = "names"
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
 LOOK_S, ASK_OTHERS_S = 1.0, 15.0  # between looks into the directory: at what is here, and at what others have
@@ -99,7 +99,7 @@ class LocalPeer:
         self.state: Callable[[], RunState | None] = lambda: None  # what is committed, as far as it is known here
         self.report: Callable[[str, str, str], None] = lambda what, peer, text: None
         self._names_file = folder / NAMES
-        self._names = {**read_names(folder), self.id: connection.name}  # they outlive records, and this process
+        self.names = Names({**read_names(folder), self.id: connection.name})  # they outlive records, and this process
         self.plain: Transport = MemoryNetwork().transport(self.id)
         self.bulk: Transport = self.plain
         self._stop = threading.Event()
@@ -118,23 +118,17 @@ class LocalPeer:
 
     def _keep_names(self, names: Mapping[str, str]) -> None:
         """Remember the names of islands, on the disk too: commands take them when nobody is there to ask."""
-        if names.items() <= self._names.items():
+        if names.items() <= self.names.known.items():
             return
-        self._names = {**self._names, **names}
+        self.names = Names({**self.names.known, **names})
         try:
-            write_file(self._names_file, json.dumps(self._names, indent=1) + "\n")
+            write_file(self._names_file, json.dumps(self.names.known, indent=1) + "\n")
         except OSError as error:
             log.warning("the others' names could not be kept: %s", error)
 
-    def with_names(self, text: str) -> str:
-        """Return a text with islands' names instead of their ids."""
-        for peer, name in list(self._names.items()):
-            text = text.replace(peer, name)
-        return text
-
     def name_of(self, peer: str) -> str:
-        """Return the name that a peer published, or the end of its id."""
-        return self._names.get(peer, peer[-8:])
+        """Return what an island is called, for people."""
+        return self.names.of(peer)
 
     def watch(self, know: Know, fail: Fail) -> None:
         """Call `know` every second on a thread, even if it never brings an address: it also looks for amendments.
@@ -408,15 +402,6 @@ class Peer(LocalPeer):
     def close(self) -> None:
         super().close()
         self.directory.close()
-
-
-def read_names(folder: Path) -> dict[str, str]:
-    """Return the names of islands, by their ids, that the island in this folder has heard of."""
-    try:
-        names = json.loads((folder / NAMES).read_bytes())
-        return {str(peer): str(name) for peer, name in names.items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:

@@ -29,6 +29,7 @@ from diloco.report.sinks import Events
 from diloco.run.attach import Attachment, anybody_has_the_run, wait_for_ports
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
+    IDENTITY_KEY,
     OUTER,
     OWNER_KEY,
     has_begun,
@@ -50,7 +51,7 @@ from diloco.run.join import (
     meet,
     open_store,
 )
-from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
+from diloco.run.peer import Connection, LocalPeer, Peer
 from diloco.run.shared import refuse_unshared
 from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness

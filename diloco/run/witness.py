@@ -77,5 +77,5 @@ class Witness:
             self.events.emit(change)
         for amendment in state.amendments[len(before.amendments) :]:
             steps = self._amended.at(state.amendments).inner.steps
-            self.events.emit(Amended(number=amendment.number, text=in_words(amendment), steps=steps))
+            self.events.emit(Amended(number=amendment.number, text=in_words(amendment, self._names), steps=steps))
         return state

@@ -5,7 +5,7 @@ others. A change applies from the record that contains it on, to every island, a
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +91,22 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return parse_config(tree)
 
 
-def in_words(amendment: Amendment) -> str:
-    """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is."""
+def key_end(peer: str) -> str:
+    """Return the end of a peer id, for an island whose name is not at hand."""
+    return f"…{peer[-8:]}"
+
+
+def in_words(amendment: Amendment, name: Callable[[str], str] = key_end) -> str:
+    """Format an amendment for people: `inner.lr=0.0001, inner.steps=4000`. One that cannot be parsed stays as it is.
+
+    `name` says what islands are called, by their ids.
+    """
     try:
         changes = json.loads(amendment.changes)
-        told = [f"…{peer[-8:]} is taken out" for peer in sorted(amendment.evicts)]
+        told = [f"{name(peer)} is taken out" for peer in sorted(amendment.evicts)]
         told += [f"the ticket {invite[:8]} is revoked" for invite in sorted(amendment.revokes)]
         if FORCE in changes:
-            told.append(f"only {', '.join('…' + peer[-8:] for peer in changes[FORCE]['keep'])} go on")
+            told.append(f"only {', '.join(map(name, changes[FORCE]['keep']))} go on")
         others = {key: value for key, value in changes.items() if key not in (EVICT, FORCE, REVOKE)}
         return ", ".join([*told, *(f"{key}={value}" for key, value in others.items())])
     except (

@@ -28,7 +28,7 @@ from diloco.model.flops import Meter
 from diloco.model.frozen import FrozenDigests
 from diloco.report.events import Amended, End, Note, Resume, Saved, Start, Step, Wait
 from diloco.report.sinks import Events
-from diloco.train.amend import in_words
+from diloco.train.amend import in_words, key_end
 from diloco.train.outer import outer_vectors
 from diloco.train.resume import EarlierSave, fold_back
 from diloco.train.rounds import Rounds
@@ -218,6 +218,9 @@ class Participant(ABC):
         if passes % self.config.checkpoint.snapshot_every == 0 and not self.finished:
             self.begin_save()
 
+    def _name_of(self, peer: str) -> str:
+        return key_end(peer) if self.rounds is None else self.rounds.name_of(peer)
+
     def report_amendments(self) -> None:
         """Apply and report what the run's owner has changed since the last call.
 
@@ -230,7 +233,7 @@ class Participant(ABC):
         for amendment in self._amendments:
             if amendment not in before:
                 steps = self.sync.config.inner.steps
-                self.events.emit(Amended(number=amendment.number, text=in_words(amendment), steps=steps))
+                self.events.emit(Amended(number=amendment.number, text=in_words(amendment, self._name_of), steps=steps))
 
     # leaving
 

@@ -53,7 +53,7 @@ class Rounds:
         spill = Path(config.dir) / SPILLED if driver.store.keeps else None
         self.driver = driver
         self.session = Session(driver, self.fragments, config.sync.codec, feedback=feedback, spill=spill)
-        self._names = names  # of islands, for people
+        self.name_of = names  # of islands, for people
         self._config = AmendedConfig(config)
         with driver.replica.reading() as vectors:
             self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
@@ -102,14 +102,14 @@ class Rounds:
         """Describe, for people, the rounds that are over since the last call."""
         seen, before = self.session.state.head.round, self._reported
         self._reported = max(self._reported, seen)
-        events = round_events(self.driver, range(before + 1, seen + 1), self._names)
+        events = round_events(self.driver, range(before + 1, seen + 1), self.name_of)
         self.contributors = next((e.contributors for e in reversed(events) if e.contributors), self.contributors)
         return events
 
     def roster_events(self) -> list[IslandNews]:
         """Describe, for people, how the roster has changed since the last call."""
         before, self._roster = self._roster, self.session.state.roster
-        return roster_events(self.driver, before, self._roster, self._names)
+        return roster_events(self.driver, before, self._roster, self.name_of)
 
     def exhausted(self) -> bool:
         """Tell whether the run is out of samples: none are left to lease, and no island holds enough for a batch."""

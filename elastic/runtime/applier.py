@@ -8,12 +8,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
 from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
 from diloco.checkpoint.log.snapshot import SnapshotContents
@@ -25,6 +26,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import decode, encode, to_plain
 from diloco.elastic.runtime.fetching import FetchedState, StateManifest, entry_of
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.headers import header_of
 
 KEEP_RECORDS = 1000  # for those who tell people what happened
 LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
@@ -85,6 +87,7 @@ class Applier:
         self.library.put("fragments", encode(run.fragments.ranges))  # for a witness, which builds no model
         self.log = OuterLog(self.library, lambda payload: payload == EMPTY or store.has(payload))
         self.log.replace(known)
+        self._complete_history(known, state)
         self.vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
         self._logged = state
@@ -109,16 +112,31 @@ class Applier:
 
         Its result must be held by now.
         """
-        record = logged.record
-        state = self._logged = self._logged.after(record)
+        record, before = logged.record, self._logged
+        state = self._logged = before.after(record)
         payload = self._results[record.payload]
         self._forget_results()
         entry = entry_of(logged)
         self.store.append(entry, rotate=self.run.wants_snapshot_of(state, record))
+        self.store.keep_header(header_of(logged, before.roster, state.head.tokens, self.run.result_bytes(record)))
         self.log.append(entry)
         self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
         return state
+
+    def _complete_history(self, known: Sequence[Entry], state: RunState) -> None:
+        """Add headers of records that the log still has and the history lacks: a crash came between the two."""
+        if not any(self.store.lacks_header(entry.digest) for entry in known):
+            return
+        records = [decode(LoggedRecord, entry.header) for entry in known]
+        total, roster = state.head.tokens - sum(each.record.proposal.tokens for each in records), tuple[str, ...]()
+        for logged in records:
+            proposal = logged.record.proposal
+            total += proposal.tokens
+            if self.store.lacks_header(logged.record.digest):
+                size = self.run.result_bytes(logged.record)
+                self.store.keep_header(header_of(logged, roster, total, size))
+            roster = proposal.roster
 
     def holds(self, payload: str) -> bool:
         """Return whether a result is at hand."""

@@ -19,8 +19,8 @@ from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.elastic.runtime.mailbox import CHANNEL, MAX_STREAMS_OF_ONE
 from diloco.errors import TransportError
 from diloco.history.log import newest_state
-from diloco.run.folder import OUTER
-from diloco.run.peer import IDENTITY_KEY, Connection, Peer
+from diloco.run.folder import IDENTITY_KEY, OUTER
+from diloco.run.peer import Connection, Peer
 
 AT_ONCE = 8
 MORE_THREADS = 3 * 64 + 50  # handshakes of both transports that come and go, and the few that are listened to

@@ -1,0 +1,24 @@
+"""Tables as plain text that no width wraps: for a pipe, a file, and a terminal alike."""
+
+from collections.abc import Iterable, Sequence
+
+# what a peer calls itself may hold anything, and a terminal would obey
+HARMLESS = dict.fromkeys({*range(32), *range(127, 160)}, "\ufffd")
+
+
+def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Iterable[str] = ()) -> list[str]:
+    """Return the lines of a table: columns padded to their widest cell, the last one as it is.
+
+    Columns are aligned to the right, but those named in `left` and the last one. Control characters are replaced.
+    """
+    cells = [list(head), *([str(cell).translate(HARMLESS) for cell in row] for row in rows)]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
+    to_left = {at for at, name in enumerate(head) if name in set(left) or at == len(head) - 1}
+    return ["  ".join(_padded(row, widths, to_left)).rstrip() for row in cells]
+
+
+def _padded(row: Sequence[str], widths: Sequence[int], to_left: set[int]) -> list[str]:
+    return [
+        cell.ljust(width) if at in to_left else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]

@@ -1,0 +1,158 @@
+"""The headers of all rounds stay, whatever is pruned, torn or resumed; and `diloco log` shows them to people."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from alone import train
+from logs import ROUNDS
+
+from diloco.checkpoint.log.history import (
+    HISTORY,
+    ContributionHeader,
+    HistoryFile,
+    RoundHeader,
+    chain_of,
+    read_headers,
+)
+from diloco.history.rounds import history_of
+from diloco.report.tables import aligned
+from diloco.run.names import Names
+
+
+def digest(number: int, branch: str = "a") -> str:
+    return f"{branch}{number}".rjust(64, "0")
+
+
+def header(number: int, branch: str = "a", parent: str | None = None) -> RoundHeader:
+    part = ContributionHeader("island", 10, 2, 10, loss=float(number))
+    return RoundHeader(
+        digest(number, branch), digest(number - 1, branch) if parent is None else parent, number, 1000 * number, 0,
+        number, 0, 10, 10 * number, 100, (part,), 1,
+    )  # fmt: skip
+
+
+def rounds(found: list[RoundHeader]) -> list[int]:
+    return [each.round for each in found]
+
+
+def test_what_is_written_is_read_back_and_nothing_is_there_twice(tmp_path):
+    file = HistoryFile(tmp_path)
+    for number in (1, 2, 2):
+        file.append(header(number))
+    again = HistoryFile(tmp_path)
+    assert not again.lacks(digest(2)) and again.lacks(digest(3))
+    again.append(header(2))
+    again.append(header(3))
+    again.sync()
+    assert read_headers(tmp_path) == [header(1), header(2), header(3)]
+
+
+def test_a_torn_line_is_cut_off_and_garbage_is_passed_over(tmp_path):
+    HistoryFile(tmp_path).append(header(1))
+    with (tmp_path / HISTORY).open("ab") as file:
+        file.write(b"\0" * 100 + b"\n" + header(2).line()[:-20])
+    assert rounds(read_headers(tmp_path)) == [1]
+    file = HistoryFile(tmp_path)
+    file.append(header(2))
+    assert rounds(read_headers(tmp_path)) == [1, 2]
+
+
+def test_a_disk_that_refuses_loses_no_header_once_it_takes_them_again(tmp_path):
+    file = HistoryFile(tmp_path)
+    (tmp_path / HISTORY).rename(tmp_path / "away")
+    (tmp_path / HISTORY).mkdir()  # no file can be written there, not even by root
+    file.append(header(1))
+    with pytest.raises(OSError, match="1 headers could not be written"):
+        file.sync()
+    (tmp_path / HISTORY).rmdir()
+    (tmp_path / "away").rename(tmp_path / HISTORY)
+    file.append(header(2))
+    assert rounds(read_headers(tmp_path)) == [1, 2]
+
+
+def test_the_chain_is_that_of_the_last_header():
+    one, other = [header(number) for number in (1, 2, 3)], [header(2, "b", digest(1)), header(3, "b")]
+    assert chain_of([*one, *other]) == [one[0], *other]
+
+
+def test_a_gap_is_filled_by_others_or_stays_one():
+    own, others = [header(1), header(2), header(6), header(7)], [header(number) for number in range(3, 7)]
+    assert rounds(chain_of(own)) == [1, 2, 6, 7]
+    assert rounds(chain_of(own, others)) == [1, 2, 3, 4, 5, 6, 7]
+    assert chain_of([]) == []
+
+
+def test_headers_stay_when_states_go_and_a_resume_adds_to_them(small, tmp_path, command):
+    config = small(checkpoint={"keep": 1, "snapshot_every": 1}, sync={"every": 2})
+    train(config, until=8)
+    train(config, resume=True)
+    log = tmp_path / "run" / "outer"
+    last = read_headers(log)[-1].round
+    found = history_of([log])
+    assert rounds(found.rounds) == list(range(1, last + 1))
+    assert found.states is not None and found.states[0] > 1 and found.states[1] == last
+    assert all(part.tokens for each in found.rounds for part in each.contributions)
+    text = command("log", tmp_path / "run").out
+    assert "run" in text and f"states of rounds {found.states[0]} to {last} can be had" in text
+    assert "earlier ones were removed (checkpoint.keep)" in text
+    listed = json.loads(command("log", tmp_path / "run", "--json").out)
+    assert [row["state"] for row in listed] == [row["round"] >= found.states[0] for row in listed]
+    assert {name for row in listed for name in row["contributors"]} == {"run"}
+
+
+def test_what_a_crash_has_cost_is_added_again_from_the_log(small, tmp_path):
+    config = small(sync={"every": 2})
+    train(config, until=8)
+    path = tmp_path / "run" / "outer" / HISTORY
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    train(config, resume=True)
+    found = read_headers(path.parent)
+    assert rounds(chain_of(found)) == list(range(1, found[-1].round + 1))
+    assert len({each.digest for each in found}) == len(found)
+    assert found[len(lines) - 2].total_tokens == json.loads(lines[-2])["total_tokens"]
+
+
+def test_a_pipe_wraps_no_line_and_nothing_heavy_is_imported(log):
+    folder, _ = log
+    program = (
+        "import sys; from diloco.cli import main; sys.argv = ['diloco', *sys.argv[1:]]\n"
+        "try: main()\nfinally: print('imported:', *[n for n in ('torch', 'hivemind') if n in sys.modules])"
+    )
+    environment = {**os.environ, "COLUMNS": "40"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "log", str(folder.parent)], capture_output=True, text=True, env=environment
+    )
+    head, *rows, states, imported = done.stdout.splitlines()
+    assert len(rows) == ROUNDS and len({len(row.split()) for row in rows}) == 1 and max(map(len, rows)) > 60
+    assert head.split()[0] == "round" and states.startswith("states of rounds 0 to 8") and imported == "imported:"
+
+
+def test_a_folder_of_an_earlier_version_has_the_rounds_that_its_log_still_has(log):
+    folder, _ = log
+    (folder / HISTORY).unlink()
+    assert rounds(history_of([folder]).rounds) == list(range(1, ROUNDS + 1))
+
+
+def test_phases_of_a_round_stand_in_the_next_one():
+    first, second = header(1), replace(header(2), phases_before=(1500, 200, 30))
+    from diloco.history.rounds import RunHistory
+
+    found = RunHistory([first, second], Names({}), None)
+    assert found.phases(first) == {"collect": 1.5, "exchange": 0.2, "store": 0.03} and found.phases(second) == {}
+    assert found.seconds(second) == 1.0 and found.seconds(first) is None
+
+
+def test_where_two_share_a_name_the_key_stands_beside_it():
+    names = Names({"12D3KooWabcdefgh": "one", "12D3KooWijklmnop": "one", "12D3KooWqrstuvwx": "two"})
+    assert names.of("12D3KooWabcdefgh") == "one (abcdefgh)" and names.of("12D3KooWqrstuvwx") == "two"
+    assert names.of("12D3KooWunknown0") == "unknown0"
+    assert names.in_text("for 12D3KooWqrstuvwx and 12D3KooWijklmnop") == "for two and one (ijklmnop)"
+
+
+def test_names_in_tables_do_not_move_the_cursor():
+    assert aligned(("a", "name"), [(1, "evil\x1b[2J\n")]) == ["a  name", "1  evil\ufffd[2J\ufffd"]
