@@ -109,6 +109,11 @@ def format_count(number: float) -> str:
     return _scaled(number, [("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)], space="")
 
 
+def format_loss(loss: float | None) -> str:
+    """Return a loss with four digits after the point; `nan` for one that is no number."""
+    return "nan" if loss is None else f"{loss:.4f}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number of things in words: `1 step`, `2 steps`."""
     return f"{number} {noun}{'s' * (number != 1)}"

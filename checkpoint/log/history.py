@@ -16,7 +16,6 @@ from typing import Any
 
 HISTORY = "history.jsonl"  # in an island's log folder
 DIGEST = re.compile(rb'^\{"digest": "([0-9a-f]{64})"')  # each line begins so
-PHASES = ("collect", "exchange", "store")
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ class RoundHeader:
     parent: str
     round: int
     time_ms: int  # when this island appended it, by its clock on the wall
-    at_ms: int  # when it began, by the run's clock; 0: not known
     step: int  # the run's clock after it
     fragment: int  # -1: it changes no parameter
     tokens: int
@@ -55,7 +53,8 @@ class RoundHeader:
     silent: tuple[str, ...] = ()  # members that gave the coordinator no answer
     amendment: int = 0  # the number of the owner's change; 0: none
     changes: str = ""  # what it changes, as it was signed
-    phases_before: tuple[int, ...] = ()  # milliseconds of PHASES in the round before, as its coordinator measured
+    collect_ms: int = 0  # from the commit before to its *begin*, as its coordinator measured; 0: not known
+    exchange_ms: int = 0  # and from that to its commit
     v: int = 1
 
     @property

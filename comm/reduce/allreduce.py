@@ -90,6 +90,7 @@ class Reduction:
         self._windows: dict[str, Window] = {}
         self._lacks: dict[str, list[Span]] = {}  # where it resumes: of each contribution, and of the mean (me)
         self._wanted: dict[tuple[str, int], list[Span]] = {}  # and what others lack of ours
+        self._came: dict[str, int] = {}  # bytes, by peer
         self._got: dict[str, list[Span]] = {peer: [] for peer in plan.members}  # of each contribution, and the mean
         self.kept: dict[str, KeptPages] = {}  # after a failure: what has come of each member
         norms = zip(plan.members, plan.norms, strict=False)
@@ -185,6 +186,11 @@ class Reduction:
         """Return the bytes that went out on all streams of this attempt so far."""
         return sum(stream.bytes_sent for stream in self._streams)
 
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes of contributions and results that have come in this attempt so far."""
+        return sum(list(self._came.values()))
+
     def _size(self, chunk: Span) -> int:
         return self.plan.codec.size(chunk.hi - chunk.lo)
 
@@ -244,6 +250,7 @@ class Reduction:
         if kind == RESULT:
             self._refuse_bad_result(stream.peer, part, room)
         got.append(part)
+        self._came[stream.peer] = self._came.get(stream.peer, 0) + room.numel()  # by one thread each
         self.progress[stream.peer].received()
 
     def _reduce(self) -> None:

@@ -92,3 +92,8 @@ class TwoLevelReduction:
     def bytes_sent(self) -> int:
         """Return the bytes sent so far on all levels that have begun."""
         return sum(level.bytes_sent for level in self._begun)
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes of contributions and results that have come in this attempt so far."""
+        return sum(level.bytes_received for level in self._begun)

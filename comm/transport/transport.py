@@ -184,12 +184,17 @@ class Inbox:
         self._open: WeakSet[Stream] = WeakSet()
         self._forgotten: deque[str] = deque(maxlen=MAX_WAITING)
         self._closed = False
+        self.may_open: Callable[[str, str], bool] = lambda peer, channel: True
 
     def put(self, channel: str, stream: Stream) -> None:
         """Add a stream to those that wait on its channel; raise PeerRefused if the channel is forgotten.
 
+        The same for one that its peer may not open, as `may_open` says.
+
         If too many wait, the oldest of one peer is closed.
         """
+        if not self.may_open(stream.peer, channel):
+            raise PeerRefused(f"{stream.peer} may not open {channel!r}")
         with self._changed:
             if channel in self._forgotten:
                 raise PeerRefused(f"nobody listens to {channel!r} any more")

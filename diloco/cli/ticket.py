@@ -20,6 +20,7 @@ ticket = typer.Typer(
 )
 ID_LETTERS = 8  # of an invite's key, by which people name it
 DAY_S = 24 * 3600.0
+WATCHERS = 32  # that may look at a time, by one ticket
 
 
 @ticket.command(epilog="Example: diloco ticket create islands --islands 2 --days 7")
@@ -29,7 +30,10 @@ def create(
         str | None,
         typer.Option("--for", metavar="KEY", help="Admit one island only, by its key: diloco ticket key DIR."),
     ] = None,
-    islands: Annotated[int, typer.Option(min=1, help="How many islands may come in with it, ever.")] = 1,
+    islands: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many islands may come in with it, ever; or watch at a time (default 1, or 32)."),
+    ] = None,
     days: Annotated[float, typer.Option(help="How long others may come in with it.")] = 30.0,
     right: Annotated[
         str, typer.Option(help="contribute, witness (stores and votes), observe or watch.")
@@ -49,7 +53,8 @@ def create(
         raise TicketError(f"--right {right}: use {', '.join(name.lower() for name in Right.__members__)}")
     made = make_ticket(
         folder, Identity.load(folder / OWNER_KEY), known_addresses(folder), lifetime_s=days * DAY_S,
-        peer=None if for_ is None else public_key_in(for_), right=Right[right.upper()], islands=islands,
+        peer=None if for_ is None else public_key_in(for_), right=Right[right.upper()],
+        islands=islands or (WATCHERS if right.upper() == Right.WATCH.name else 1),
     )  # fmt: skip
     print(_at_head(made, folder).render())
 

@@ -6,11 +6,10 @@ folder was written by an earlier diloco, without a history: then its log is read
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.log.history import PHASES, RoundHeader, chain_of, read_headers
+from diloco.checkpoint.log.history import RoundHeader, chain_of, read_headers
 from diloco.elastic.protocol.record import Amendment
 from diloco.history.find import names_of
 from diloco.run.folder import OUTER
@@ -31,15 +30,6 @@ class RunHistory:
     names: Names
     states: tuple[int, int] | None  # the first and the last round whose states can be had; None: no snapshot is left
     part: int = 0  # at which place of `rounds` the part begins that the states are of
-
-    @cached_property
-    def _next(self) -> dict[str, RoundHeader]:
-        return {header.parent: header for header in self.rounds}
-
-    def phases(self, header: RoundHeader) -> dict[str, float]:
-        """Return the seconds of a round's phases as its coordinator measured them; empty where that is not known."""
-        after = self._next.get(header.digest)
-        return {} if after is None else {n: ms / 1000 for n, ms in zip(PHASES, after.phases_before, strict=False)}
 
     def seconds(self, header: RoundHeader) -> float | None:
         """Return how long after the round before it a round was committed; None for the first of a stretch."""
@@ -71,10 +61,11 @@ class RunHistory:
         who = {kind: list(map(self.names.of, getattr(header, kind))) for kind in ("joined", "left", "silent")}
         return {
             "round": header.round, "digest": header.digest, "parent": header.parent, "time": header.time_ms / 1000,
-            "began": header.at_ms / 1000, "step": header.step, "fragment": header.fragment, "tokens": header.tokens,
+            "step": header.step, "fragment": header.fragment, "tokens": header.tokens,
             "total_tokens": header.total_tokens, "bytes": header.size, "loss": header.loss,
             "contributors": [part["name"] for part in parts], "contributions": parts, "islands": header.islands, **who,
-            "amendment": self.changes(header), "phases": self.phases(header), "state": self.has_state(at),
+            "amendment": self.changes(header), "collect_s": header.collect_ms / 1000,
+            "exchange_s": header.exchange_ms / 1000, "state": self.has_state(at),
         }  # fmt: skip
 
 

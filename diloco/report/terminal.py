@@ -28,7 +28,7 @@ from diloco.report.events import (
     WitnessStart,
 )
 from diloco.report.sinks import Sink
-from diloco.units import counted, format_count, format_duration
+from diloco.units import counted, format_count, format_duration, format_loss
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_POINTS = 48
@@ -76,11 +76,6 @@ def sentence(event: Event) -> str | None:
 
 def _at(event: Round | Validation) -> str:
     return f"round {event.round:>3}  step {event.step:>5}"
-
-
-def format_loss(loss: float | None) -> str:
-    """Return a loss with four digits after the point; `nan` for one that is no number."""
-    return "nan" if loss is None else f"{loss:.4f}"
 
 
 def names(islands: Sequence[str]) -> str:

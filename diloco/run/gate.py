@@ -47,6 +47,8 @@ class Gate:
                 return reason
         if peer not in self._let_in and RUN_CLOCK.now() >= invite.expires_at:
             return "its ticket has expired"
+        if invite.right not in MEMBERS:  # whoever only looks takes nobody's place
+            return ""
         if peer not in self._let_in and self._taken(invite.key, state) >= invite.islands:
             return "the places of its ticket are taken by others that came within the last minute"
         self._let_in[peer] = invite.key, self._clock()
@@ -71,6 +73,11 @@ class Gate:
             self._refused[peer] = reason
             log.warning("%s is kept out: %s", record.name, reason)
         return False
+
+    def may_watch(self, peer: str, record: PeerRecord) -> bool:
+        """Return whether a peer may ask for this island's status, and for nothing else."""
+        admission = check_admission(record.admission, record.run_id, record.public_key)
+        return admission.invite.right == Right.WATCH and not self.objection(peer, admission)
 
     def knows(self, peer: str) -> bool:
         """Tell whether a peer was ever a member: it may connect when its record has long expired."""

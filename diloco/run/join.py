@@ -44,6 +44,7 @@ from diloco.report.sinks import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import LocalPeer, Peer
+from diloco.run.status import StatusKeeper
 from diloco.train.amend import Inbox, amended, objection
 from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
@@ -296,6 +297,9 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     peer.publish()
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)
+    keeper = StatusKeeper(Path(config.dir), driver, peer, part)
+    stack.callback(keeper.close)  # before the driver and the store are closed
+    part.events.attach(keeper)
     return driver
 
 

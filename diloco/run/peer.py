@@ -36,6 +36,7 @@ from diloco.run.folder import IDENTITY_KEY
 from diloco.run.gate import TAKEN_OUT, Gate
 from diloco.run.names import NAMES, Names, read_names
 from diloco.run.reachable import Reachability
+from diloco.run.status import CHANNEL as STATUS_CHANNEL
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -162,12 +163,14 @@ class Peer(LocalPeer):
         self._publish_soon, self._ask_soon = threading.Event(), threading.Event()
         self._told_reached = ""
         self._gate = Gate(lambda: self.state())
+        self._watchers: frozenset[str] = frozenset()
         self._redial = Redial()
         self._reopened_at: list[float] = []
         self._ran_at = time.monotonic()  # p2pd
         self.directory = self._enter(lonely=lonely)
         self._book.keep_own(self.addresses)
         inbox = Inbox()
+        inbox.may_open = self._may_open
         self._direct = self._listen(inbox)
         rate = connection.relay_bits_per_s
         self._relay = Relay(
@@ -288,6 +291,7 @@ class Peer(LocalPeer):
         """
         found = {peer_id_of(key): record for key, record in self.directory.peers(ask_others=ask_others).items()}
         found.pop(self.id, None)
+        watchers = {peer: record for peer, record in found.items() if self._gate.may_watch(peer, record)}
         found = {peer: record for peer, record in found.items() if self._gate.may_speak(peer, record)}
         for peer, record in found.items():
             if peer not in self.records or self.records[peer].sequence != record.sequence:
@@ -295,10 +299,15 @@ class Peer(LocalPeer):
         before = {peer: record for peer, record in self.records.items() if self._gate.knows(peer)}
         self.records = {peer: record for peer, record in before.items() if self._gate.may_speak(peer, record)} | found
         self._keep_names({peer: record.name for peer, record in found.items()})
-        self._auto.allow(address_of(peer, record) for peer, record in self.records.items())
+        self._watchers = frozenset(watchers)
+        self._auto.allow(address_of(peer, record) for peer, record in (self.records | watchers).items())
         for peer in self._gate.kept_out:
             self._direct.inbox.drop(peer)  # again and again: it may have been about to open another one
         return {peer: address_of(peer, record) for peer, record in found.items()}
+
+    def _may_open(self, peer: str, channel: str) -> bool:
+        """Tell whether a peer may open a stream: one that only watches may ask for the status, and nothing else."""
+        return channel == STATUS_CHANNEL or peer not in self._watchers
 
     def _is_member(self, peer: str) -> bool:
         state = self.state()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
 from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
@@ -82,6 +83,7 @@ class Applier:
         known = store.entries()
         last = (decode(LoggedRecord, entry.header).record for entry in known[-LAST_RECORDS:])
         self.records: deque[Record] = deque(last, maxlen=KEEP_RECORDS)
+        self.headers: deque[RoundHeader] = deque(maxlen=KEEP_RECORDS)
         self.library = Library(self._make_item)
         self.library.put("genesis", run.genesis)
         self.library.put("fragments", encode(run.fragments.ranges))  # for a witness, which builds no model
@@ -118,24 +120,29 @@ class Applier:
         self._forget_results()
         entry = entry_of(logged)
         self.store.append(entry, rotate=self.run.wants_snapshot_of(state, record))
-        self.store.keep_header(header_of(logged, before.roster, state.head.tokens, self.run.result_bytes(record)))
+        header = header_of(logged, before.roster, state.head.tokens, self.run.result_bytes(record))
+        self.headers.append(header)
+        self.store.keep_header(header)
         self.log.append(entry)
         self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
         return state
 
     def _complete_history(self, known: Sequence[Entry], state: RunState) -> None:
-        """Add headers of records that the log still has and the history lacks: a crash came between the two."""
-        if not any(self.store.lacks_header(entry.digest) for entry in known):
-            return
-        records = [decode(LoggedRecord, entry.header) for entry in known]
+        """Add headers of records that the log still has and the history lacks: a crash came between the two.
+
+        The last ones are kept in mind.
+        """
+        whole = not any(self.store.lacks_header(entry.digest) for entry in known)
+        records = [decode(LoggedRecord, entry.header) for entry in (known[-LAST_RECORDS:] if whole else known)]
         total, roster = state.head.tokens - sum(each.record.proposal.tokens for each in records), tuple[str, ...]()
         for logged in records:
             proposal = logged.record.proposal
             total += proposal.tokens
-            if self.store.lacks_header(logged.record.digest):
-                size = self.run.result_bytes(logged.record)
-                self.store.keep_header(header_of(logged, roster, total, size))
+            header = header_of(logged, roster, total, self.run.result_bytes(logged.record))
+            self.headers.append(header)
+            if self.store.lacks_header(header.digest):
+                self.store.keep_header(header)
             roster = proposal.roster
 
     def holds(self, payload: str) -> bool:

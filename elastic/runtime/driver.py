@@ -59,7 +59,7 @@ class Driver:
         self.contribution: Callable[[msg.Begin], Tensor] | None = None  # set by the trainer's side
         self.last_outcome: Outcome | None = None  # of an attempt that worked, with others
         self._stalls = 0  # since then
-        self._bytes_reduced = 0
+        self._bytes_reduced = self._bytes_came = 0
         self._attempts: dict[Ballot, Attempt] = {}
         self.pages = PageStore()  # of attempts at the round that is next
         self._inputs: queue.SimpleQueue[Input | None] = queue.SimpleQueue()
@@ -103,6 +103,11 @@ class Driver:
     def bytes_sent(self) -> int:
         """Return the bytes sent for rounds so far: all-reduces, failed ones too, and control messages."""
         return self._bytes_reduced + self.mailbox.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes received for rounds so far: all-reduces and control messages."""
+        return self._bytes_came + self.mailbox.bytes_received
 
     def post(self, step: Input) -> None:
         """Queue an input for the driver's thread, which calls it with the time. Called on any thread."""
@@ -231,6 +236,7 @@ class Driver:
         def step(now: float) -> list[msg.Effect]:
             self._attempts.pop(begin.ballot, None)
             self._bytes_reduced += outcome.bytes_sent
+            self._bytes_came += outcome.bytes_received
             if outcome.result is None:
                 self._stalls += outcome.stalled
                 return self.node.reduce_failed(

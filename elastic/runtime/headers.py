@@ -19,7 +19,6 @@ def header_of(logged: LoggedRecord, before: Sequence[str], total_tokens: int, si
         parent=proposal.key.parent,
         round=proposal.key.round,
         time_ms=logged.time_ms,
-        at_ms=getattr(proposal, "at_ms", 0),
         step=proposal.step,
         fragment=proposal.fragment,
         tokens=proposal.tokens,
@@ -32,13 +31,13 @@ def header_of(logged: LoggedRecord, before: Sequence[str], total_tokens: int, si
         silent=tuple(peer for peer in before if answered and peer not in answered),
         amendment=0 if amendment is None else amendment.number,
         changes="" if amendment is None else amendment.changes,
-        phases_before=tuple(getattr(proposal, "phases", ())),
+        collect_ms=logged.phases.collect_ms,
+        exchange_ms=logged.phases.exchange_ms,
     )
 
 
 def _contribution(given: Contribution) -> ContributionHeader:
     offer = given.offer
-    loss = getattr(offer, "loss", 0.0)
     return ContributionHeader(
-        given.island, offer.tokens, offer.steps, given.weight, loss or None, offer.step_ms, offer.late
+        given.island, offer.tokens, offer.steps, given.weight, offer.loss or None, offer.step_ms, offer.late
     )

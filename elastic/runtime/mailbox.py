@@ -58,6 +58,7 @@ class Mailbox:
         """Begin to accept streams; `post` is called on the mailbox's threads."""
         self.network, self.node, self.post = network, node, post
         self._lines: dict[str, PeerLine] = {}
+        self._came: dict[str, int] = {}  # bytes, by peer
         self._incoming: dict[str, list[Stream]] = {}  # of each peer, oldest first
         self._lock = threading.Lock()
         self._closed = False
@@ -155,6 +156,11 @@ class Mailbox:
         """Return after how long a silent peer is suspected, as the run's settings say now."""
         return self.node.own.options.silence_s
 
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes of messages that have come from others so far."""
+        return sum(list(self._came.values()))
+
     def _listen(self, stream: Stream) -> None:
         heard = False
         try:
@@ -162,6 +168,7 @@ class Mailbox:
                 frame = stream.receive(_message)
                 heard = True  # who hangs up before that was only looking whether we live
                 self._hear(stream.peer)
+                self._came[stream.peer] = self._came.get(stream.peer, 0) + len(frame.payload)
                 if self.node.peers.banned(stream.peer, time.monotonic()):
                     continue  # its bytes are not even unpacked
                 self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))

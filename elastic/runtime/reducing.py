@@ -56,6 +56,7 @@ class Outcome:
     stalled: bool = False  # no chunk came for too long, as far as this member can tell
     seconds: float = 0.0
     bytes_sent: int = 0
+    bytes_received: int = 0
     kept: tuple[Received, ...] = ()  # after a failure: what has come of each member
 
 
@@ -89,7 +90,8 @@ class Attempt:
             Received(peer, _pages(pages.spans), _pages(pages.means), pages.whole)
             for peer, pages in self.reduction.kept.items()
         )
-        self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=self.reduction.bytes_sent, kept=kept))
+        sent, received = self.reduction.bytes_sent, self.reduction.bytes_received
+        self._done(self.begin, replace(outcome, seconds=seconds, bytes_sent=sent, bytes_received=received, kept=kept))
 
     @property
     def received(self) -> int:

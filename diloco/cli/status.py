@@ -1,0 +1,154 @@
+"""Declare the commands that look at runs which are going on: `status`, `ls` and `stop`."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.shared import Json, RunName, say
+from diloco.errors import SaveError
+
+if TYPE_CHECKING:
+    from diloco.history.present import LocalIsland
+    from diloco.report.status import RunStatus
+
+OneRun = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|TICKET]",
+        help="A run's folder, its name under runs/, or a ticket to watch (default: the run that is going on).",
+        show_default=False,
+    ),
+]
+WATCH_S = 1.0
+CLEAR = "\x1b[H\x1b[2J"  # a terminal
+LEAVE_S = 600.0
+
+
+def status(
+    run: OneRun = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a run and each of its islands do now, those on other machines too.
+
+    State, for whom it waits, share, bytes, loss, speed, and when the run will end. With a ticket whose right is watch
+    it looks from anywhere: nobody is admitted by that, and no place is taken.
+    """
+    from diloco.report.shown import status_lines
+
+    for found in _statuses(run, watch=watch):
+        if as_json:
+            print(json.dumps(asdict(found)), flush=True)
+        elif watch and sys.stdout.isatty():
+            say(CLEAR, *status_lines(found))
+        else:
+            say(*status_lines(found))
+
+
+def _statuses(run: str | None, *, watch: bool) -> "Iterator[RunStatus]":
+    from diloco.comm.peers.ticket import PREFIX
+    from diloco.history import present
+
+    if run is not None and (run.startswith((PREFIX, "env:", "-")) or Path(run).is_file()):
+        yield from _from_afar(run, watch=watch)
+        return
+    name = run or present.only_run()
+    while True:
+        islands = present.find_islands(name)
+        present.ask_remote(islands)
+        found = present.status_of(present.find_islands(name))
+        if found is None:
+            raise SaveError(
+                f"{name} has said nothing yet: it is starting, or an earlier diloco trains there; `diloco log {name}` "
+                "lists its rounds"
+            )
+        yield found
+        if not watch:
+            return
+        time.sleep(WATCH_S)
+
+
+def _from_afar(given: str, *, watch: bool) -> "Iterator[RunStatus]":
+    from diloco.cli.run import hide_argument, read_ticket
+    from diloco.comm.peers.ticket import Ticket
+
+    text = read_ticket(given)
+    if given == text:
+        hide_argument(text)
+    ticket = Ticket.parse(text, 0.0)
+    from diloco.run.watcher import watch_run  # hivemind, which takes seconds
+
+    for found in watch_run(ticket, pause_s=WATCH_S):
+        yield found
+        if not watch:
+            return
+
+
+def ls(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where runs lie.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs on this machine: which are going on, how far each is, and when it was heard last."""
+    from diloco.history.present import islands_in, status_of
+    from diloco.report.tables import aligned
+    from diloco.units import format_duration
+
+    runs = [(path, islands_in(path)) for path in sorted(folder.glob("*")) if path.is_dir()]
+    found = [(path, islands, status_of(islands)) for path, islands in runs if islands]
+    if as_json:
+        print(json.dumps([_listed(*each) for each in found], indent=1))
+        return
+    now = time.time()
+    table = [
+        (
+            path.name, f"{sum(island.running for island in islands)} of {len(islands)} running",
+            "" if at is None else at.round, "" if at is None else f"{at.step}/{at.steps}",
+            "" if at is None else f"{format_duration(max(0.0, now - at.at))} ago",
+        )
+        for path, islands, at in found
+    ]  # fmt: skip
+    if table:
+        say(*aligned(("run", "islands", "round", "step", "heard"), table, left=("run", "islands")))
+    else:
+        say(f"no runs in {folder}/")
+
+
+def _listed(path: Path, islands: "list[LocalIsland]", status: "RunStatus | None") -> dict[str, object]:
+    told = {} if status is None else {name: getattr(status, name) for name in ("round", "step", "steps", "at")}
+    running = sum(island.running for island in islands)
+    return {"run": path.name, "folder": str(path), "islands": len(islands), "running": running, **told}
+
+
+def stop(
+    run: RunName,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the end.")] = LEAVE_S,
+) -> None:
+    """Ask a run, or one island of it, to stop in good order.
+
+    It is what Ctrl-C does where it was started: islands finish their step, save, and can be continued. Exits with 1 if
+    one is still there when the time is over.
+    """
+    from diloco.history.present import find_islands
+    from diloco.history.present import stop as ask_to_stop
+    from diloco.report.terminal import names
+
+    islands = find_islands(run)
+    going = [island.folder.name for island in islands if island.running]
+    if not going:
+        say(f"{run} is not running")
+        return
+    pids = ask_to_stop(islands)
+    say(f"asked {names(going)} to stop (process {', '.join(map(str, pids))}); waiting for up to {wait:.0f} s")
+    deadline = time.monotonic() + wait
+    while left := [island.folder.name for island in find_islands(run) if island.running]:
+        if time.monotonic() > deadline:
+            say(f"still running: {names(left)}")
+            raise SystemExit(1)
+        time.sleep(WATCH_S / 4)
+    say(f"{run} has stopped")

@@ -1,0 +1,163 @@
+"""What the islands of a run on this machine do now, from the files that they refresh; and how to ask them to stop.
+
+Nothing heavy is imported here: commands that only look use it.
+"""
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from diloco.errors import SaveError
+from diloco.history.find import RUNS
+from diloco.report.status import ASKED, STATUS, IslandStatus, RunStatus, merged, read_status
+from diloco.run.folder import has_log
+from diloco.run.status import is_running
+
+FRESH_S, LOOK_S = 3.0, 0.1  # how long to wait for what remote islands say of themselves
+
+
+@dataclass(frozen=True)
+class LocalIsland:
+    """Describe an island with its folder on this machine, and what it last said."""
+
+    folder: Path
+    status: RunStatus | None
+
+    @property
+    def running(self) -> bool:
+        """Tell whether its process is there: on another machine, whether it has spoken lately."""
+        if self.status is None or self.status.ended:
+            return False
+        if self.status.host != socket.gethostname():
+            return not self.status.is_stale(time.time())
+        return is_running(self.status)
+
+    @property
+    def is_silent(self) -> bool:
+        """Tell whether its process is there and has said nothing for a while."""
+        return self.running and self.status is not None and self.status.is_stale(time.time())
+
+
+def islands_in(place: Path) -> list[LocalIsland]:
+    """List the islands of a folder: of a run, or of one island."""
+    folders = [place, *sorted(place.glob("island-*"))]
+    return [LocalIsland(each, read_status(each)) for each in folders if (each / STATUS).exists() or has_log(each)]
+
+
+def find_islands(name: str) -> list[LocalIsland]:
+    """List the islands of a run, by its folder, its name under runs/, or one island's folder; raise SaveError if there
+    are none."""
+    for place in (Path(name).expanduser(), RUNS / name):
+        if place.is_dir() and (found := islands_in(place)):
+            return found
+    there = sorted(path.name for path in RUNS.glob("*") if path.is_dir() and islands_in(path))
+    hint = f"there are {', '.join(there)}" if there else "give the folder that checkpoint.dir named"
+    raise SaveError(f"{name}: no such run, neither as a folder nor under {RUNS}/: {hint}")
+
+
+def only_run() -> str:
+    """Return the one run under runs/ that is going on, or else the one that said something last."""
+    found = [(path, islands_in(path)) for path in RUNS.glob("*") if path.is_dir()]
+    known = [(path, islands) for path, islands in found if islands]
+    running = [path for path, islands in known if any(island.running for island in islands)]
+    if len(running) > 1:
+        raise SaveError(f"several runs are going on, name one: {', '.join(sorted(path.name for path in running))}")
+    if not known:
+        raise SaveError(f"there is no run under {RUNS}/: name one, by its folder, or give a ticket to watch")
+    latest = max(known, key=lambda each: max(_spoken_at(island) for island in each[1]))
+    return str(running[0] if running else latest[0])
+
+
+def _spoken_at(island: LocalIsland) -> float:
+    return island.status.at if island.status is not None else 0.0
+
+
+def status_of(islands: list[LocalIsland]) -> RunStatus | None:
+    """Return a run's status as its islands on this machine know it, each about itself; None if they say nothing.
+
+    Of islands that are gone it says so, whatever others still think.
+    """
+    known = [island for island in islands if island.status is not None]
+    if not known:
+        return None
+    best = max(known, key=lambda island: (island.running, not island.is_silent, _round(island), _spoken_at(island)))
+    assert best.status is not None
+    told = [island.status for island in known if island.running and not island.is_silent]
+    view = merged(best.status, [each for each in told if each is not None])
+    gone = {island.status.me: island for island in known if island.status is not None}
+    return replace(view, islands=tuple(_as_it_is(each, gone.get(each.island)) for each in view.islands))
+
+
+def _round(island: LocalIsland) -> int:
+    return island.status.round if island.status is not None else 0
+
+
+def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
+    if here is None or here.status is None or (here.running and not here.is_silent):
+        return each
+    text = f"its process {here.status.pid} is there, and has said nothing since: it is stopped, or starved"
+    state = "silent"
+    if not here.is_silent:
+        state, text = "ended", "it left in good order" if here.status.ended else "its process is gone without a goodbye"
+    return replace(
+        each, state=state, since=here.status.at, told_by=each.name, text=text, waiting_for=(), cause="", leads=False
+    )
+
+
+def ask_remote(islands: list[LocalIsland]) -> None:
+    """Have the islands of this machine ask those elsewhere what they do, and wait a moment for the answers."""
+    running = [island for island in islands if island.running and not island.is_silent]
+    here = {island.status.me for island in running if island.status is not None}
+    for island in running[:1]:
+        try:
+            (island.folder / ASKED).touch()
+        except OSError:
+            return  # it can be read, not written: what is seen from here will do
+        deadline = time.monotonic() + FRESH_S
+        while time.monotonic() < deadline:
+            status = read_status(island.folder)
+            others = [each for each in status.islands if each.island not in here] if status is not None else []
+            if all(each.told_by == each.name or each.state in ("lost", "left", "evicted") for each in others):
+                return
+            time.sleep(LOOK_S)
+
+
+# stopping
+
+
+def stop(islands: list[LocalIsland]) -> list[int]:
+    """Ask the processes of islands to stop in good order, and return which: where one has started several, that one."""
+    running = [island.status for island in islands if island.running and island.status is not None]
+    for status in running:
+        if status.host != socket.gethostname():
+            raise SaveError(f"{status.folder} is trained in on {status.host}: stop it there")
+    pids = {top_process(status.pid) if len(islands) > 1 else status.pid for status in running}
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    return sorted(pids)
+
+
+def top_process(pid: int) -> int:
+    """Return the diloco process that has started this one, directly or not; itself where none has."""
+    while (parent := _parent(pid)) > 1 and _is_diloco(parent):
+        pid = parent
+    return pid
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _is_diloco(pid: int) -> bool:
+    """Tell whether a process is `diloco …` or `python -m diloco …`, rather than anything that names it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(Path(word).name == "diloco" for word in words[:2]) or words[1:3] == ["-m", "diloco"]

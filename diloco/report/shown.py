@@ -1,0 +1,62 @@
+"""A run's status as lines of text, for a terminal and a pipe alike."""
+
+import time
+
+from diloco.report.status import IslandStatus, RunStatus
+from diloco.report.tables import aligned
+from diloco.report.terminal import names
+from diloco.units import format_count, format_duration, format_loss, format_size
+
+HEAD = ("island", "state", "for", "round", "step", "loss", "tokens/s", "share", "sent", "received", "")
+DATED = ("lost", "left", "silent", "ended", "waiting", "catching up", "sending")
+
+
+def status_lines(status: RunStatus, now: float | None = None) -> list[str]:
+    """Return the run's line and a table of its islands."""
+    at = time.time() if now is None else now
+    rows = [_row(each, status, at) for each in sorted(status.islands, key=lambda each: each.name)]
+    return [run_line(status, at), *aligned(HEAD, rows, left=("island", "state"))]
+
+
+def run_line(status: RunStatus, now: float) -> str:
+    """Return how far the run is, in which phase of a round, and when it will end at this pace."""
+    parts = [f"round {status.round}", f"step {status.step}/{status.steps}" if status.steps else f"step {status.step}"]
+    if not any(each.state not in ("ended", "lost", "left", "evicted") for each in status.islands):
+        parts.append(f"not running; last heard {format_duration(max(0.0, now - status.at))} ago")
+    else:
+        usual = "" if status.round_s is None else f" (a round takes {format_duration(status.round_s)})"
+        parts.append(f"{status.phase} for {format_duration(max(0.0, now - status.phase_since))}{usual}")
+        if status.eta_s is not None:
+            parts.append(f"ETA {format_duration(status.eta_s)}")
+    if status.loss is not None:
+        parts.append(f"loss {format_loss(status.loss)}")
+    if status.validation_loss is not None:
+        parts.append(f"validation loss {format_loss(status.validation_loss)}")
+    return f"{status.run}: {', '.join(parts)}"
+
+
+def state_words(each: IslandStatus) -> str:
+    """Return an island's state, with whom it waits for."""
+    if each.state == "waiting" and each.waiting_for:
+        return f"waiting for {names(each.waiting_for)}"
+    return each.state
+
+
+def _row(each: IslandStatus, status: RunStatus, now: float) -> tuple[str, ...]:
+    since = format_duration(max(0.0, now - each.since)) if each.since and each.state in DATED else ""
+    notes = [
+        "leads" * each.leads, "not in the roster" * (not each.member), each.text if each.state in NOTED else "",
+        f"disk: {each.disk}" if each.disk else "", "" if each.reaches_me else "cannot be reached from here",
+    ]  # fmt: skip
+    return (
+        each.name, state_words(each), since, str(each.round or ""), str(each.step or ""),
+        "" if each.loss is None else format_loss(each.loss),
+        "" if each.tokens_per_s is None else format_count(each.tokens_per_s),
+        "" if each.share is None else f"{each.share:.0%}",
+        "" if each.bytes_sent is None else format_size(each.bytes_sent),
+        "" if each.bytes_received is None else format_size(each.bytes_received),
+        "; ".join(note for note in notes if note),
+    )  # fmt: skip
+
+
+NOTED = ("lost", "excluded", "silent", "ended", "catching up", "evicted")  # whose text is news
