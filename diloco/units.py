@@ -139,5 +139,7 @@ def format_duration(seconds: float) -> str:
 def _scaled(number: float, units: list[tuple[str, float]], space: str = " ") -> str:
     for unit, scale in units:
         if float(f"{number:.3g}") >= scale:
-            return f"{float(f'{number / scale:.3g}'):g}{space if unit else ''}{unit}"
+            scaled = number / scale
+            digits = f"{scaled:.0f}" if scaled >= 1000 else f"{float(f'{scaled:.3g}'):g}"  # 1000 KiB is no MiB yet
+            return f"{digits}{space if unit else ''}{unit}"
     return f"{number:.3g}{space}{units[-1][0]}".rstrip()

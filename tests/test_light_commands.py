@@ -29,6 +29,12 @@ finally:
         ["join", "no-ticket"],
         ["launch", "run.yaml", "--islands", "2", "--dry-run"],
         ["launch", "--list", "no-run"],
+        ["log", "no-run"],
+        ["status", "no-run"],
+        ["why", "no-run", "island-1"],
+        ["ls"],
+        ["stop", "no-run"],
+        ["bundle", "no-run"],
     ],
     ids=" ".join,
 )

@@ -29,5 +29,8 @@ def main() -> None:
             for line in str(error).splitlines():
                 print(f"{who}error[{error.code}]: {line}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:  # before or after training, which handles it by itself
         sys.exit(130)

@@ -13,7 +13,7 @@ from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
 from diloco.cli.run import join, run
 from diloco.cli.simulate import simulate
-from diloco.cli.status import ls, status, stop
+from diloco.cli.status import bundle, ls, status, stop, why
 from diloco.cli.ticket import ticket
 from diloco.version import PROTOCOL, __version__
 
@@ -53,8 +53,10 @@ app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.
 app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")(tokenize)
 app.command(epilog="Example: diloco export quickstart exported/quickstart")(export)
 app.command(epilog="Example: diloco status islands --watch")(status)
+app.command(epilog="Example: diloco why islands island-2")(why)
 app.command(epilog="Example: diloco ls")(ls)
 app.command(epilog="Example: diloco stop islands")(stop)
+app.command(epilog="Example: diloco bundle islands")(bundle)
 app.command(epilog="Example: diloco log islands --checkout 12 out/round-12")(log)
 app.command(epilog="Example: diloco restore s3://bucket/runs runs/restored")(restore)
 app.command(epilog="Example: diloco rewind quickstart 12 --set inner.lr=1e-4")(rewind)

@@ -1,4 +1,4 @@
-"""Declare the commands that look at runs which are going on: `status`, `ls` and `stop`."""
+"""Declare the commands that look at runs which are going on: `status`, `why`, `ls`, `stop` and `bundle`."""
 
 import json
 import sys
@@ -16,6 +16,7 @@ from diloco.errors import SaveError
 if TYPE_CHECKING:
     from diloco.history.present import LocalIsland
     from diloco.report.status import RunStatus
+    from diloco.report.why import Facts
 
 OneRun = Annotated[
     str | None,
@@ -52,10 +53,9 @@ def status(
 
 
 def _statuses(run: str | None, *, watch: bool) -> "Iterator[RunStatus]":
-    from diloco.comm.peers.ticket import PREFIX
     from diloco.history import present
 
-    if run is not None and (run.startswith((PREFIX, "env:", "-")) or Path(run).is_file()):
+    if run is not None and _is_ticket(run):
         yield from _from_afar(run, watch=watch)
         return
     name = run or present.only_run()
@@ -88,6 +88,71 @@ def _from_afar(given: str, *, watch: bool) -> "Iterator[RunStatus]":
         yield found
         if not watch:
             return
+
+
+def why(
+    run: OneRun = None,
+    island: Annotated[
+        str | None, typer.Argument(metavar="[ISLAND]", help="Explain what this island does, or does not.")
+    ] = None,
+    round: Annotated[int | None, typer.Option("--round", metavar="N", min=1, help="Explain this round.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say in words why a run waits, why an island contributes nothing or was dropped, or why a round took long.
+
+    Who is slow and by how much, and whether a link, a disk or a GPU is the bottleneck, as it was measured. An island's
+    name alone is looked for in the run that is going on.
+    """
+    from diloco.report import why as reasons
+
+    facts = facts_of(run, island)
+    if island is None and run is not None and facts.status is not None and facts.status.run != run:
+        island = run if facts.status.island(run) is not None else None
+    if round is not None:
+        found = reasons.why_round(facts, round)
+    else:
+        found = reasons.why_now(facts) if island is None else reasons.why_island(facts, island)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        say(*found)
+
+
+def facts_of(run: str | None, island: str | None = None) -> "Facts":
+    """Collect what is known of a run: its status, the headers of its rounds, and what islands of this machine reported.
+
+    A name that is no run's, given alone, may be an island's of the run that is going on.
+    """
+    from diloco.history import present
+    from diloco.history.find import find_logs
+    from diloco.history.rounds import history_of
+    from diloco.report.sinks import EVENTS
+    from diloco.report.watching import recent_events
+    from diloco.report.why import Facts
+
+    if run is not None and _is_ticket(run):
+        return Facts(next(_from_afar(run, watch=False)))
+    name = run or present.only_run()
+    try:
+        islands = present.find_islands(name)
+    except SaveError:
+        if island is not None:
+            raise
+        name = present.only_run()  # perhaps it is an island's name
+        islands = present.find_islands(name)
+    present.ask_remote(islands)
+    islands = present.find_islands(name)
+    history = history_of(find_logs(name))
+    events = sorted(
+        (event for each in islands for event in recent_events(each.folder / EVENTS)), key=lambda event: event.time
+    )
+    return Facts(present.status_of(islands), history.rounds, events, history.names.of)
+
+
+def _is_ticket(given: str) -> bool:
+    from diloco.comm.peers.ticket import PREFIX
+
+    return given.startswith((PREFIX, "env:", "-")) or Path(given).is_file()
 
 
 def ls(
@@ -152,3 +217,33 @@ def stop(
             raise SystemExit(1)
         time.sleep(WATCH_S / 4)
     say(f"{run} has stopped")
+
+
+def bundle(
+    run: RunName,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The archive to write (default: RUN-bundle.tar.gz).")
+    ] = None,
+) -> None:
+    """Pack what a bug report needs into one archive, without keys and tickets.
+
+    Configuration, events, logs, status and the headers of all rounds; no weights and no data. Look into it before you
+    send it: paths, addresses and the names of islands are in it.
+    """
+    from diloco.history.bundle import pack
+    from diloco.report.shown import status_lines
+    from diloco.report.why import why_now
+
+    facts = facts_of(run)
+    folder = _folder_of(run)
+    seen = [] if facts.status is None else status_lines(facts.status)
+    texts = {"status.txt": "\n".join(seen) + "\n", "why.txt": "\n".join(why_now(facts)) + "\n"}
+    path = out or Path(f"{folder.resolve().name}-bundle.tar.gz")
+    packed = pack(folder, path, texts)
+    say(f"{path}: {len(packed)} files, without keys and tickets; tar -tzf {path} lists them")
+
+
+def _folder_of(run: str) -> Path:
+    from diloco.history.find import RUNS
+
+    return next((place for place in (Path(run).expanduser(), RUNS / run) if place.is_dir()), Path(run))

@@ -44,9 +44,10 @@ def state_words(each: IslandStatus) -> str:
 
 def _row(each: IslandStatus, status: RunStatus, now: float) -> tuple[str, ...]:
     since = format_duration(max(0.0, now - each.since)) if each.since and each.state in DATED else ""
+    cut = not each.reaches_me and each.state not in NOTED
     notes = [
         "leads" * each.leads, "not in the roster" * (not each.member), each.text if each.state in NOTED else "",
-        f"disk: {each.disk}" if each.disk else "", "" if each.reaches_me else "cannot be reached from here",
+        f"disk: {each.disk}" if each.disk else "", "cannot be reached from here" * cut,
     ]  # fmt: skip
     return (
         each.name, state_words(each), since, str(each.round or ""), str(each.step or ""),

@@ -63,6 +63,7 @@ class IslandStatus:
     link_bytes_per_s: float | None = None  # in its last exchange
     link_limit_bytes_per_s: float | None = None  # as it was told to heed
     reaches_me: bool = True  # it hears the teller, and the teller hears it
+    heard_by: tuple[str, ...] = ()  # of one that the teller has lost: who hears it nevertheless, by name
     device: str = ""
     disk: str = ""  # why nothing is durable at present; "": it is
     clock_off_s: float = 0.0  # of its machine's clock from the run's
@@ -140,8 +141,10 @@ def read_status(folder: Path) -> RunStatus | None:
 
 def merged(view: RunStatus, reports: Iterable[RunStatus]) -> RunStatus:
     """Return what one island sees, with what others say of themselves in place of that."""
-    said = {report.me: report.own for report in reports if not report.is_stale(view.at) and report.me != view.me}
+    fresh = [report for report in reports if not report.is_stale(view.at) and report.me != view.me]
+    said = {report.me: report.own for report in fresh}
     seen = [_believed(each, said.get(each.island), view.own.name) for each in view.islands]
+    seen = [replace(each, heard_by=_hearing(each, fresh)) if each.state == "lost" else each for each in seen]
     leader = next((each for each in seen if each.leads and each.waiting_for), None)
     if leader is not None:  # others only know that they wait: the coordinator knows for whom
         seen = [_informed(each, leader) for each in seen]
@@ -157,6 +160,16 @@ def _believed(seen: IslandStatus, said: IslandStatus | None, teller: str) -> Isl
         reaches_me=seen.reaches_me,
     )  # fmt: skip
     return replace(said, state=seen.state, text=seen.text, told_by=teller) if seen.state == "excluded" else said
+
+
+def _hearing(lost: IslandStatus, reports: Iterable[RunStatus]) -> tuple[str, ...]:
+    """Return the names of those who hear an island that somebody else has lost."""
+    away = ("lost", "left", "evicted", "ended", "excluded")
+    hearing = [
+        report.own.name for report in reports
+        if any(each.island == lost.island and each.state not in away and each.reaches_me for each in report.islands)
+    ]  # fmt: skip
+    return tuple(sorted(set(hearing) - {lost.name}))
 
 
 def _informed(each: IslandStatus, leader: IslandStatus) -> IslandStatus:

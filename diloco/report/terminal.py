@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.report.console import LastingConsole
 from diloco.report.events import (
     Amended,
     Event,
@@ -37,7 +38,7 @@ NAMED = 6  # islands in a line; more are counted
 
 def open_view(stream: TextIO | None = None) -> Sink:
     """Open a live view if the stream is a terminal, otherwise plain lines. The default is standard output."""
-    console = Console(file=stream or sys.stdout, highlight=False)
+    console = LastingConsole(file=stream or sys.stdout, highlight=False)
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 

@@ -12,9 +12,11 @@ from rich.live import Live
 from rich.table import Table
 
 from diloco.report.board import Row
+from diloco.report.console import LastingConsole
 from diloco.report.events import Event, read_event
 from diloco.units import format_count
 
+RECENT_BYTES = 2 << 20
 COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round")
 
 
@@ -52,6 +54,22 @@ class Tail(LineTail):
         return [event for line in self.lines() if (event := read_event(line)) is not None]
 
 
+def recent_events(path: Path, last_bytes: int = RECENT_BYTES) -> list[Event]:
+    """Return the events at the end of a file, as far back as so many bytes reach; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    found: list[Event] = []
+    for line in lines:
+        with suppress(ValueError):  # the first one may be half a line
+            if (event := read_event(json.loads(line))) is not None:
+                found.append(event)
+    return found
+
+
 class IslandsView:
     """Print milestones as plain lines, where the output is no terminal."""
 
@@ -61,7 +79,6 @@ class IslandsView:
     def say(self, line: str) -> None:
         """Print one line as it is, however long, and flush it."""
         self._console.print(line, soft_wrap=True, markup=False)
-        self._console.file.flush()
 
     def show(self, rows: Iterable[Row]) -> None:
         """Show nothing: a line for each island and step would be too many."""
@@ -89,7 +106,7 @@ class LiveTable(IslandsView):
 
 def open_islands_view(stream: TextIO | None = None) -> IslandsView:
     """Open a live table if the stream is a terminal, otherwise plain lines."""
-    console = Console(file=stream or sys.stdout, highlight=False)
+    console = LastingConsole(file=stream or sys.stdout, highlight=False)
     return LiveTable(console) if console.is_terminal else IslandsView(console)
 
 

@@ -17,10 +17,11 @@ from diloco.report.terminal import names
 from diloco.units import counted, format_count, format_duration, format_rate
 
 SLOW = 1.5  # times the others' median: slower than that is worth a sentence
-LONG = 1.5  # times a usual round
+LONG = 1.3  # times a usual round
 SLOW_DISK_S = 1.0  # for a write
 FULL_LINK = 0.8  # of its limit: then the link is the limit
 CLOCK_S = 10.0
+WORTH_SAYING_S = 2.0
 LATELY_S = 600.0
 
 
@@ -71,8 +72,8 @@ def why_round(facts: Facts, number: int) -> list[str]:
         last = facts.rounds[-1].round if facts.rounds else 0
         return [f"round {number} is not known here: the last one is round {last}"]
     header, before = facts.rounds[at], facts.rounds[at - 1] if at else None
-    found = [*_duration(facts, header, before), *_members(facts, header)]
-    return found or [f"round {number} took no longer than usual, and everybody was in it"]
+    found = [*_duration(facts, header, before), *_members(facts, header, before)]
+    return found or [f"how long round {number} took is not known here; everybody was in it"]
 
 
 # what holds a run up
@@ -105,7 +106,9 @@ def _too_few(facts: Facts, status: RunStatus) -> list[str]:
 
 
 def _lost(facts: Facts, status: RunStatus) -> list[str]:
-    return [_lost_sentence(facts, status, each) for each in status.islands if each.state in ("lost", "ended", "silent")]
+    gone = [each for each in status.islands if each.state in ("lost", "ended", "silent") and not each.heard_by]
+    waits = status.own.cause == "quorum"  # whose absence it is has been said
+    return [_lost_sentence(facts, status, each) for each in gone if not (waits and each.state == "lost")]
 
 
 def _excluded(facts: Facts, status: RunStatus) -> list[str]:
@@ -118,17 +121,12 @@ def _excluded(facts: Facts, status: RunStatus) -> list[str]:
 
 
 def _no_route(facts: Facts, status: RunStatus) -> list[str]:
-    teller = status.own.name
-    cut = [
-        each for each in status.islands if each.state not in AWAY and not each.reaches_me and each.island != status.me
-    ]
-    found = [
-        f"{teller} and {each.name} cannot reach each other, though both are there: rounds leave one of them out, in "
-        "turn. Look for a firewall or a route between the two (diloco doctor TICKET on both)"
-        for each in cut
-    ]
+    found = [_cut_sentence(status, each) for each in status.islands if each.state == "lost" and each.heard_by]
+    others = [each for each in status.islands if each.state not in (*AWAY, "excluded") and each.island != status.me]
+    found += [_cut_sentence(status, each) for each in others if not each.reaches_me and each.member]
     told = [each for each in of_kind(facts.events, IslandNews) if each.what == "cut off" and _is_recent(facts, each)]
-    return found or list(dict.fromkeys(f"{each.text}: one of them is left out of rounds, in turn" for each in told))
+    said = [f"{each.text}: one of them is left out of rounds, in turn" for each in told]
+    return found or list(dict.fromkeys(said))
 
 
 def _catching_up(facts: Facts, status: RunStatus) -> list[str]:
@@ -148,9 +146,18 @@ def _slow_island(facts: Facts, status: RunStatus) -> list[str]:
                 f"{format_count(usual)}, {usual / speed:.1f} times as many; its GPU or CPU is the bottleneck, and "
                 "rounds wait for it (elastic.adaptive gives each island as many steps as it has time for)"
             )
-    if not found:
-        found = _waited_for(status)
-    return found
+    return found or _waited_for(status) or _left_behind(status)
+
+
+def _left_behind(status: RunStatus) -> list[str]:
+    """Name whom the last round went on without, though it trains."""
+    slow = [each for each in _training(status) if each.member and each.share == 0.0 and each.contributed]
+    return [
+        f"the last round went on without {each.name}, which was not ready in time: {_part(status, each)}. What it does "
+        "meanwhile comes late; a larger elastic.straggler waits longer"
+        for each in slow
+        if each.state in ("training", "sending", "waiting")
+    ]
 
 
 def _waited_for(status: RunStatus) -> list[str]:
@@ -159,7 +166,9 @@ def _waited_for(status: RunStatus) -> list[str]:
     waited_s = status.at - status.phase_since
     if leader is None or not leader.waiting_for or status.round_s is None or status.phase != "collecting":
         return []
-    if waited_s < LONG * status.round_s:
+    if leader.cause != "round":  # that has been said
+        return []
+    if waited_s < max(LONG * status.round_s, status.round_s + WORTH_SAYING_S):
         return []
     have = "has" if len(leader.waiting_for) == 1 else "have"
     return [
@@ -242,7 +251,7 @@ def _contribution(facts: Facts, status: RunStatus, each: IslandStatus) -> list[s
         return []
     refused = facts.news(each.name, "refused", "excluded", "diverged")
     slow = facts.news(each.name, "slow")
-    part = f"{each.contributed} of the last {counted(status.rounds, 'round')} contain its work"
+    part = _part(status, each)
     if refused is not None:
         return [f"{each.name} contributes nothing now, {part}: it was {refused.what}: {refused.text}"]
     if slow is not None:
@@ -275,42 +284,61 @@ def _of_history(facts: Facts, name: str) -> list[str]:
 
 
 def _duration(facts: Facts, header: RoundHeader, before: RoundHeader | None) -> list[str]:
-    usual = _usual_s(facts.rounds, header)
-    took_s = _took_s(header, before)
+    usual, took_s = _usual_s(facts.rounds, header), _took_s(header, before)
     if took_s is None:
         return []
     known = "" if usual is None else f", usually {format_duration(usual)}"
-    if usual is not None and took_s < LONG * usual and not header.left:
-        return [f"round {header.round} took {format_duration(took_s)}{known}: nothing out of the ordinary"]
-    found = [f"round {header.round} took {format_duration(took_s)}{known}"]
+    is_long = usual is not None and took_s > LONG * usual
+    ordinary = ": nothing out of the ordinary" if usual is not None and not is_long else ""
+    found = [f"round {header.round} took {format_duration(took_s)}{known}{ordinary}"]
+    if header.collect_ms or header.exchange_ms:
+        found.append(_split(facts.rounds, header, is_long=is_long))
+    return [*found, *_slowest(facts, header)]
+
+
+def _split(rounds: Sequence[RoundHeader], header: RoundHeader, *, is_long: bool) -> str:
+    """Say how a round's time went by, and where one that was long has lost it."""
     collect_s, exchange_s = header.collect_ms / 1000, header.exchange_ms / 1000
-    if collect_s + exchange_s:
-        longer = "waiting for contributions" if collect_s >= exchange_s else "in the exchange"
-        found.append(
-            f"{format_duration(collect_s)} of it went by until all contributions were there, "
-            f"{format_duration(exchange_s)} in the exchange: the time was lost {longer}"
-        )
-    slowest = max((part for part in header.contributions if part.step_ms), key=lambda part: part.step_ms, default=None)
-    if slowest is not None and len(header.contributions) > 1:
-        others = [part.step_ms for part in header.contributions if part is not slowest and part.step_ms]
-        if others and slowest.step_ms > SLOW * median(others):
-            found.append(
-                f"{facts.name(slowest.island)} was slowest: {slowest.step_ms} ms for an inner step, the others "
-                f"{median(others):.0f} ms"
-            )
-    return found
+    said = (
+        f"{format_duration(collect_s)} until all contributions were there, inner steps included, and "
+        f"{format_duration(exchange_s)} in the exchange"
+    )
+    others = [each for each in rounds if each is not header and each.contributions and each.collect_ms]
+    if not is_long or not others:
+        return said
+    more_collect_s = collect_s - median(each.collect_ms for each in others) / 1000
+    more_exchange_s = exchange_s - median(each.exchange_ms for each in others) / 1000
+    if more_collect_s >= more_exchange_s:
+        return f"{said}: it waited {format_duration(more_collect_s)} longer than usual for contributions"
+    return f"{said}: the exchange took {format_duration(more_exchange_s)} longer than usual, by a link or a disk"
 
 
-def _members(facts: Facts, header: RoundHeader) -> list[str]:
-    found = []
-    for word, peers in (("joined with it", header.joined), ("left the roster with it", header.left)):
+def _slowest(facts: Facts, header: RoundHeader) -> list[str]:
+    timed = [part for part in header.contributions if part.step_ms]
+    slowest = max(timed, key=lambda part: part.step_ms, default=None)
+    others = [part.step_ms for part in timed if part is not slowest]
+    if slowest is None or not others or slowest.step_ms < SLOW * median(others):
+        return []
+    return [
+        f"{facts.name(slowest.island)} was slowest: {slowest.step_ms} ms for an inner step, the others "
+        f"{median(others):.0f} ms"
+    ]
+
+
+def _members(facts: Facts, header: RoundHeader, before: RoundHeader | None) -> list[str]:
+    found, came = [], {part.island for part in header.contributions}
+    moves = {"joined with it": header.joined, "left the roster with it": header.left}
+    missed = [part.island for part in before.contributions] if before is not None and came else []
+    moves["contributed to the round before, and not to this one"] = tuple(
+        peer for peer in missed if peer not in came and peer not in header.left
+    )
+    moves["gave its coordinator no answer"] = tuple(peer for peer in header.silent if peer not in header.left)
+    moves["brought work of an earlier phase: it had missed a round"] = tuple(
+        part.island for part in header.contributions if part.late
+    )
+    for words, peers in moves.items():
         if peers:
-            found.append(f"{_listed([facts.name(peer) for peer in peers])} {word}")
-    if header.silent:
-        found.append(f"{_listed([facts.name(peer) for peer in header.silent])} gave its coordinator no answer")
-    late = [facts.name(part.island) for part in header.contributions if part.late]
-    if late:
-        found.append(f"{_listed(late)} brought work of an earlier phase: it had missed a round")
+            found.append(f"{_listed([facts.name(peer) for peer in peers])} {words}")
     return found
 
 
@@ -349,12 +377,26 @@ def _healthy(status: RunStatus) -> str:
 def _lost_sentence(facts: Facts, status: RunStatus, each: IslandStatus) -> str:
     since = _ago(status, each)
     if each.state == "silent":
-        return f"{each.name} is stopped or starved: its process is there and has said nothing since {since}"
+        return f"{each.name} is stopped or starved: its process is there, and the last it said is from {since}"
     if each.state == "ended":
         return f"{each.name} does not run any more: {each.text or 'its process is gone'} ({since})"
-    how = each.text or "nothing is heard of it"
-    after = f"; rounds go on without it after {status.silence_s:g} s of silence (elastic.silence_s)"
-    return f"{each.name} is lost since {since}: {how}{after if each.member else '; rounds go on without it'}"
+    if each.heard_by:
+        return _cut_sentence(status, each)
+    how = f"{each.text}, for longer than elastic.silence_s={status.silence_s:g}" if "silent" in each.text else each.text
+    then = "and rounds wait for it" if status.own.cause == "quorum" else "rounds go on without it"
+    return f"{each.name} is lost, last heard {since}: {how or 'nothing is heard of it'}; {then}"
+
+
+def _cut_sentence(status: RunStatus, each: IslandStatus) -> str:
+    others = f", though {_listed(each.heard_by)} can reach both" if each.heard_by else ""
+    return (
+        f"{status.own.name} and {each.name} cannot reach each other{others}: rounds leave one of the two out, in turn. "
+        "Look for a firewall or a missing route between them (diloco doctor TICKET on both)"
+    )
+
+
+def _part(status: RunStatus, each: IslandStatus) -> str:
+    return f"{each.contributed} of the last {counted(status.rounds, 'round')} contain its work"
 
 
 def _catching_sentence(status: RunStatus, each: IslandStatus) -> str:

@@ -10,10 +10,12 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from diloco.comm.peers.clock import RUN_CLOCK
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from diloco.run.peer import LocalPeer
 
 CHANNEL = "status"
+LAST_SPEEDS = 15
 ASK, ANSWER = 1, 2
 ASKED_S = 10.0  # for so long after somebody has looked, others are asked
 ASK_TIMEOUT_S, AT_ONCE = 2.0, 8
@@ -45,6 +48,7 @@ class StatusKeeper:
     def __init__(self, folder: Path, driver: "Driver", peer: "LocalPeer", part: "Entrant") -> None:
         self._folder, self._driver, self._peer, self._part = folder, driver, peer, part
         self._step: Step | None = None
+        self._speeds: deque[float] = deque(maxlen=LAST_SPEEDS)  # tokens/s: one report alone is noise
         self._validation: float | None = None
         self._steps, self._device, self._finished = 0, "", False
         self._news: dict[str, str] = {}  # the last words about each island, by name
@@ -61,6 +65,7 @@ class StatusKeeper:
         match event:
             case Step():
                 self._step = event
+                self._speeds.append(event.tokens_per_s)
             case Validation():
                 self._validation = event.validation_loss
             case Start():
@@ -124,7 +129,7 @@ class StatusKeeper:
             loss=own.loss if step is None else step.loss,
             waiting_for=own.waiting_for if state in ("waiting", "sending") else (),
             cause=own.cause if state in ("waiting", "sending") else "",
-            tokens_per_s=own.tokens_per_s if step is None else step.tokens_per_s, bytes_sent=driver.bytes_sent,
+            tokens_per_s=median(self._speeds) if self._speeds else own.tokens_per_s, bytes_sent=driver.bytes_sent,
             bytes_received=driver.bytes_received, link_bytes_per_s=rate,
             link_limit_bytes_per_s=min(limits, default=None), device=self._device,
             disk=getattr(driver.store, "failing", ""), clock_off_s=round(RUN_CLOCK.now() - time.time(), 1),

@@ -62,6 +62,8 @@ def parse(text: str) -> Scenario:
             case ["islands", *founders]:
                 scenario.founders = tuple(founders)
                 names |= set(founders)
+            case ["min", count]:
+                scenario.setup = replace(scenario.setup, min_islands=int(count))
             case ["partition", kind]:
                 scenario.setup = replace(scenario.setup, partition=kind)
             case ["founding", "by", count, "within", seconds]:
@@ -91,15 +93,12 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     Raises Unmet, or Violation with the transcript as its second argument. Without a rule, only expectations of a live
     round are checked.
     """
-    rules = replace(ALL, **{without: False}) if without else ALL
-    setup = replace(scenario.setup, rules=rules)
-    world = disaster_world(setup, costs_of(setup))
-    world.options = replace(world.options, start_islands=scenario.start[0], start_s=scenario.start[1])
+    world = world_of(scenario, without=without)
     world.found(scenario.founders, scenario.samples)
     try:
         for command in scenario.commands:
             if not (scenario.violation and without and command.startswith("expect") and "live" not in command):
-                _obey(world, command)
+                obey(world, command)
     except Unmet as unmet:
         if without:
             raise Violation(str(unmet), _told(world) + f"{unmet}\n") from None
@@ -110,7 +109,16 @@ def play(scenario: Scenario, *, without: str = "") -> str:
     return _told(world)
 
 
-def _obey(world: World, command: str) -> None:
+def world_of(scenario: Scenario, *, without: str = "") -> World:
+    """Build the world of a scenario, in which nobody has founded the run yet; `without` switches a rule off."""
+    rules = replace(ALL, **{without: False}) if without else ALL
+    setup = replace(scenario.setup, rules=rules)
+    world = disaster_world(setup, costs_of(setup))
+    world.options = replace(world.options, start_islands=scenario.start[0], start_s=scenario.start[1])
+    return world
+
+
+def obey(world: World, command: str) -> None:
     """Carry out one command of a script."""
     match command.split():
         case ["run", seconds]:

@@ -1,0 +1,192 @@
+"""`diloco status`: what islands say of themselves and see of others, from this machine and from another one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from launched import wait_until
+from situations import Situation
+
+from diloco.comm.peers.admission import Admission, Right
+from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.ticket import Ticket
+from diloco.errors import SaveError
+from diloco.history.present import find_islands, only_run, status_of, top_process
+from diloco.report.shown import status_lines
+from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
+from diloco.run.gate import Gate
+from diloco.run.status import is_running, started_at
+
+ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
+STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
+
+
+def test_a_status_survives_its_way_through_json():
+    assert decode_status(STATUS_OF_ONE.encode()) == STATUS_OF_ONE
+    grown = {**asdict(STATUS_OF_ONE), "mood": "good"}
+    assert decode_status(json.dumps(grown).encode()) == STATUS_OF_ONE
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"[]", b"{}", b"[" * 100_000, b'{"islands": 3}', b'{"run": "r", "me": "x", "at": "noon", "islands": []}',
+        json.dumps({**asdict(STATUS_OF_ONE), "round": True}).encode(),
+        json.dumps({**asdict(STATUS_OF_ONE), "islands": [{"island": 7}]}).encode(),
+        json.dumps({**asdict(STATUS_OF_ONE), "islands": [{"island": "x", "waiting_for": "all"}]}).encode(),
+    ],
+)  # fmt: skip
+def test_what_a_peer_of_ill_will_sends_is_no_status(raw):
+    assert decode_status(raw) is None
+
+
+def test_what_is_long_or_infinite_is_cut():
+    long = replace(ME, name="x" * 10_000)
+    found = decode_status(replace(STATUS_OF_ONE, islands=(long,)).encode())
+    assert found is not None and len(found.islands[0].name) == 1000
+    hostile = json.dumps({**asdict(STATUS_OF_ONE), "at": float("inf")}).encode()
+    assert (found := decode_status(hostile)) is not None and found.at == 0.0
+
+
+def test_each_island_is_believed_about_itself_and_nobody_else():
+    two = replace(ME, island="id-2", name="liar", state="sending", told_by="two", share=0.99, loss=2.5)
+    lie = replace(ME, state="lost")
+    report = RunStatus("r", "id-2", 1000.0, islands=(two, lie))
+    one, other = merged(STATUS_OF_ONE, [report]).islands
+    assert one == ME
+    assert (other.name, other.state, other.loss, other.share) == ("two", "sending", 2.5, 0.5)
+    stale = replace(report, at=900.0)
+    assert merged(STATUS_OF_ONE, [stale]) == STATUS_OF_ONE
+
+
+def test_who_waits_learns_from_the_coordinator_for_whom():
+    facts = Situation("islands A B C\nuntil A commits round 4\nslow C 8\nrun 7.5").facts("B")
+    assert facts.status is not None
+    states = {each.name: (each.state, each.waiting_for) for each in facts.status.islands}
+    assert states["A"][1] == ("C",) and facts.status.island("A").leads
+
+
+def test_the_lines_name_everybody_and_no_pipe_wraps_them():
+    waiting = replace(ME, island="id-2", name="two\x1b[2J", state="waiting", waiting_for=("three",), since=940.0)
+    lines = status_lines(replace(STATUS_OF_ONE, islands=(waiting, ME)), 1000.0)
+    assert lines[0].startswith("r: round 7, step 70/100, collecting for")
+    assert re.search(r"two.\[2J +waiting for three +60 s", lines[3]) and "\x1b" not in lines[3]
+    assert lines[2].startswith("one ")
+
+
+def test_a_process_that_is_gone_is_told_from_one_of_the_same_number(tmp_path):
+    mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)
+    assert is_running(mine)
+    assert not is_running(replace(mine, pid_started=mine.pid_started + 1))
+    assert not is_running(replace(mine, ended=True)) and not is_running(replace(mine, pid=2**22 - 1))
+    (tmp_path / STATUS).write_bytes(replace(mine, pid=2**22 - 1, folder=str(tmp_path)).encode())
+    found = status_of(find_islands(str(tmp_path)))
+    assert found is not None and found.own.state == "ended" and found.islands[1].state == "training"
+
+
+def test_only_processes_of_diloco_are_taken_for_launchers():
+    program = "import time; time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", program, "diloco"])
+    try:
+        assert top_process(child.pid) == child.pid
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_without_a_run_one_is_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SaveError, match="there is no run under runs/"):
+        only_run()
+    with pytest.raises(SaveError, match="no such run"):
+        find_islands("nowhere")
+
+
+def test_a_ticket_to_watch_takes_no_place_and_lets_nobody_speak(tmp_path):
+    owner, gate = Identity.load(tmp_path / "owner.key"), Gate(lambda: None)
+    ticket = Ticket.issue(owner, [], now=time.time(), lifetime_s=60, right=Right.WATCH, islands=1)
+    for number in range(3):
+        admission = ticket.admission(Identity.load(tmp_path / str(number)).public_key)
+        assert isinstance(admission, Admission) and gate.objection(f"watcher {number}", admission) == ""
+
+
+# real islands
+
+
+def config_of(folder: Path) -> dict:
+    return {
+        "run": "seen", "model": {"preset": "tiny", "blocks": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"sequence": 32}, "island": {"batch": 4, "device": "cpu"},
+        "inner": {"steps": 1_000_000, "warmup": 2, "schedule": "constant"}, "sync": {"every": 10},
+        "elastic": {"silence_s": 2}, "evaluate": {"every": 0}, "log": {"every": 5},
+        "checkpoint": {"dir": str(folder / "run")},
+    }  # fmt: skip
+
+
+def diloco(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+@pytest.mark.slow
+def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
+    run, words = tmp_path / "run", ("run", "config.yaml", "--islands", "2", "--no-restart")
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen([sys.executable, "-m", "diloco", *words], cwd=tmp_path, stdout=said, stderr=said)
+    try:
+        one, two = run / "island-1", run / "island-2"
+
+        def status() -> RunStatus:
+            done = diloco("status", "run", "--json", cwd=tmp_path)
+            found = decode_status(done.stdout.encode())
+            assert found is not None, done.stderr
+            return found
+
+        both = lambda: (found := read_status(two)) is not None and found.own.contributed > 2  # noqa: E731
+        assert wait_until(both, 120), (tmp_path / "said").read_text()
+        found = status()
+        assert {each.name for each in found.islands} == {"island-1", "island-2"}
+        assert all(each.told_by == each.name and each.bytes_sent and each.loss for each in found.islands)
+        said_why = diloco("why", "run", cwd=tmp_path)
+        assert said_why.returncode == 0 and said_why.stdout and "lost" not in said_why.stdout
+        assert "1 of 1 running" in diloco("ls", run, cwd=tmp_path).stdout.splitlines()[1]
+
+        made = diloco("ticket", "create", "run", "--right", "watch", cwd=tmp_path)
+        (tmp_path / "watch").write_text(made.stdout)
+        afar = diloco("status", tmp_path / "watch", "--json", cwd=tmp_path)
+        seen = decode_status(afar.stdout.encode())
+        assert seen is not None, afar.stderr
+        assert {each.name for each in seen.islands} == {"island-1", "island-2"}
+        refused = diloco("join", tmp_path / "watch", cwd=tmp_path)
+        assert refused.returncode == 2 and "lets one watch only" in refused.stderr
+
+        pid = read_status(two).pid
+        os.kill(pid, signal.SIGSTOP)
+        assert wait_until(lambda: status().island("island-2").state == "silent", 60)
+        assert "island-2 is stopped or starved" in diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: status().island("island-2").state == "ended", 60)
+        assert "gone without a goodbye" in diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        left = read_status(one)
+        assert left is not None and left.own.state in ("training", "waiting", "sending")
+
+        done = diloco("stop", "run", cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "run has stopped"
+        launcher.wait(60)
+        assert "not running" in diloco("status", "run", cwd=tmp_path).stdout
+        assert diloco("stop", "run", cwd=tmp_path).stdout == "run is not running\n"
+        listed = json.loads(diloco("log", "run", "--json", cwd=tmp_path).stdout)
+        assert {name for row in listed for name in row["contributors"]} == {"island-1", "island-2"}
+        assert all(row["loss"] for row in listed if row["contributors"])
+    finally:
+        launcher.terminate()
+        launcher.wait(60)
