@@ -23,7 +23,8 @@ from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle", "log", "restore", "rewind", "evict", "force-roster", "set",
+    "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
+    "log", "restore", "rewind", "evict", "force-roster", "set",
     "sample", "plan", "doctor", "ticket", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [

@@ -15,6 +15,7 @@ import yaml
 from launched import wait_until
 from situations import Situation
 
+from diloco.checkpoint.log.history import read_headers
 from diloco.comm.peers.admission import Admission, Right
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
@@ -184,6 +185,7 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
         launcher.wait(60)
         assert "not running" in diloco("status", "run", cwd=tmp_path).stdout
         assert diloco("stop", "run", cwd=tmp_path).stdout == "run is not running\n"
+        assert read_headers(two / "outer")[0].round == 1  # before it came: from whom it joined
         listed = json.loads(diloco("log", "run", "--json", cwd=tmp_path).stdout)
         assert {name for row in listed for name in row["contributors"]} == {"island-1", "island-2"}
         assert all(row["loss"] for row in listed if row["contributors"])

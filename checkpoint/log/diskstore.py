@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.log.history import HistoryFile, RoundHeader
+from diloco.checkpoint.log.history import HistoryFile, RoundHeader, end_of_history
 from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.library import Item, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
@@ -121,6 +121,9 @@ class DiskStore(Store):
 
     def keep_header(self, header: RoundHeader) -> None:
         self._hand_in(Job(header=header))
+
+    def given_history(self) -> bytes | None:
+        return end_of_history(self.folder)
 
     def follow(self, version: str, round: int) -> None:
         self._hand_in(Job(moves=(version, round), rotate=True))

@@ -7,14 +7,17 @@ the log. A line that is torn or no JSON is passed over. Nothing heavy is importe
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 HISTORY = "history.jsonl"  # in an island's log folder
+MOST_ISLANDS = 1 << 16
+GIVEN_BYTES = 8 << 20  # of the end of a history, to whoever joins
 DIGEST = re.compile(rb'^\{"digest": "([0-9a-f]{64})"')  # each line begins so
 
 log = logging.getLogger(__name__)
@@ -81,8 +84,27 @@ def header_in(line: object) -> RoundHeader | None:
 
 
 def _known(kind: type[ContributionHeader] | type[RoundHeader], line: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line that are known; raise TypeError where one is not what it should be."""
     given = {each.name: line[each.name] for each in fields(kind) if each.name in line}
+    for name, value in given.items():
+        if not _fits(value, HINTS[kind][name]):
+            raise TypeError(f"{name}={value!r}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    if float in get_args(hint):
+        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    if not isinstance(value, list) or len(value) > MOST_ISLANDS:
+        return False
+    return str not in get_args(hint) or all(isinstance(each, str) for each in value)
+
+
+HINTS = {kind: get_type_hints(kind) for kind in (ContributionHeader, RoundHeader)}
 
 
 class HistoryFile:
@@ -132,9 +154,21 @@ class HistoryFile:
 def read_headers(folder: Path) -> list[RoundHeader]:
     """Return all headers of a log's folder in the order in which they were written; none where there is no file."""
     try:
-        raw = (folder / HISTORY).read_bytes()
+        return headers_in((folder / HISTORY).read_bytes())
     except FileNotFoundError:
         return []
+
+
+def end_of_history(folder: Path) -> bytes:
+    """Return the last headers of a log's folder as they were written, as many as are given to a newcomer."""
+    with (folder / HISTORY).open("rb") as file:
+        skip = max(0, os.fstat(file.fileno()).st_size - GIVEN_BYTES)
+        file.seek(skip)
+        return file.read().partition(b"\n")[2] if skip else file.read()
+
+
+def headers_in(raw: bytes) -> list[RoundHeader]:
+    """Return the headers in these lines; what is none is passed over."""
     found: list[RoundHeader] = []
     for line in raw.split(b"\n"):
         try:

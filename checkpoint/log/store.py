@@ -123,6 +123,10 @@ class Store:
     def keep_header(self, header: RoundHeader) -> None:
         """Add the header of a committed record to the history, which stays when the record is pruned."""
 
+    def given_history(self) -> bytes | None:
+        """Return the headers that are given to whoever joins; None where none are kept."""
+        return None
+
     def mend(self, entry: Entry) -> None:
         """Write an old record that is damaged here a second time, after the bytes of its result."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco.atomic import appearing
+from diloco.checkpoint.log.history import HISTORY
 from diloco.checkpoint.log.journal import Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.segments import SegmentWriter, segment_paths
 from diloco.checkpoint.log.snapshot import MAX_MANIFEST, Manifest, part_of, read_manifest, read_vectors, snapshots
@@ -33,6 +34,7 @@ FIRST_WAIT_S = 0.5  # doubled each time
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # each part of a name: neither hidden nor `..`
 OF_SNAPSHOT = re.compile(rf"snapshot-[0-9]+-[0-9a-z]+/{re.escape(MANIFEST)}")
 OF_LOG = re.compile(r"[^/]+/log-[0-9]+\.seg")
+OF_HISTORY = re.compile(rf"[^/]+/{re.escape(HISTORY)}")
 OF_SHARD = re.compile(r"[A-Za-z0-9_]+-[0-9]+\.safetensors")
 HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "NoSuchBucket", "InvalidAccessKeyId", "AccessDenied")
 
@@ -177,6 +179,8 @@ class Mirror:
         closed = segments if finished else segments[:-1]
         for path in closed:
             self._push(path, f"{self._island}/{path.name}", there)
+        if finished or any(f"{self._island}/{path.name}" not in there for path in closed):
+            self._push(self._folder / HISTORY, f"{self._island}/{HISTORY}", there)
         self._prune(there, {path.name for path in here}, {path.name for path in segments})
 
     def _push_snapshot(self, snapshot: Path, there: dict[str, int]) -> None:
@@ -237,6 +241,8 @@ def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
             report("damaged", str(damaged))
             continue
         rounds = _pull_log(folder, remote, there, manifest)
+        if histories := list(filter(OF_HISTORY.fullmatch, there)):
+            remote.pull(max(histories, key=lambda name: there[name]), folder / HISTORY)
         report("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
         return manifest
     return None

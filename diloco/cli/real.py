@@ -18,7 +18,7 @@ from diloco.simulate.real.netns import refuse_if_not_permitted
 from diloco.simulate.real.outcome import SimulationOutcome, outcome_of, write_json
 from diloco.simulate.real.page import need_matplotlib, write_page
 from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
-from diloco.units import format_duration, format_size, parse_link
+from diloco.units import counted, format_duration, format_size, parse_link
 
 DEFAULT_ISLANDS = 4
 SHORTEST_S = 0.05  # a time that is shown
@@ -114,7 +114,7 @@ def show(outcomes: list[SimulationOutcome], page: Path) -> None:
 
 def summary(outcome: SimulationOutcome) -> Iterator[str]:
     """Describe an outcome in lines: each island's time and bytes, faults that did not happen, data parallel."""
-    yield f"{outcome.name}: {outcome.setting}; {outcome.rounds} rounds in {format_duration(outcome.seconds)}"
+    yield f"{outcome.name}: {outcome.setting}; {counted(outcome.rounds, 'round')} in {format_duration(outcome.seconds)}"
     for island in outcome.islands:
         times = {state: seconds for state, seconds in outcome.times(island).items() if seconds >= SHORTEST_S}
         parts = ", ".join(f"{format_duration(seconds)} {state}" for state, seconds in times.items())

@@ -20,6 +20,7 @@ from diloco.report.events import (
     WitnessStart,
 )
 from diloco.report.terminal import names, sentence
+from diloco.units import counted
 
 TOLD = (  # of what islands say about each other, and about their disks
     "joined", "left", "lost", "gone", "excluded", "cut off", "went back", "diverged", "refused",
@@ -211,8 +212,8 @@ def _share(board: Board, name: str) -> str:
     """Format how many rounds an island contributed to; rounds that only lease samples do not count."""
     rounds = sum(bool(event.contributors) for event in board.rounds)
     restarts = board.rows[name].restarts if name in board.rows else 0
-    again = f", started again {restarts} time{'s' * (restarts != 1)}" if restarts else ""
-    return f"{name} contributed to {board.contributions[name]} of {rounds} rounds{again}"
+    again = f", started again {counted(restarts, 'time')}" if restarts else ""
+    return f"{name} contributed to {board.contributions[name]} of {counted(rounds, 'round')}{again}"
 
 
 def _agreement(board: Board) -> str:

@@ -1,5 +1,6 @@
 """How an island gets a state and a store, from its own disk or from others, and then takes part in rounds."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from diloco.checkpoint.log.diskstore import DiskStore
+from diloco.checkpoint.log.history import GIVEN_BYTES, headers_in
 from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
@@ -55,11 +57,14 @@ from diloco.train.sync import samples_ahead
 
 SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
+HISTORY_S = 30.0
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
 FRAGMENTS_BYTES = 8 << 20
 
 Answer = TypeVar("Answer")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,7 @@ def find_start(
                 raise
             raise JoinRefused(f"{refused} This island founded it and has no state of it: --fresh starts over") from None
         givers = sum(size > 0 for size in snapshot.donors.values())
+        take_history(peer, store, snapshot.state.head.digest, list(snapshot.donors))
         promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
         origin, giver = Origin(snapshot.state, snapshot.vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
@@ -176,6 +182,28 @@ def find_start(
     device = part.place.outer_device(config.island)
     vectors = {name: vector.to(device) for name, vector in origin.vectors.items()}
     return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None)
+
+
+def take_history(peer: LocalPeer, store: DiskStore, head: str, donors: list[str]) -> None:
+    """Fetch the headers of the rounds that led to a state, from the first of these peers that has them.
+
+    They are for people: a peer could say anything of rounds before this island came, but not of those that it sees.
+    """
+    addresses = peer.find_peers()
+    for donor in (donor for donor in donors if donor in addresses):
+        try:
+            raw = request(peer.plain, addresses[donor], "history", limit=GIVEN_BYTES, timeout_s=HISTORY_S)
+        except (TransferFailed, TransportError, MessageRefused) as error:
+            log.info("%s gives no history: %s", donor, error)
+            continue
+        known = {header.digest: header for header in headers_in(raw)}
+        chain = []
+        while (header := known.pop(head, None)) is not None:
+            chain.append(header)
+            head = header.parent
+        for header in reversed(chain):
+            store.keep_header(header)
+        return
 
 
 def ask_members(

@@ -241,6 +241,8 @@ class Applier:
                 return self._pinned_digest(argument)
             case "payload":
                 return self.store.item(argument)
+            case "history":
+                return self.store.given_history()
             case "after":
                 entries = self.log.after(argument)
                 return None if entries is None else b"[" + b",".join(entry.header for entry in entries) + b"]"
