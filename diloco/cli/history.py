@@ -36,9 +36,10 @@ def log(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List all rounds of a run: when, by whom, losses, digests, and whose states can still be had.
+    """List all rounds of a run, the first ones too.
 
-    With --verify, anything that is damaged is named and the exit code is 1. The run may continue meanwhile.
+    When, by whom, losses, digests, and which states can still be had. With --verify, anything that is damaged is named
+    and the exit code is 1. The run may continue meanwhile.
     """
     from diloco.history.find import find_logs
 

@@ -36,10 +36,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a run and each of its islands do now, those on other machines too.
+    """Show what each island of a run does now.
 
-    State, for whom it waits, share, bytes, loss, speed, and when the run will end. With a ticket whose right is watch
-    it looks from anywhere: nobody is admitted by that, and no place is taken.
+    Islands on other machines, too: their state, for whom they wait, share, bytes, loss, speed, and when the run will
+    end. With a ticket whose right is watch it looks from anywhere: nobody is admitted by that, and no place is taken.
     """
     from diloco.report.shown import status_lines
 
@@ -98,10 +98,11 @@ def why(
     round: Annotated[int | None, typer.Option("--round", metavar="N", min=1, help="Explain this round.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say in words why a run waits, why an island contributes nothing or was dropped, or why a round took long.
+    """Say in words what holds a run up.
 
-    Who is slow and by how much, and whether a link, a disk or a GPU is the bottleneck, as it was measured. An island's
-    name alone is looked for in the run that is going on.
+    Or why an island contributes nothing or was dropped, or why a round took long. Who is slow and by how much, and
+    whether a link, a disk or a GPU is the bottleneck, as it was measured. An island's name alone is looked for in the
+    run that is going on.
     """
     from diloco.report import why as reasons
 
@@ -159,7 +160,7 @@ def ls(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where runs lie.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs on this machine: which are going on, how far each is, and when it was heard last."""
+    """List the runs on this machine, and how far each is."""
     from diloco.history.present import islands_in, status_of
     from diloco.report.tables import aligned
     from diloco.units import format_duration
@@ -225,10 +226,10 @@ def bundle(
         Path | None, typer.Option(metavar="FILE", help="The archive to write (default: RUN-bundle.tar.gz).")
     ] = None,
 ) -> None:
-    """Pack what a bug report needs into one archive, without keys and tickets.
+    """Pack what a bug report needs, without secrets.
 
-    Configuration, events, logs, status and the headers of all rounds; no weights and no data. Look into it before you
-    send it: paths, addresses and the names of islands are in it.
+    One archive: configuration, events, logs, status and the headers of all rounds; no weights and no data. Look into it
+    before you send it: paths, addresses and the names of islands are in it.
     """
     from diloco.history.bundle import pack
     from diloco.report.shown import status_lines
