@@ -23,8 +23,9 @@ from diloco.errors import SaveError
 from diloco.history.present import find_islands, only_run, status_of, top_process
 from diloco.report.shown import status_lines
 from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
+from diloco.report.why import Facts, why_island, why_now
 from diloco.run.gate import Gate
-from diloco.run.status import is_running, started_at
+from diloco.run.status import is_running, say_starting, started_at
 
 ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
 STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
@@ -91,6 +92,23 @@ def test_a_process_that_is_gone_is_told_from_one_of_the_same_number(tmp_path):
     (tmp_path / STATUS).write_bytes(replace(mine, pid=2**22 - 1, folder=str(tmp_path)).encode())
     found = status_of(find_islands(str(tmp_path)))
     assert found is not None and found.own.state == "ended" and found.islands[1].state == "training"
+
+
+def test_one_that_starts_says_so_whatever_its_last_life_has_left(tmp_path):
+    (tmp_path / STATUS).write_bytes(replace(STATUS_OF_ONE, ended=True).encode())
+    say_starting(tmp_path, "r", "id-1", "one")
+    (island,) = find_islands(str(tmp_path))
+    assert island.running and not island.is_silent
+    found = status_of([island])
+    assert found is not None and found.own.state == "starting"
+    assert "has not got the run's state yet" in why_island(Facts(found), "one")[0]
+
+
+def test_a_finished_run_is_told_from_one_that_stopped(tmp_path):
+    ended = replace(STATUS_OF_ONE, ended=True, islands=(replace(ME, state="ended"),))
+    assert "continues it" in why_now(Facts(ended))[0]
+    assert why_now(Facts(replace(ended, finished=True))) == ["the run is finished: step 70, round 7"]
+    assert "finished; last heard" in status_lines(replace(ended, finished=True), 1001.0)[0]
 
 
 def test_only_processes_of_diloco_are_taken_for_launchers():

@@ -38,7 +38,8 @@ class LocalIsland:
     @property
     def is_silent(self) -> bool:
         """Tell whether its process is there and has said nothing for a while."""
-        return self.running and self.status is not None and self.status.is_stale(time.time())
+        starting = self.status is not None and self.status.own.state == "starting"  # it says so once
+        return self.running and not starting and self.status is not None and self.status.is_stale(time.time())
 
 
 def islands_in(place: Path) -> list[LocalIsland]:

@@ -22,7 +22,8 @@ def run_line(status: RunStatus, now: float) -> str:
     """Return how far the run is, in which phase of a round, and when it will end at this pace."""
     parts = [f"round {status.round}", f"step {status.step}/{status.steps}" if status.steps else f"step {status.step}"]
     if not any(each.state not in ("ended", "lost", "left", "evicted") for each in status.islands):
-        parts.append(f"not running; last heard {format_duration(max(0.0, now - status.at))} ago")
+        how = "finished" if status.finished else "not running"
+        parts.append(f"{how}; last heard {format_duration(max(0.0, now - status.at))} ago")
     else:
         usual = "" if status.round_s is None else f" (a round takes {format_duration(status.round_s)})"
         parts.append(f"{status.phase} for {format_duration(max(0.0, now - status.phase_since))}{usual}")

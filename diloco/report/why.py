@@ -362,6 +362,8 @@ def _usual_s(rounds: Sequence[RoundHeader], header: RoundHeader) -> float | None
 
 
 def _not_running(status: RunStatus) -> str:
+    if status.finished:
+        return f"the run is finished: step {status.step}, round {status.round}"
     ended = [each for each in status.islands if each.state == "ended"]
     how = "its islands have left in good order" if status.ended else "their processes are gone"
     who = names([each.name for each in ended]) if ended else "nobody is there"

@@ -46,7 +46,7 @@ from diloco.report.sinks import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.peer import LocalPeer, Peer
-from diloco.run.status import StatusKeeper
+from diloco.run.status import StatusKeeper, say_starting
 from diloco.train.amend import Inbox, amended, objection
 from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
@@ -258,6 +258,7 @@ def open_store(peer: LocalPeer, genesis: Genesis, config: Config, events: Events
         remote.check()
     try:
         store = DiskStore(folder, report, keep=config.checkpoint.keep)
+        say_starting(Path(config.dir), config.run, peer.id, peer.connection.name)
         if (folder / FILE).exists() and read_genesis(folder) is None:
             store.report("damaged", f"{FILE} is not what was written: peers have given it again")
         write_genesis(folder, peer.run_id, genesis)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import FrameError, StreamClosed, TransportError, TransportTimeout
-from diloco.report.events import Event, IslandNews, Start, Step, Validation, WitnessStart
+from diloco.report.events import End, Event, IslandNews, Start, Step, Validation, WitnessStart
 from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, decode_status, merged
 from diloco.run.seeing import view_of
 from diloco.version import __version__
@@ -50,7 +50,7 @@ class StatusKeeper:
         self._step: Step | None = None
         self._speeds: deque[float] = deque(maxlen=LAST_SPEEDS)  # tokens/s: one report alone is noise
         self._validation: float | None = None
-        self._steps, self._device, self._finished = 0, "", False
+        self._device, self._finished = "", False
         self._news: dict[str, str] = {}  # the last words about each island, by name
         self._states: dict[str, tuple[str, float]] = {}  # by island: its state, and since when
         self._reports: dict[str, RunStatus] = {}
@@ -68,6 +68,8 @@ class StatusKeeper:
                 self._speeds.append(event.tokens_per_s)
             case Validation():
                 self._validation = event.validation_loss
+            case End():
+                self._finished = event.finished
             case Start():
                 self._device = event.device
             case WitnessStart():
@@ -83,7 +85,7 @@ class StatusKeeper:
         self._thread.join()
         self._server.close()
         if (last := decode_status(self._now)) is not None:
-            self._write(replace(last, at=time.time(), ended=True))
+            self._write(replace(last, at=time.time(), ended=True, finished=self._finished))
 
     def _run(self) -> None:
         while True:
@@ -118,17 +120,14 @@ class StatusKeeper:
         moved = 0 if outcome is None else max(outcome.bytes_sent, outcome.bytes_received)
         rate = moved / outcome.seconds if outcome is not None and outcome.seconds else None
         limits = [bits / 8 for bits in self._peer.connection.rates if bits]
-        waits = self._part.place.activity.now.waits
-        state = own.state
-        if state == "training" and waits:
-            state = "waiting"
-        elif state == "sending" and not waits and not self._part.is_witness:
-            state = "training"  # beside the exchange
+        waits, state = self._part.place.activity.now.waits, own.state
+        if state in ("training", "sending", "waiting"):  # the trainer knows better than the node
+            state = "training" if not waits else "sending" if state == "sending" else "waiting"
+        told = waits or own.leads or own.cause != "round"  # for whom a round waits is no news of one that trains
         own = replace(
             own, state=state, step=own.step if step is None else step.step,
             loss=own.loss if step is None else step.loss,
-            waiting_for=own.waiting_for if state in ("waiting", "sending") else (),
-            cause=own.cause if state in ("waiting", "sending") else "",
+            waiting_for=own.waiting_for if told else (), cause=own.cause if told else "",
             tokens_per_s=median(self._speeds) if self._speeds else own.tokens_per_s, bytes_sent=driver.bytes_sent,
             bytes_received=driver.bytes_received, link_bytes_per_s=rate,
             link_limit_bytes_per_s=min(limits, default=None), device=self._device,
@@ -138,12 +137,8 @@ class StatusKeeper:
             replace(each, text=each.text or self._news.get(each.name, "")) for each in view.islands if each != view.own
         ]
         islands = tuple(self._dated(each, view.at) for each in (own, *others))
-        supervised = bool(os.environ.get("DILOCO_SUPERVISED"))
-        return replace(
-            view, run=config.run, validation_loss=self._validation, islands=islands, pid=os.getpid(),
-            pid_started=started_at(os.getpid()), supervisor=os.getppid() if supervised else 0,
-            host=socket.gethostname(), folder=str(self._folder.resolve()), diloco=__version__,
-        )  # fmt: skip
+        known = replace(view, run=config.run, validation_loss=self._validation, islands=islands)
+        return with_process(known, self._folder)
 
     def _dated(self, each: IslandStatus, at: float) -> IslandStatus:
         """Return an island's status with since when it has its state, where the node does not know that."""
@@ -166,13 +161,33 @@ class StatusKeeper:
         return ask_all(self._peer.plain, addresses)
 
     def _write(self, status: RunStatus) -> None:
-        path = self._folder / STATUS
-        try:
-            part = path.with_suffix(".part")
-            part.write_bytes(status.encode())
-            part.replace(path)
-        except OSError as error:
-            log.warning("%s could not be written: %s", path, error)
+        write_status(self._folder, status)
+
+
+def write_status(folder: Path, status: RunStatus) -> None:
+    """Replace the status in an island's folder; a disk that refuses keeps the old one, which grows stale."""
+    path = folder / STATUS
+    try:
+        part = path.with_suffix(".part")
+        part.write_bytes(status.encode())
+        part.replace(path)
+    except OSError as error:
+        log.warning("%s could not be written: %s", path, error)
+
+
+def say_starting(folder: Path, run: str, me: str, name: str) -> None:
+    """Write that an island has begun to look for its run's state: its last life may have left another status."""
+    own = IslandStatus(me, name, "starting", since=time.time(), told_by=name)
+    write_status(folder, with_process(RunStatus(run, me, time.time(), islands=(own,)), folder))
+
+
+def with_process(status: RunStatus, folder: Path) -> RunStatus:
+    """Return a status with what is known of this process and of who has started it."""
+    supervised = bool(os.environ.get("DILOCO_SUPERVISED"))
+    return replace(
+        status, pid=os.getpid(), pid_started=started_at(os.getpid()), supervisor=os.getppid() if supervised else 0,
+        host=socket.gethostname(), folder=str(folder.resolve()), diloco=__version__,
+    )  # fmt: skip
 
 
 def started_at(pid: int) -> int:
