@@ -51,6 +51,8 @@ def test_what_a_peer_of_ill_will_sends_is_no_status(raw):
 
 
 def test_what_is_long_or_infinite_is_cut():
+    diverged = replace(STATUS_OF_ONE, loss=float("nan"), islands=(replace(ME, loss=float("inf")),))
+    assert (found := decode_status(diverged.encode())) is not None and found.loss is None is found.islands[0].loss
     long = replace(ME, name="x" * 10_000)
     found = decode_status(replace(STATUS_OF_ONE, islands=(long,)).encode())
     assert found is not None and len(found.islands[0].name) == 1000

@@ -8,7 +8,7 @@ only ever grow; a reader ignores those that it does not know.
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -113,7 +113,11 @@ class RunStatus:
 
     def encode(self) -> bytes:
         """Return it as JSON."""
-        return json.dumps(_finite(asdict(self))).encode()
+        plain = {**vars(self), "islands": [vars(each) for each in self.islands]}  # asdict would copy all of it
+        try:
+            return json.dumps(plain, allow_nan=False).encode()
+        except ValueError:  # a loss that is no number
+            return json.dumps(_finite(plain)).encode()
 
     def is_stale(self, now: float) -> bool:
         """Tell whether it says what was, not what is."""

@@ -3,7 +3,7 @@ are asked the same way."""
 
 from collections.abc import Callable, Sequence
 
-from diloco.checkpoint.log.history import RoundHeader
+from diloco.checkpoint.log.history import ContributionHeader, RoundHeader
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.peers import PeerView
 from diloco.elastic.protocol.protocol_state import ProtocolState
@@ -20,9 +20,10 @@ Name = Callable[[str], str]
 def view_of(node: Node, headers: Sequence[RoundHeader], name: Name, *, now: float, at: float) -> RunStatus:
     """Return what an island sees. `now` is the node's clock, `at` Unix time; `headers` are the last rounds."""
     own = node.own
-    rounds = [header for header in headers if header.contributions][-LAST_ROUNDS:]
-    seen = [_other(node, peer, rounds, name, now=now, at=at) for peer in _shown(node, now)]
-    me = _me(node, rounds, name, now=now)
+    lately = Lately(headers)
+    rounds = lately.rounds
+    seen = [_other(node, peer, lately, name, now=now, at=at) for peer in _shown(node, now)]
+    me = _me(node, lately, name, now=now)
     phase, since = _phase(own, now)
     round_s = own.seen_round_s
     steps = own.options.steps or 0
@@ -60,22 +61,35 @@ def _eta_s(rounds: Sequence[RoundHeader], step: int, steps: int) -> float | None
     return (steps - step) * seconds / done if done > 0 and seconds > 0 else None
 
 
-def _figures(peer: str, rounds: Sequence[RoundHeader]) -> dict[str, float | int | None]:
-    """Return what the last rounds say of an island: its share, its loss, how often it contributed, and its speed."""
-    parts = [(header, part) for header in rounds for part in header.contributions if part.island == peer]
-    last = rounds[-1].contributions if rounds else ()
-    weights = {part.island: part.weight for part in last}
-    share = weights.get(peer, 0) / max(1, sum(weights.values())) if last else None
-    found: dict[str, float | int | None] = {"share": share, "contributed": len(parts)}
-    if parts:
-        found["loss"] = parts[-1][1].loss
-    lately = [each for each in parts if each[0] in rounds[-SPEED_ROUNDS:]]
-    if len(lately) > 1 and (seconds := (lately[-1][0].time_ms - lately[0][0].time_ms) / 1000) > 0:
-        found["tokens_per_s"] = sum(part.tokens for _, part in lately[1:]) / seconds
-    return found
+class Lately:
+    """Say what the last rounds with contributions show of each island: its share, its loss, its speed."""
+
+    def __init__(self, headers: Sequence[RoundHeader]) -> None:
+        self.rounds = [header for header in headers if header.contributions][-LAST_ROUNDS:]
+        self._parts: dict[str, list[tuple[RoundHeader, ContributionHeader]]] = {}
+        for header in self.rounds:
+            for part in header.contributions:
+                self._parts.setdefault(part.island, []).append((header, part))
+        self._weight = sum(part.weight for part in self.rounds[-1].contributions) if self.rounds else 0
+        self._since = self.rounds[-SPEED_ROUNDS:][0].round if self.rounds else 0
+
+    def figures(self, peer: str) -> dict[str, float | int | None]:
+        """Return an island's share, how often it contributed, its last loss, and its tokens/s over its last rounds."""
+        parts = self._parts.get(peer, [])
+        share = None
+        if self.rounds:
+            is_last = bool(parts) and parts[-1][0] is self.rounds[-1]
+            share = parts[-1][1].weight / max(1, self._weight) if is_last else 0.0
+        found: dict[str, float | int | None] = {"share": share, "contributed": len(parts)}
+        if parts:
+            found["loss"] = parts[-1][1].loss
+        recent = [each for each in parts if each[0].round >= self._since]
+        if len(recent) > 1 and (seconds := (recent[-1][0].time_ms - recent[0][0].time_ms) / 1000) > 0:
+            found["tokens_per_s"] = sum(part.tokens for _, part in recent[1:]) / seconds
+        return found
 
 
-def _me(node: Node, rounds: Sequence[RoundHeader], name: Name, *, now: float) -> IslandStatus:
+def _me(node: Node, lately: Lately, name: Name, *, now: float) -> IslandStatus:
     """Return this island's own status, as far as its node knows it: not whether its trainer works or waits."""
     own = node.own
     missing, cause = waits_for(node, now)
@@ -91,7 +105,7 @@ def _me(node: Node, rounds: Sequence[RoundHeader], name: Name, *, now: float) ->
     return IslandStatus(
         own.me, name(own.me), state, told_by=name(own.me), waiting_for=tuple(map(name, missing)), cause=cause,
         member=own.me in own.state.places, leads=own.term is not None, round=own.state.head.round, step=own.state.step,
-        write_s=own.writes.slowest_s(now), **_figures(own.me, rounds),  # type: ignore[arg-type]
+        write_s=own.writes.slowest_s(now), **lately.figures(own.me),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -120,7 +134,7 @@ def waits_for(node: Node, now: float) -> tuple[list[str], str]:
     return [own.follows] if own.follows and own.follows != own.me else [], "round"
 
 
-def _other(node: Node, peer: str, rounds: Sequence[RoundHeader], name: Name, *, now: float, at: float) -> IslandStatus:
+def _other(node: Node, peer: str, lately: Lately, name: Name, *, now: float, at: float) -> IslandStatus:
     own, view = node.own, node.own.peers.views.get(peer) or PeerView(0.0)
     state, since, text = _state_of(node, peer, view, now)
     round_number = view.head.round if view.head is not None else 0
@@ -129,7 +143,7 @@ def _other(node: Node, peer: str, rounds: Sequence[RoundHeader], name: Name, *, 
         waiting_for=_ready_waits_for(own, peer, name) if state == "waiting" else (),
         cause="round" if state == "waiting" else "", member=peer in own.state.places, leads=view.leading,
         round=round_number, write_s=view.write_s, reaches_me=node.liveness.hear_each_other(peer, now),
-        **_figures(peer, rounds),  # type: ignore[arg-type]
+        **lately.figures(peer),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
