@@ -25,6 +25,7 @@ from diloco.cli.app import app
 from diloco.config.fields import OneOf
 from diloco.config.schema import Config
 from diloco.report.events import KINDS, NEWS, Event, IslandNews
+from diloco.report.status import CAUSES, STATES, IslandStatus, RunStatus
 from diloco.run.genesis import OWN, SHARED, SUGGESTED
 from diloco.train.amend import CHANGEABLE, RENAMED
 
@@ -77,6 +78,17 @@ given another meaning raises the version of its kind: pass over events of a high
 Python, `diloco.report.events` has a dataclass for each kind, and `diloco.report.watching.Tail` follows a file.
 
 This page is written by `python tests/docs.py --write` from `diloco/report/events.py`.
+"""
+
+
+STATUS = """\
+# Status
+
+`diloco status --json` prints one such object (with `--watch`, one a line). A running island writes it to `status.json`
+in its folder every second, and members answer a ticket to *watch* with it. Fields are only ever added: ignore those
+that you do not know. Texts come from other machines: show them as text.
+
+This page is written by `python tests/docs.py --write` from `diloco/report/status.py`.
 """
 
 
@@ -210,6 +222,20 @@ def events() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def status() -> str:
+    lines = [STATUS, "## The run", "", *fields_table(RunStatus), "## An island", "", *fields_table(IslandStatus)]
+    for heading, words in (("States", STATES), ("Causes", CAUSES)):
+        rows = [(f"`{word}`", text.capitalize()) for word, text in words.items()]
+        lines += [f"### {heading}", "", *table((heading.lower().removesuffix("s"), "meaning"), rows)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def fields_table(kind: Any) -> Iterator[str]:
+    hints = get_type_hints(kind, include_extras=True)
+    rows = [(f"`{each.name}`", json_type(hints[each.name]), get_args(hints[each.name])[1]) for each in fields(kind)]
+    return table(("field", "value", "meaning"), rows)
+
+
 def meaning(kind: type[Event]) -> str:
     return " ".join(inspect.cleandoc(str(kind.__doc__)).split())
 
@@ -319,6 +345,7 @@ PAGES = {
     REFERENCE / "configuration.md": configuration,
     REFERENCE / "commands.md": commands,
     REFERENCE / "events.md": events,
+    REFERENCE / "status.md": status,
 }
 
 

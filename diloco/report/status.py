@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 STATUS = "status.json"  # in an island's folder
 ASKED = "status.asked"  # beside it: touched by whoever wants to know what other islands say of themselves
@@ -33,72 +33,81 @@ STATES = {
     "silent": "its process is there, and does not say what it does",
     "ended": "its process is gone",
 }
-# why an island does not train or contribute, as far as it knows
-CAUSES = ("round", "quorum", "min_islands", "start_islands", "rejoin", "samples", "joining")
+CAUSES = {  # why an island waits, as far as it knows
+    "round": "for a round, or for those who have not come to it",
+    "quorum": "too few members are heard to decide a round",
+    "min_islands": "fewer islands are there than `elastic.min_islands`",
+    "start_islands": "the first round waits for `elastic.start_islands`",
+    "samples": "none are leased to it",
+    "joining": "it is not in the roster yet",
+}
 
 
 @dataclass(frozen=True)
 class IslandStatus:
     """Describe one island: as it says itself, or as another one sees it."""
 
-    island: str  # its peer id
-    name: str = ""
-    state: str = "starting"
-    since: float = 0.0  # Unix time; 0: not known
-    told_by: str = ""  # the name of who says so; its own: it says so itself
-    waiting_for: tuple[str, ...] = ()  # islands, by name
-    cause: str = ""  # one of CAUSES, where it waits
-    text: str = ""  # more about it, for people
-    member: bool = False  # it is in the roster
-    leads: bool = False  # the present round
-    round: int = 0
-    step: int = 0
-    loss: float | None = None
-    tokens_per_s: float | None = None  # of inner steps, waits not counted, if it says so itself; else over its rounds
-    share: float | None = None  # of the weights in the last round
-    contributed: int = 0  # of the last `RunStatus.rounds` rounds, those that contain its work
-    bytes_sent: int | None = None  # for rounds
-    bytes_received: int | None = None
-    write_s: float = 0.0  # what a write to its disk takes, as it says
-    link_bytes_per_s: float | None = None  # in its last exchange
-    link_limit_bytes_per_s: float | None = None  # as it was told to heed
-    reaches_me: bool = True  # it hears the teller, and the teller hears it
-    heard_by: tuple[str, ...] = ()  # of one that the teller has lost: who hears it nevertheless, by name
-    device: str = ""
-    disk: str = ""  # why nothing is durable at present; "": it is
-    clock_off_s: float = 0.0  # of its machine's clock from the run's
+    island: Annotated[str, "Its peer id."]
+    name: Annotated[str, "What it is called, as text from a peer: show it as text."] = ""
+    state: Annotated[str, "One of the states below."] = "starting"
+    since: Annotated[
+        float,
+        "Since when, in seconds since 1970; of one that is lost, when it was heard last; 0: not known.",
+    ] = 0.0
+    told_by: Annotated[str, "The name of who says so; its own: it says so itself."] = ""
+    waiting_for: Annotated[tuple[str, ...], "The islands that it, or the round that it leads, waits for, by name."] = ()
+    cause: Annotated[str, "Why it waits: one of the causes below; empty if for nothing."] = ""
+    text: Annotated[str, "More about its state, for people."] = ""
+    member: Annotated[bool, "It is in the roster."] = False
+    leads: Annotated[bool, "It leads the present round."] = False
+    round: Annotated[int, "The last round that it has."] = 0
+    step: Annotated[int, "The run's clock there."] = 0
+    loss: Annotated[float | None, "Its mean training loss, of its last steps or of its last contribution."] = None
+    tokens_per_s: Annotated[float | None, "Its speed without waits, if it says so itself; else over its rounds."] = None
+    share: Annotated[float | None, "Its share of the weights in the last round, from 0 to 1."] = None
+    contributed: Annotated[int, "How many of the last `rounds` rounds contain its work."] = 0
+    bytes_sent: Annotated[int | None, "Bytes that it has sent for rounds since it started."] = None
+    bytes_received: Annotated[int | None, "Bytes that it has received for rounds."] = None
+    write_s: Annotated[float, "What a write to its disk takes, in seconds."] = 0.0
+    link_bytes_per_s: Annotated[float | None, "At which rate its last exchange ran."] = None
+    link_limit_bytes_per_s: Annotated[float | None, "The rate that it was told not to exceed."] = None
+    reaches_me: Annotated[bool, "It and the teller hear each other."] = True
+    heard_by: Annotated[tuple[str, ...], "Of one that the teller has lost: who hears it nevertheless, by name."] = ()
+    device: Annotated[str, "Its accelerator."] = ""
+    disk: Annotated[str, "Why nothing is durable there at present; empty: it is."] = ""
+    clock_off_s: Annotated[float, "By how much its machine's clock is behind the run's."] = 0.0
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """Describe a run as one of its islands sees it."""
 
-    run: str
-    me: str  # the peer id of the island that tells
-    at: float  # Unix time
-    round: int = 0
-    step: int = 0
-    steps: int = 0  # where it ends
-    phase: str = "collecting"  # of the round: collecting, exchanging or storing
-    phase_since: float = 0.0
-    round_s: float | None = None  # what a round usually takes
-    exchange_s: float = 0.0  # of it, the exchange
-    eta_s: float | None = None
-    rounds: int = 0  # the last rounds that shares are counted over
-    loss: float | None = None  # mean training loss of the last round
-    validation_loss: float | None = None
-    min_islands: int = 1
-    silence_s: float = 5.0
-    quorum: bool = False  # every round needs one
-    pid: int = 0
-    pid_started: int = 0  # by the kernel's count, so that another process of that number is not taken for it
-    supervisor: int = 0  # the process that started the island and restarts it; 0: none
-    host: str = ""
-    folder: str = ""
-    diloco: str = ""  # its version
-    ended: bool = False  # its process has left in good order
-    finished: bool = False  # the run is over
-    islands: tuple[IslandStatus, ...] = field(default=())
+    run: Annotated[str, "The run's name."]
+    me: Annotated[str, "The peer id of the island that tells."]
+    at: Annotated[float, "When it told, in seconds since 1970."]
+    round: Annotated[int, "The last committed round."] = 0
+    step: Annotated[int, "The run's clock."] = 0
+    steps: Annotated[int, "Where it ends; 0: not known."] = 0
+    phase: Annotated[str, "Of the round that comes next: collecting, exchanging or storing."] = "collecting"
+    phase_since: Annotated[float, "Since when, in seconds since 1970."] = 0.0
+    round_s: Annotated[float | None, "What a round usually takes."] = None
+    exchange_s: Annotated[float, "What an exchange usually takes."] = 0.0
+    eta_s: Annotated[float | None, "Seconds until the last step, at the pace of the last rounds."] = None
+    rounds: Annotated[int, "The last rounds with contributions that shares are counted over."] = 0
+    loss: Annotated[float | None, "Mean training loss behind the last round, by weight."] = None
+    validation_loss: Annotated[float | None, "The last one, on the island that validates."] = None
+    min_islands: Annotated[int, "`elastic.min_islands`."] = 1
+    silence_s: Annotated[float, "`elastic.silence_s`."] = 5.0
+    quorum: Annotated[bool, "Every round needs a quorum."] = False
+    pid: Annotated[int, "The island's process."] = 0
+    pid_started: Annotated[int, "When that was started, by the kernel's count; 0: not known."] = 0
+    supervisor: Annotated[int, "The process that started the island and restarts it; 0: none."] = 0
+    host: Annotated[str, "The machine's name."] = ""
+    folder: Annotated[str, "The island's folder."] = ""
+    diloco: Annotated[str, "Its version."] = ""
+    ended: Annotated[bool, "The process has left in good order."] = False
+    finished: Annotated[bool, "The run is over."] = False
+    islands: Annotated[tuple[IslandStatus, ...], "The teller first, then all that it knows."] = field(default=())
 
     @property
     def own(self) -> IslandStatus:
