@@ -76,6 +76,9 @@ SITUATIONS = {
         "C is out for good: the run's owner has taken it out (diloco evict)",
     ),
     "left": (THREE + "run 1\nleave C\nrun 4", "A", "C", "C said goodbye 4.0 s ago: it stopped in good order"),
+    "without samples": (
+        "islands A B\nsamples 40\nuntil A commits round 2\nrun 30", "A", "", "waits for samples to be leased",
+    ),
     "a witness": (
         "islands A B\npartition quorum\nuntil A commits round 2\nwitness C\nrun 10", "A", "C",
         "C contributes nothing because it is a witness",

@@ -7,7 +7,7 @@ from diloco.checkpoint.log.history import ContributionHeader, RoundHeader
 from diloco.elastic.protocol.node import Node
 from diloco.elastic.protocol.peers import PeerView
 from diloco.elastic.protocol.protocol_state import ProtocolState
-from diloco.elastic.protocol.record import quorum
+from diloco.elastic.protocol.record import holder_name, quorum
 from diloco.report.status import IslandStatus, RunStatus
 
 LAST_ROUNDS = 20  # that shares are counted over
@@ -124,6 +124,9 @@ def waits_for(node: Node, now: float) -> tuple[list[str], str]:
         return [], "start_islands"
     if own.me not in roster:
         return [own.follows] if own.follows and own.follows != own.me else [], "joining"
+    lease = own.state.ledger.lease_of(holder_name(own.me, own.incarnation))
+    if own.want and not lease and not options.witness:
+        return [own.follows] if own.follows and own.follows != own.me else [], "samples"
     if (term := own.term) is not None and term.begin is None:
         ready, promised = term.offers(own.due), term.promised()
         answers = [peer for peer in roster if peer in here and peer not in promised and peer != own.me]
