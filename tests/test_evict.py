@@ -65,5 +65,6 @@ def test_islands_are_found_by_the_names_that_people_see():
     assert island_named("three", roster, Names({**names.known, "gone": "three"}), ["gone"]) == "gone"
     both = Names({**names.known, "gone": "one"})
     assert island_named("one", roster, both, ["gone"]) == roster[0], "one of now goes first"
+    assert island_named("one (ijklmnop)", roster, Names(dict.fromkeys(roster, "one"))) == roster[1]
     with pytest.raises(SaveError, match="two islands are called that"):
         island_named("one", roster, Names(dict.fromkeys(roster, "one")))

@@ -3,6 +3,7 @@
 Nothing heavy is imported here: commands that only look use it.
 """
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def island_named(name: str, roster: Collection[str], names: Names, gone: Collect
 
     Raise SaveError unless it is exactly one.
     """
+
+    if shown := re.fullmatch(rf".+ \(…?(\w{{{ID_LETTERS}}})\)", name):  # as people see it where two share a name
+        name = shown[1]
 
     def among(peers: Collection[str]) -> list[str]:
         by_key = len(name) >= ID_LETTERS
