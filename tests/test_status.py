@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from diloco.checkpoint.log.history import read_headers
 from diloco.comm.peers.admission import Admission, Right
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import SaveError
+from diloco.comm.transport.memory import MemoryNetwork
+from diloco.comm.transport.transport import PeerAddress
+from diloco.errors import PeerLost, SaveError
 from diloco.history.present import find_islands, only_run, status_of, top_process
 from diloco.report.shown import status_lines
 from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
 from diloco.report.why import Facts, why_island, why_now
 from diloco.run.gate import Gate
-from diloco.run.status import is_running, say_starting, started_at
+from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at
 
 ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
 STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
@@ -137,6 +140,23 @@ def test_a_ticket_to_watch_takes_no_place_and_lets_nobody_speak(tmp_path):
     for number in range(3):
         admission = ticket.admission(Identity.load(tmp_path / str(number)).public_key)
         assert isinstance(admission, Admission) and gate.objection(f"watcher {number}", admission) == ""
+
+
+def test_who_only_watches_is_answered_on_one_channel_and_refused_on_all_others():
+    network = MemoryNetwork()
+    member, watcher, liar = (network.transport(name) for name in ("id-1", "watcher", "id-9"))
+    member.inbox.may_open = lambda peer, channel: channel == CHANNEL or peer != "watcher"
+    with closing(member), closing(watcher), closing(liar):
+        server = StatusServer(member, STATUS_OF_ONE.encode)
+        assert ask(watcher, PeerAddress("id-1")) == STATUS_OF_ONE
+        for channel in ("control", "fetch", "pool"):
+            with pytest.raises(PeerLost, match="may not open"):
+                watcher.connect(PeerAddress("id-1"), channel, timeout_s=1)
+        false = StatusServer(liar, STATUS_OF_ONE.encode)  # it passes for somebody else
+        assert ask_all(watcher, {"a": PeerAddress("id-1"), "b": PeerAddress("id-9")}) == [STATUS_OF_ONE]
+        server.close()
+        assert ask(watcher, PeerAddress("id-1")) is None
+        false.close()
 
 
 # real islands
