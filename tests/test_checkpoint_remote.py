@@ -16,6 +16,7 @@ from alone import train
 from launched import wait_until
 from logs import BASE, chain, frozen, opened, settle, take_snapshot, write
 
+from diloco.checkpoint.log.history import HISTORY, read_headers
 from diloco.checkpoint.log.journal import Journal
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
@@ -272,9 +273,10 @@ def test_an_island_that_trains_leaves_its_snapshots_and_its_log_there(small, tmp
     assert [path.name for path in snapshots(run)] == [path.name for path in snapshots(own)] != []
     (log,) = {path.parent for path in run.glob("*/log-*.seg")}
     assert {path.name: path.read_bytes() for path in log.iterdir()} == {
-        path.name: path.read_bytes() for path in segment_paths(own)
+        path.name: path.read_bytes() for path in (*segment_paths(own), own / HISTORY)
     }
     assert restore(tmp_path / "new", Remote(f"file://{run}"), Told()) is not None
+    assert read_headers(tmp_path / "new") == read_headers(own) != []
 
 
 def test_a_remote_store_that_cannot_be_used_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):

@@ -62,13 +62,11 @@ def test_a_torn_line_is_cut_off_and_garbage_is_passed_over(tmp_path):
 
 def test_a_disk_that_refuses_loses_no_header_once_it_takes_them_again(tmp_path):
     file = HistoryFile(tmp_path)
-    (tmp_path / HISTORY).rename(tmp_path / "away")
     (tmp_path / HISTORY).mkdir()  # no file can be written there, not even by root
     file.append(header(1))
     with pytest.raises(OSError, match="1 headers could not be written"):
         file.sync()
     (tmp_path / HISTORY).rmdir()
-    (tmp_path / "away").rename(tmp_path / HISTORY)
     file.append(header(2))
     assert rounds(read_headers(tmp_path)) == [1, 2]
 

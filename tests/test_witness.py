@@ -17,6 +17,7 @@ from diloco.elastic.protocol.record import EMPTY, Contribution, Grant, Offer, Re
 from diloco.elastic.protocol.rules import ALL
 from diloco.errors import RecordInvalid
 from diloco.report.board import Board
+from diloco.report.events import WitnessStart
 from diloco.report.terminal import sentence
 
 QUORUM = {"elastic": {"silence_s": 3, "partition": "auto"}}
@@ -40,15 +41,7 @@ def test_a_record_in_which_a_witness_contributes_or_leases_is_none():
 
 
 def test_people_are_told_who_is_a_witness():
-    event = {
-        "event": "witness",
-        "time": 1.0,
-        "run": "r",
-        "dir": "d",
-        "trained_parameters": 2000,
-        "steps": 9,
-        "round": 4,
-    }
+    event = WitnessStart(time=1.0, run="r", dir="d", trained_parameters=2000, steps=9, round=4)
     assert sentence(event) == "r: witness from round 4 on: it stores 2k parameters and votes"
     board = Board.of(["w"])
     board.hear("w", event)

@@ -111,12 +111,11 @@ class HistoryFile:
     """Append headers to the file of a log's folder, each once. A disk that refuses is tried again with the next."""
 
     def __init__(self, folder: Path) -> None:
-        """Cut off a last line that is torn, and read which rounds the file has."""
+        """Read which rounds the file has. A last line that is torn is cut off before anything is added."""
         self._path = folder / HISTORY
-        self._path.touch()
-        whole = self._path.read_bytes()
-        if (end := whole.rfind(b"\n") + 1) < len(whole):
-            os.truncate(self._path, end)
+        whole = self._path.read_bytes() if self._path.exists() else b""
+        end = whole.rfind(b"\n") + 1
+        self._torn_at = end if end < len(whole) else None
         found = (DIGEST.match(line) for line in whole[:end].split(b"\n"))
         self._known = {match[1].decode() for match in found if match is not None}
         self._waiting: list[RoundHeader] = []
@@ -134,6 +133,9 @@ class HistoryFile:
         lines = b"".join(each.line() for each in self._waiting)
         try:
             with self._path.open("ab", buffering=0) as file:
+                if self._torn_at is not None:
+                    file.truncate(self._torn_at)
+                    self._torn_at = None
                 at = file.seek(0, os.SEEK_END)
                 if file.write(lines) < len(lines):
                     file.truncate(at)
@@ -147,8 +149,9 @@ class HistoryFile:
         """Wait until everything is on the disk; raise OSError if something is not even written."""
         if self._waiting:
             raise OSError(f"{len(self._waiting)} headers could not be written to {self._path}")
-        with self._path.open("rb") as file:
-            os.fsync(file.fileno())
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def read_headers(folder: Path) -> list[RoundHeader]:
@@ -159,8 +162,10 @@ def read_headers(folder: Path) -> list[RoundHeader]:
         return []
 
 
-def end_of_history(folder: Path) -> bytes:
+def end_of_history(folder: Path) -> bytes | None:
     """Return the last headers of a log's folder as they were written, as many as are given to a newcomer."""
+    if not (folder / HISTORY).exists():
+        return None
     with (folder / HISTORY).open("rb") as file:
         skip = max(0, os.fstat(file.fileno()).st_size - GIVEN_BYTES)
         file.seek(skip)
