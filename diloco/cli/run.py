@@ -24,6 +24,7 @@ from diloco.cli.shared import (
     Port,
     RelayRate,
     RunHost,
+    loading,
     next_commands,
     parse_option,
     say,
@@ -120,9 +121,10 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     up, down, delay_s = rates_of(plan.link)
     island, folder = plan.config.island, plan.config.dir
     start_if_several(island, restart=plan.restart)
-    from diloco.run.peer import Connection
-    from diloco.run.start import run
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run.peer import Connection
+        from diloco.run.start import run
+        from diloco.simulate.real.network import as_simulated
 
     connection = Connection(
         plan.host or "127.0.0.1", up, down, delay_s, "island-1", mesh=island.mesh, port=plan.port or 0,
@@ -152,11 +154,12 @@ def attach_island(
     config = load_config(path, [*overrides, f"checkpoint.dir={json.dumps(str(where))}"])
     up, down, delay_s = rates_of(link)
     start_if_several(config.island)
-    from diloco.run.attach import Attachment
-    from diloco.run.peer import Connection
-    from diloco.run.signals import LEFT
-    from diloco.run.start import attach
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run.attach import Attachment
+        from diloco.run.peer import Connection
+        from diloco.run.signals import LEFT
+        from diloco.run.start import attach
+        from diloco.simulate.real.network import as_simulated
 
     attachment = Attachment(file, secret, places, inf if wait_s is None else wait_s)
     own = attachment.own_place
@@ -234,9 +237,10 @@ def join(
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
     start_if_several(island)
-    from diloco.run import start
-    from diloco.run.peer import Connection, host_towards, own_name
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run import start
+        from diloco.run.peer import Connection, host_towards, own_name
+        from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
