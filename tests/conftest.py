@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import shutil
@@ -27,6 +28,10 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch and thousands of tests stay: no pass of the garbage collector needs to look at them again
 
 
 hypothesis.settings.register_profile("diloco", deadline=None)  # how long a case takes says nothing on a busy machine

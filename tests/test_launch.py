@@ -311,7 +311,7 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     assert processes_with(str(tmp_path)) == [] and list((run / "launch" / "jobs").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.skipif(not can_serve(), reason=MISSING)
 def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> None:
     with machines(tmp_path, ["one", "two"]) as ssh:
