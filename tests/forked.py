@@ -21,7 +21,6 @@ def _run(words: tuple[str, ...], log: Path, environment: dict[str, str]) -> None
     with open(os.devnull, "rb") as nothing, log.open("ab") as out:
         for theirs, own in ((nothing, 0), (out, 1), (out, 2)):
             os.dup2(theirs.fileno(), own)
-    sys.stdin = open(0)  # multiprocessing has put another one there
     sys.argv = ["diloco", *words]
     from diloco.cli import main
 

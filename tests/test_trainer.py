@@ -21,6 +21,10 @@ from diloco.run.join import alone
 from diloco.train.schedule import learning_rate
 from diloco.train.trainer import Trainer
 
+STOPS = 0, *random.Random(7).sample(range(1, 12), 2)
+ALL = [(stop_at, codec) for stop_at in STOPS for codec in ("fp32", "int4")]
+RESUMED = [*ALL[::3], *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL if case not in ALL[::3])]
+
 
 def test_tells_the_story_of_a_run(small):
     life = train(small())
@@ -106,8 +110,7 @@ def plain_training(config) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-@pytest.mark.parametrize("stop_at", [0, *random.Random(7).sample(range(1, 12), 2)])
+@pytest.mark.parametrize(("stop_at", "codec"), RESUMED)
 def test_a_resumed_run_equals_one_that_never_stopped(small, stop_at, codec, tmp_path, monkeypatch):
     monkeypatch.setattr("diloco.run.join.new_incarnation", lambda me, state: 7)  # rounding follows who and when
     Identity.load(tmp_path / "run" / "identity.key")
