@@ -104,7 +104,7 @@ def found_by(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
     @cache
     def run(mesh: tuple[int, int]) -> dict:
         folder = tmp_path_factory.mktemp("mesh")
-        config = run_of(folder, inner={"steps": 12})
+        config = run_of(folder, inner={"steps": 12}, elastic={"silence_s": 1})
         with ExitStack() as stack:
             started = Torchrun(stack, folder)
             return started.run("both", mesh, loops=["lives", "refusals"], config=config, dir=str(folder))
