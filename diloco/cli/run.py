@@ -120,7 +120,7 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     up, down, delay_s = rates_of(plan.link)
     island, folder = plan.config.island, plan.config.dir
     start_if_several(island, restart=plan.restart)
-    from diloco.run.peer import Connection
+    from diloco.run.local import Connection
     from diloco.run.start import run
     from diloco.simulate.real.network import as_simulated
 
@@ -153,7 +153,7 @@ def attach_island(
     up, down, delay_s = rates_of(link)
     start_if_several(config.island)
     from diloco.run.attach import Attachment
-    from diloco.run.peer import Connection
+    from diloco.run.local import Connection
     from diloco.run.signals import LEFT
     from diloco.run.start import attach
     from diloco.simulate.real.network import as_simulated
@@ -235,7 +235,8 @@ def join(
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
     start_if_several(island)
     from diloco.run import start
-    from diloco.run.peer import Connection, host_towards, own_name
+    from diloco.run.local import Connection
+    from diloco.run.machine import host_towards, own_name
     from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()
