@@ -21,7 +21,8 @@ from diloco.island.user_model import OwnModel, device_of
 from diloco.report.events import Events
 from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.invites import TICKET
-from diloco.run.peer import Connection, host_towards, own_name
+from diloco.run.local import Connection
+from diloco.run.machine import host_towards, own_name
 from diloco.run.start import RunEntry
 from diloco.train.user_loop import Run
 from diloco.units import parse_link, parse_rate

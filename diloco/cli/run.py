@@ -122,7 +122,7 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     island, folder = plan.config.island, plan.config.dir
     start_if_several(island, restart=plan.restart)
     with loading():
-        from diloco.run.peer import Connection
+        from diloco.run.local import Connection
         from diloco.run.start import run
         from diloco.simulate.real.network import as_simulated
 
@@ -156,7 +156,7 @@ def attach_island(
     start_if_several(config.island)
     with loading():
         from diloco.run.attach import Attachment
-        from diloco.run.peer import Connection
+        from diloco.run.local import Connection
         from diloco.run.signals import LEFT
         from diloco.run.start import attach
         from diloco.simulate.real.network import as_simulated
@@ -239,7 +239,8 @@ def join(
     start_if_several(island)
     with loading():
         from diloco.run import start
-        from diloco.run.peer import Connection, host_towards, own_name
+        from diloco.run.local import Connection
+        from diloco.run.machine import host_towards, own_name
         from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()

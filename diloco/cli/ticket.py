@@ -63,7 +63,7 @@ def key(
     The key is made if there is none.
     """
     from diloco.comm.peers.identity import Identity
-    from diloco.run.peer import IDENTITY_KEY
+    from diloco.run.local import IDENTITY_KEY
 
     print(Identity.load(dir / IDENTITY_KEY).peer_id)
 

@@ -28,7 +28,7 @@ from diloco.errors import SaveError, SnapshotDamaged
 from diloco.history.load import RUNS, saves_of
 from diloco.run.folder import OUTER, has_log, refuse_other_protocols
 from diloco.run.genesis import FILE, Genesis, read_genesis
-from diloco.run.peer import read_names
+from diloco.run.local import read_names
 from diloco.train.amend import in_words
 from diloco.train.outer import apply_record
 

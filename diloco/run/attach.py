@@ -14,7 +14,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from diloco.atomic import create_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
 from diloco.comm.peers.identity import Identity
 from diloco.config.schema import Config
-from diloco.errors import DirectoryError, SaveError
+from diloco.errors import SaveError
 from diloco.run.folder import OWNER_KEY, hold_folder, refuse_foreign
 from diloco.run.join import Search, publish
-from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen_host
+from diloco.run.local import IDENTITY_KEY, Connection
+from diloco.run.machine import host_towards, listen_host
+from diloco.run.peer import Peer
 from diloco.run.secret import FOUNDED, IslandSecret, host_port
 
 LOCK_S = 60.0  # for an earlier process of this island to end
@@ -148,13 +149,12 @@ def anybody_has_the_run(peer: Peer) -> bool:
     """Ask the islands that can be reached now whether any of them has a state of the run."""
     places = by_peer(peer.ticket_addresses)
     deadline = time.monotonic() + ASK_S
-    answered = peer.directory.reach(places) if places else set()
+    answered = peer.reach(places) if places else set()
     if not answered:
         return False
     publish(peer)
     while time.monotonic() < deadline:
-        with suppress(DirectoryError):
-            peer.find_peers()
+        peer.find_peers()
         if any(any(record.chain_digest) for record in peer.records.values()):
             return True
         if answered <= peer.records.keys():  # all who answered say that they have nothing

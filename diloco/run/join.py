@@ -42,7 +42,8 @@ from diloco.island.mesh import ProcessMesh
 from diloco.report.events import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
-from diloco.run.peer import LocalPeer, Peer
+from diloco.run.local import LocalPeer
+from diloco.run.peer import Peer
 from diloco.train.amend import Inbox, amended, objection
 from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
@@ -209,7 +210,7 @@ def ask_members(
 
 
 def publish(peer: LocalPeer) -> str:
-    """Announce a peer, and return why the directory does not take it yet; "" if it does."""
+    """Announce a peer, and return why the directory does not take it yet; "" if it does. It is visited meanwhile."""
     try:
         peer.publish()
     except DirectoryError as error:
@@ -292,7 +293,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
     peer.state = lambda: driver.applied
     peer.report = lambda what, other, text: report(Note(what, other, text))
-    peer.publish()
+    publish(peer)
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)
     return driver

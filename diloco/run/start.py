@@ -48,8 +48,10 @@ from diloco.run.join import (
     leased_incarnation,
     meet,
     open_store,
+    publish,
 )
-from diloco.run.peer import IDENTITY_KEY, Connection, LocalPeer, Peer
+from diloco.run.local import IDENTITY_KEY, Connection, LocalPeer
+from diloco.run.peer import Peer
 from diloco.run.shared import refuse_unshared
 from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
@@ -210,7 +212,7 @@ class RunEntry:
         genesis = known_genesis(folder, peer)
         config = genesis.configure({**own, "checkpoint": {**own.get("checkpoint", {}), "dir": str(folder)}})
         self._open_folder(config, resume=True)
-        peer.publish()
+        publish(peer)
         part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
         start = find_start(peer, genesis, part)
         self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
@@ -241,7 +243,7 @@ class RunEntry:
         vectors = part.initial_vectors() if again else None
         if peer is not None:
             with self.place.activity.during(GETTING_IN, waits=True):
-                peer.publish()
+                publish(peer)
                 start = find_start(peer, genesis, part, vectors, self.search)
         return self._take_part(part, peer, start)
 

@@ -16,7 +16,7 @@ from real_islands import Island, addresses_of, end, open_islands, ports_of, toge
 from diloco.comm.peers.identity import Identity
 from diloco.history.log import newest_state
 from diloco.run.folder import OUTER
-from diloco.run.peer import IDENTITY_KEY
+from diloco.run.local import IDENTITY_KEY
 
 QUIET_S = 20.0  # longer than the longest pause between two dials
 
