@@ -42,7 +42,8 @@ def test_secrets_are_of_one_run_and_only_the_first_one_founds_it(tmp_path: Path)
 
 def test_islands_that_are_added_later_are_of_the_same_run(tmp_path: Path) -> None:
     founder = IslandSecret.read(secrets(tmp_path, "island-0")[0])
-    (added,) = make_secrets(["island-1"], {}, founder)
+    again, added = make_secrets(["island-1"], {}, [founder])
+    assert again.islands == added.islands and again.owner == founder.owner
     assert added.ticket.run_id == founder.ticket.run_id and added.owner is None
     assert set(added.islands) == {"island-0", "island-1"}
 

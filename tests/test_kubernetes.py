@@ -92,7 +92,7 @@ def test_an_island_of_two_machines_is_an_indexed_job_of_two_pods_that_meet_at_th
     host = "big-island-1-0.big-island-1.team-a.svc"
     assert f"machine.sh 2 {host} 31336 4 torchrun -- " in container["args"][0]
     assert f"--set island.fsdp=8 --host {host}" in container["args"][0]
-    assert Kubernetes(launch).addresses(launch.islands)["island-1"] == f"{host}:31339"
+    assert launch.islands[1].address == f"{host}:31339"
     rule = job["spec"]["podFailurePolicy"]["rules"][0]
     assert rule == {"action": "Ignore", "onExitCodes": {"containerName": "island", "operator": "In", "values": [75]}}
 

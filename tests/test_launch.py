@@ -20,6 +20,7 @@ from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import Island, Launch, backend_of
 from diloco.launch.hosts import Ssh, read_hosts
 from diloco.launch.launching import add, plan_join, plan_launch, start, stop
+from diloco.run.secret import IslandSecret
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
 
@@ -152,9 +153,9 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
 SHOW = 'echo "${CUDA_VISIBLE_DEVICES-unset}"; exit #'
 BOTH = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 FAKE_SSH = """#!/bin/sh
-# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; `dead` is none
+# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; D.dead is none
 for word; do [ "$word" = "sh -s" ] || host=$word; done
-[ "$host" != dead ] || { echo "ssh: connect to host dead port 22: Connection timed out" >&2; exit 255; }
+[ ! -e "$HOMES/$host.dead" ] || { echo "ssh: connect to host $host port 22: Connection timed out" >&2; exit 255; }
 mkdir -p "$HOMES/$host" && cd "$HOMES/$host" && echo "Welcome to $host" && HOME=$PWD exec sh -s
 """
 
@@ -169,9 +170,13 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: object) -> Launch:
-    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave."""
+    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave, or until
+    its home has a file `over`."""
     (tmp_path / "hosts").write_text(hosts)
-    (tmp_path / "island").write_text("trap 'echo has saved; exit 75' TERM; echo works; while :; do sleep 0.1; done\n")
+    until = "until [ -e over ]; do sleep 0.1; done"
+    (tmp_path / "island").write_text(
+        f"[ $1 != --version ] || exit 0; trap 'echo has saved; exit 75' TERM; echo works; {until}\n"
+    )
     given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
     config = load_config(write_config(tmp_path, launch={**given, **options}))
     return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
@@ -205,6 +210,23 @@ def test_islands_on_one_host_have_gpus_of_their_own(
         if name.removesuffix(".sh") in sizes
     ]
     assert shown == seen
+
+
+def test_islands_that_are_added_one_after_the_other_all_know_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
+    launched, _ = start(launch_by_ssh(tmp_path, "one\ntwo\nthree\nfour\n"))
+    for _ in range(2):
+        launched = add(*plan_join(launched, islands=1, nodes=1, gpus=0))
+    secrets = [IslandSecret.read(launched.secret_file(f"island-{number}")) for number in range(4)]
+    for secret in secrets:
+        assert {place.rpartition("/")[2] for place in secret.multiaddrs({})} == {
+            other.peer for other in secrets if other is not secret
+        }
+        assert secret.start_islands == 2  # for which the first round waits, however many were added meanwhile
 
 
 def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +278,8 @@ def at_work(tmp_path: Path, homes: Path) -> Iterator[Launch]:
     logs = [homes / host / "diloco/launched" / f"island-{k}.job/output.log" for k, host in enumerate(("one", "two"))]
     assert wait_until(lambda: all("works" in log.read_text() for log in logs if log.exists()))
     yield planned
-    (tmp_path / "hosts").write_text("one\ntwo\n")
+    for dead in homes.glob("*.dead"):
+        dead.unlink()
     backend.cancel(planned.islands)
     assert processes_with(str(tmp_path / "island")) == []
 
@@ -266,15 +289,49 @@ def test_a_host_that_greets_does_not_hide_how_its_island_is(at_work: Launch) -> 
 
 
 def test_a_dead_host_hides_no_other_island_and_does_not_keep_it_from_being_stopped(
-    tmp_path: Path, at_work: Launch
+    homes: Path, at_work: Launch
 ) -> None:
-    (tmp_path / "hosts").write_text("dead\ntwo\n")
+    (homes / "one.dead").touch()
     states = backend_of(at_work).states()
     assert states["island-1"].state == "running" and "Connection timed out" in states["island-0"].detail
-    with pytest.raises(LaunchError, match="dead: ssh: connect to host dead port 22: Connection timed out"):
+    with pytest.raises(LaunchError, match="one: ssh: connect to host one port 22: Connection timed out"):
         stop(at_work)
-    (tmp_path / "hosts").write_text("one\ntwo\n")
+    (homes / "one.dead").unlink()
     assert list(backend_of(at_work).states()) == ["island-0"]  # nothing is left of the other one
+
+
+@pytest.mark.parametrize("hosts", ["two\none\n", "three\none\ntwo dir=elsewhere\n", "three\n"])
+def test_islands_are_found_where_they_were_started_whatever_the_hosts_file_says_by_now(
+    tmp_path: Path, at_work: Launch, hosts: str
+) -> None:
+    (tmp_path / "hosts").write_text(hosts)
+    states = backend_of(at_work).states()
+    assert [(job.state, job.where) for job in states.values()] == [("running", "one"), ("running", "two")]
+    stop(at_work)
+    assert processes_with(str(tmp_path / "island")) == []
+
+
+def test_an_island_whose_host_is_no_longer_listed_gets_another_and_new_ones_get_the_emptiest(tmp_path: Path) -> None:
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n", islands=3)
+    assert [island.host for island in planned.islands] == ["one", "two", "one"]
+    (tmp_path / "hosts").write_text("three address=10.0.0.3\none\n")
+    assert [island.host for island in backend_of(planned).place(planned.islands)] == ["one", "three", "one"]
+    larger, added = plan_join(planned, islands=2, nodes=1, gpus=0)
+    assert [(island.host, island.address) for island in added] == [
+        ("three", "10.0.0.3:31343"), ("three", "10.0.0.3:31345")
+    ]  # fmt: skip
+    assert larger.islands[:3] == planned.islands
+
+
+def test_an_island_that_was_away_at_the_end_of_the_run_hears_of_it_on_its_host(at_work: Launch, homes: Path) -> None:
+    (homes / "one" / "over").touch()
+    assert wait_until(lambda: backend_of(at_work).states()["island-0"].state == "finished")
+    assert (homes / "two/diloco/launched/finished").exists()  # by which its script ends it
+    larger, added = plan_join(at_work, islands=1, nodes=1, gpus=0)
+    at_work.write()
+    with pytest.raises(LaunchError, match="is finished: nobody is left to join"):
+        add(larger, added)
+    assert start(at_work)[1] == ()
 
 
 def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:

@@ -34,7 +34,7 @@ BACKENDS = {
 
 LAUNCH, SECRETS, STATE, CONFIG, LOGS = "launch", "secrets", "launch.json", "config.yaml", "logs"  # in a run's folder
 TEMPLATES = Path(__file__).parent / "templates"
-VERSION = 1
+VERSION = 2
 CALL_S = 120.0  # for one command of ssh or of a scheduler, which may be busy
 
 
@@ -50,6 +50,8 @@ class Island:
     fsdp: int | None = None  # its own, where it differs from the configuration's
     job: str = ""  # what the backend calls it; empty before it is submitted
     address: str = ""  # HOST:PORT, where that is known beforehand
+    host: str = ""  # that it was put on, as ssh takes it; empty where a scheduler chooses, and on this machine
+    dir: str = ""  # where its folder lies on that host
     cancelled: bool = False  # it is not to be started again
 
     @property
@@ -144,8 +146,8 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise ConfigError or LaunchError, with what to do, if islands cannot be started this way from here."""
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return HOST:PORT of those islands whose place is known before they are submitted."""
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return these islands with what is known of their places before they are submitted; nothing is started."""
         ...
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:

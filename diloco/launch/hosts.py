@@ -7,6 +7,7 @@ island has its own folder, which stays, and a job folder beside it for as long a
 import os
 import shlex
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ class Hosts(ABC):
     @property
     @abstractmethod
     def hosts(self) -> list[Host]:
-        """Return the hosts; island K is on the K-th, and again from the first."""
+        """Return the hosts on which islands are put, in this order."""
 
     @abstractmethod
     def shell(self, host: Host) -> list[str]:
@@ -127,9 +128,26 @@ class Hosts(ABC):
             raise ConfigError(f"--nodes-per-island {several[0].nodes}: --on {self.launch.backend} has one machine each")
 
     def host(self, island: Island) -> Host:
-        """Return the host of an island."""
+        """Return the host that an island was put on, wherever it stands in the list by now; its folder stays there."""
         hosts = self.hosts
-        return hosts[island.number % len(hosts)]
+        listed = [host for host in hosts if host.destination == island.host]
+        if not listed:  # an island that is still at work there is to be found
+            return Host(island.host, host_port(island.address)[0], island.dir, hosts[0].program)
+        same = [host for host in listed if host.dir == island.dir] or listed
+        return replace(same[0], dir=island.dir or same[0].dir)
+
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Put islands on hosts: each stays where it is while that host is listed, else it gets the emptiest one."""
+        hosts, placed = self.hosts, list[Island]()
+        listed = {host.destination for host in hosts}
+        load = Counter((each.host, each.dir) for each in self.launch.islands if not each.cancelled)
+        for island in islands:
+            if island.host not in listed:
+                host = min(hosts, key=lambda host: load[host.destination, host.dir])
+                load[host.destination, host.dir] += 1
+                island = replace(island, host=host.destination, dir=host.dir)
+            placed.append(replace(island, address=self.addresses([island])[island.name]))
+        return placed
 
     def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return where islands listen: their hosts and ports are known."""
@@ -175,9 +193,16 @@ class Hosts(ABC):
         return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
 
     def states(self) -> dict[str, JobState]:
-        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others."""
+        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others.
+
+        When an island has seen the end of the run, hosts that have not heard of it are told: an island that was away
+        would wait for the others for ever.
+        """
         told, failed = self._ask_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
+        if JobState("finished") in found.values():
+            late = [island for island in self.launch.islands if found.get(island.name) == JobState("running")]
+            self._ask_hosts(late, lambda island: f"touch {quote(self._finished(self.host(island)))}")
         found |= {name: JobState("gone", detail=f"unknown: {error}") for name, error in failed.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)

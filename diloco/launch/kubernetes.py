@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ class Kubernetes:
             raise LaunchError("there is no kubectl here: install it, or apply the files of --dry-run elsewhere")
         self.render(self.launch.islands)
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return where the islands' first pods listen, by the names that their Services give them."""
-        return {island.name: f"{self._host(island)}:{island.port}" for island in islands}
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return the islands with where their first pods listen, by the names that their Services give them."""
+        return [replace(island, address=f"{self._host(island)}:{island.port}") for island in islands]
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return a manifest for each island."""

@@ -27,7 +27,7 @@ from diloco.run.invites import SECRET
 from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
 
 LOCK = "lock"  # in RUN/launch, while somebody launches
-AT_WORK = ("waiting", "running")
+AT_WORK, FINISHED = ("waiting", "running"), "finished"
 
 
 def plan_launch(config: Config, backend: str, *, islands: int, nodes: int, gpus: int) -> Launch:
@@ -45,9 +45,7 @@ def plan_join(launch: Launch, *, islands: int, nodes: int, gpus: int) -> tuple[L
 
 def placed(launch: Launch) -> Launch:
     """Return a launch whose islands have those addresses that are known before they are submitted."""
-    unplaced = [island for island in launch.islands if not island.address]
-    known = backend_of(launch).addresses(unplaced)
-    return launch.having(replace(island, address=known.get(island.name, "")) for island in unplaced)
+    return launch.having(backend_of(launch).place([island for island in launch.islands if not island.address]))
 
 
 def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
@@ -59,22 +57,26 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
             )
         backend_of(launch).check()  # before anything is written
     with _alone(launch):
+        idle = launch.islands
         if (launch.here / CONFIG).exists():
             launch = _again(launch)
+            idle = _idle(launch)
+            launch = launch.having(backend_of(launch).place(idle))  # a host may be gone, or have another address
             backend_of(launch).check()
-        return _start(launch)
+        _write_secrets(launch)
+        launch.write()
+        write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it it is known as a run
+        started = submit(launch, backend_of(launch), [launch.island(island.name) for island in idle])
+        return started, tuple(started.island(island.name) for island in idle)
 
 
-def _start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
-    backend = backend_of(launch)
-    _write_secrets(launch)
-    launch.write()
-    write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it a folder is known as a run
-    states = backend.states()
-    present = {name: job.state for name, job in states.items()}
-    idle = tuple(i for i in launch.islands if not i.cancelled and present.get(i.name) not in AT_WORK)
-    wanted = () if {present.get(island.name) for island in idle} == {"finished"} else idle
-    return submit(launch, backend, wanted), wanted
+def _idle(launch: Launch) -> tuple[Island, ...]:
+    """Return the islands that are to be started: all that are not at work; none when one has seen the run's end, for
+    nobody is left whom another could catch up from."""
+    present = {name: job.state for name, job in backend_of(launch).states().items()}
+    if FINISHED in present.values():
+        return ()
+    return tuple(i for i in launch.islands if not i.cancelled and present.get(i.name) not in AT_WORK)
 
 
 @contextmanager
@@ -118,8 +120,13 @@ def add(launch: Launch, added: Sequence[Island]) -> Launch:
     with _alone(launch):
         if {island.name for island in added} & {island.name for island in Launch.read(launch.folder).islands}:
             raise LaunchError(f"islands were added to {launch.folder} by somebody else meanwhile: try again")
-        founder = IslandSecret.read(launch.secret_file(FOUNDER))
-        _keep(launch, make_secrets([island.name for island in added], _addresses(launch), founder))
+        if FINISHED in {job.state for job in backend.states().values()}:
+            raise LaunchError(
+                f"{launch.folder} is finished: nobody is left to join; `diloco rewind` makes a run of it that trains on"
+            )
+        names = [island.name for island in added]
+        files = [launch.secret_file(island.name) for island in launch.islands if island.name not in names]
+        _keep(launch, make_secrets(names, _addresses(launch), [IslandSecret.read(file) for file in files]))
         launch.write()
         return submit(launch, backend, added)
 

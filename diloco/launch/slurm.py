@@ -36,9 +36,9 @@ class Slurm:
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"launch.extra={option!r}: write options of sbatch, as in --mem=64G")
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return nothing: Slurm chooses the nodes."""
-        return {}
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return the islands as they are: Slurm chooses the nodes."""
+        return list(islands)
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return a job file for all islands that are alike, and the script that runs on each of their nodes."""

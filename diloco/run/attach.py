@@ -78,10 +78,10 @@ class Attachment:
         return self.own_place[0] if self.own_place is not None else host_towards(self.places)
 
     def config(self, config: Config) -> Config:
-        """Return the configuration with which a founder begins: the first round waits for all islands of the secret."""
+        """Return the configuration with which a founder begins: the first round waits for all that were planned."""
         if "start_islands" in config.elastic.model_fields_set:
             return config
-        elastic = {**config.elastic.model_dump(exclude_unset=True), "start_islands": len(self.secret.islands)}
+        elastic = {**config.elastic.model_dump(exclude_unset=True), "start_islands": self.secret.start_islands}
         return config.model_copy(update={"elastic": type(config.elastic)(**elastic)})
 
     def prepare(self, folder: Path) -> None:
