@@ -225,4 +225,4 @@ def test_without_kubectl_or_when_it_fails_people_are_told(tmp_path, kubectl, mon
         launching.start(launch)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="there is no kubectl here"):
-        Kubernetes(launch).check()
+        Kubernetes(launch).check(launch.islands)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +149,7 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
     options = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh")}
     planned = plan_launch(load_config(write_config(tmp_path, launch=options)), "ssh", islands=1, nodes=1, gpus=0)
     with pytest.raises(LaunchError, match="nowhere: ssh: Could not resolve hostname nowhere; try: "):
-        backend_of(planned).check()
+        backend_of(planned).check(planned.islands)
 
 
 SHOW = 'echo "${CUDA_VISIBLE_DEVICES-unset}"; exit #'
@@ -215,7 +217,7 @@ def test_islands_on_one_host_have_gpus_of_their_own(
 def test_islands_that_are_added_one_after_the_other_all_know_of_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
     monkeypatch.setattr(Ssh, "states", lambda backend: {})
     monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
     launched, _ = start(launch_by_ssh(tmp_path, "one\ntwo\nthree\nfour\n"))
@@ -241,7 +243,7 @@ def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypat
         return {island.name: "job" for island in islands}
 
     monkeypatch.setattr(Ssh, "submit", submit)
-    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
     monkeypatch.setattr(Ssh, "states", lambda backend: {})
     launched, _ = start(planned)
     assert len(refused) == 1 and submitted == ["island-0", "island-1"]
@@ -254,7 +256,7 @@ def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypat
 def test_job_files_and_the_configuration_may_hold_keys_and_are_for_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
     monkeypatch.setattr(Ssh, "states", lambda backend: {})
     monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
     launched, _ = start(launch_by_ssh(tmp_path, "one\n", 1, environment={"WANDB_API_KEY": "s3cr3t"}))
@@ -346,6 +348,43 @@ def test_an_island_whose_watching_script_was_killed_is_still_seen_and_stopped(at
     assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
     stop(at_work)
     assert processes_with(str(homes.parent / "island")) == []
+
+
+@pytest.fixture
+def another_run() -> Iterator[int]:
+    """The port of an island of another run on this machine: a process that is called as one, and listens."""
+    port = free_ports(1)
+    listen = f"import socket, time; here = socket.create_server(('127.0.0.1', {port})); print(); time.sleep(600)"
+    words = ["run", "c.yaml", "--attach", "secret", "--dir", "/others/island-0", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-uc", listen, *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield port
+        process.kill()
+
+
+@pytest.mark.parametrize("on", ["local", "ssh"])
+def test_a_port_that_another_run_has_is_refused_by_that_runs_name(
+    tmp_path: Path, homes: Path, another_run: int, on: str
+) -> None:
+    planned = launch_by_ssh(tmp_path, "one\n", 1, port=another_run)
+    where = "this machine" if on == "local" else "one"
+    with pytest.raises(LaunchError, match=f"{where}: port {another_run} is taken by /others/island-0: .*launch.port"):
+        start(plan_launch(planned.config, on, islands=1, nodes=1, gpus=0))
+    assert not planned.folder.exists()
+
+
+def test_islands_here_get_ports_that_are_free_unless_some_are_configured(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    with ExitStack() as stack:
+        for port in (31337, 31342):  # unless another program has them anyway
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        planned = plan_launch(config, "local", islands=3, nodes=1, gpus=0)
+        larger, _ = plan_join(planned, islands=1, nodes=1, gpus=0)
+        ports = [island.port for island in larger.islands]
+        assert len(set(ports)) == 4 and not {31337, 31341} & set(ports)
+        assert [island.address for island in larger.islands] == [f"127.0.0.1:{port}" for port in ports]
+        backend_of(larger).check(larger.islands)
 
 
 def is_at_work(pid: int) -> bool:

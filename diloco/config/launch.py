@@ -22,7 +22,8 @@ class LaunchConfig(Section):
     )
     program: str | None = key(None, "how diloco is called there; null: as here (local, slurm), or `diloco`")
     port: Annotated[Count, Field(ge=1, le=65000)] = key(
-        31337, "island K listens at this port + 2 K, and at the next one: open both"
+        31337,
+        "island K listens at this port + 2 K, and at the next one: open both; local: the next free ones if not set",
     )
     grace_s: Annotated[Seconds, Field(gt=0)] = key(
         120.0, "seconds that an island which is asked to stop has to contribute, save and leave"

@@ -143,8 +143,8 @@ class Backend(Protocol):
 
     def __init__(self, launch: Launch) -> None: ...
 
-    def check(self) -> None:
-        """Raise ConfigError or LaunchError, with what to do, if islands cannot be started this way from here."""
+    def check(self, islands: Sequence[Island]) -> None:
+        """Raise ConfigError or LaunchError, with what to do, if these islands cannot be started this way from here."""
 
     def place(self, islands: Sequence[Island]) -> list[Island]:
         """Return these islands with what is known of their places before they are submitted; nothing is started."""

@@ -39,11 +39,11 @@ class Kubernetes:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.options = launch, launch.config.launch
 
-    def check(self) -> None:
+    def check(self, islands: Sequence[Island]) -> None:
         """Refuse a machine without kubectl, and what cannot be rendered."""
         if shutil.which("kubectl") is None:
             raise LaunchError("there is no kubectl here: install it, or apply the files of --dry-run elsewhere")
-        self.render(self.launch.islands)
+        self.render(islands)
 
     def place(self, islands: Sequence[Island]) -> list[Island]:
         """Return the islands with where their first pods listen, by the names that their Services give them."""

@@ -55,19 +55,18 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
             raise LaunchError(
                 f"{launch.folder} already holds a run that was not launched: set run=NAME for another one"
             )
-        backend_of(launch).check()  # before anything is written
+        backend_of(launch).check(launch.islands)  # before anything is written
     with _alone(launch):
         idle = launch.islands
         if (launch.here / CONFIG).exists():
             launch = _again(launch)
-            idle = _idle(launch)
-            launch = launch.having(backend_of(launch).place(idle))  # a host may be gone, or have another address
-            backend_of(launch).check()
+            idle = tuple(backend_of(launch).place(_idle(launch)))  # a host may be gone, or have another address
+            launch = launch.having(idle)
+            backend_of(launch).check(idle)
         _write_secrets(launch)
         launch.write()
         write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it it is known as a run
-        started = submit(launch, backend_of(launch), [launch.island(island.name) for island in idle])
-        return started, tuple(started.island(island.name) for island in idle)
+        return submit(launch, backend_of(launch), idle), idle
 
 
 def _idle(launch: Launch) -> tuple[Island, ...]:
@@ -116,7 +115,7 @@ def _again(launch: Launch) -> Launch:
 def add(launch: Launch, added: Sequence[Island]) -> Launch:
     """Make the secrets of islands that were added to a launched run, and start them."""
     backend = backend_of(launch)
-    backend.check()
+    backend.check(added)
     with _alone(launch):
         if {island.name for island in added} & {island.name for island in Launch.read(launch.folder).islands}:
             raise LaunchError(f"islands were added to {launch.folder} by somebody else meanwhile: try again")

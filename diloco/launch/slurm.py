@@ -26,7 +26,7 @@ class Slurm:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.options = launch, launch.config.launch
 
-    def check(self) -> None:
+    def check(self, islands: Sequence[Island]) -> None:
         """Refuse a machine without Slurm's commands, and a configuration that Slurm would misread."""
         if shutil.which("sbatch") is None:
             raise LaunchError(
