@@ -74,8 +74,12 @@ class Attached:
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        self._stack.callback(kill, process)
+        self.ends(process)
         return process
+
+    def ends(self, process: "subprocess.Popen[bytes]") -> None:
+        """Kill a process at the end of the block."""
+        self._stack.callback(kill, process)
 
     def events(self, name: str, kind: str) -> list[dict[str, object]]:
         file = self.island(name) / "events.jsonl"

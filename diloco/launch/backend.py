@@ -205,9 +205,16 @@ def call(
     return done.stdout
 
 
-def attach_words(island: Island, *, config: str, secret: str, folder: str) -> list[str]:
+def attach_words(launch: Launch, island: Island, *, config: str, secret: str, folder: str) -> list[str]:
     """Return the arguments of `diloco` that let an island take part, however often it was started before."""
-    return ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port), *island.changes]
+    words = ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port)]
+    return [*words, *own_words(launch, island)]
+
+
+def own_words(launch: Launch, island: Island) -> list[str]:
+    """Return the options of `diloco run` by which this island trains: its own mesh, and a program of somebody's own."""
+    script = launch.config.launch.script
+    return [*island.changes, *([] if script is None else ["--script", script])]
 
 
 def fill(name: str, values: Mapping[str, object], own: str | None = None) -> str:

@@ -119,7 +119,7 @@ class Hosts(ABC):
     def _script(self, island: Island) -> str:
         options, host, job = self.launch.config.launch, self.host(island), self.job(island)
         folder = f"{host.dir}/{island.name}"
-        words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
+        words = attach_words(self.launch, island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
         words += self.places
         values = {
             "place": f"{island.name} on {host.destination or 'this machine'}",

@@ -100,9 +100,8 @@ class Kubernetes:
         """Return the shell lines of a pod: a private copy of the secret, then the island's part on this machine."""
         host, secret = self._host(island), f"{self._folder}/secret/{island.name}"
         program = program_of(self.launch, same_machine=False)
-        words = attach_words(
-            island, config="/launch/config.yaml", secret=secret, folder=f"{self._folder}/{island.name}"
-        )
+        folder = f"{self._folder}/{island.name}"
+        words = attach_words(self.launch, island, config="/launch/config.yaml", secret=secret, folder=folder)
         machine = [str(island.nodes), host, str(self.options.port - 1), str(island.processes)]
         return "\n".join([
             *self.options.setup,

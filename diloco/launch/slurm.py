@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import LOGS, Island, JobState, Launch, call, fill, program_of, torchrun_of
+from diloco.launch.backend import LOGS, Island, JobState, Launch, call, fill, own_words, program_of, torchrun_of
 
 AT = "at"  # in RUN/launch: a file for each island with HOST:PORT, where it was started last
 MACHINE = "machine.sh"
@@ -55,8 +55,8 @@ class Slurm:
             "grace_s": max(1, int(options.grace_s)), "interface": shlex.quote(options.interface or ""),
             "options": "\n".join(f"#SBATCH {option}" for option in self._options(first)),
             "setup": "\n".join(self._setup()), "srun": " ".join(self._srun(base)), "program": program,
-            "torchrun": torchrun_of(program), "changes": shlex.join(first.changes), "here": shlex.quote(str(here)),
-            "folder": shlex.quote(str(base)), "directory": shlex.quote(str(Path.cwd())),
+            "torchrun": torchrun_of(program), "changes": shlex.join(own_words(self.launch, first)),
+            "here": shlex.quote(str(here)), "folder": shlex.quote(str(base)), "directory": shlex.quote(str(Path.cwd())),
         }  # fmt: skip
         return fill("slurm.sh", values, options.templates)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.atomic import create_file
 from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
@@ -25,8 +26,9 @@ from diloco.config.schema import Config
 from diloco.errors import DirectoryError, SaveError
 from diloco.run.folder import OWNER_KEY, hold_folder, refuse_foreign
 from diloco.run.join import Search, publish
+from diloco.run.launched import Launched
 from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen_host
-from diloco.run.secret import FOUNDED, IslandSecret, host_port
+from diloco.run.secret import FOUNDED, IslandSecret, host_port, parse_places
 
 LOCK_S = 60.0  # for an earlier process of this island to end
 ASK_S = 10.0  # for those who answer to say how far they are
@@ -65,6 +67,20 @@ class Attachment:
     @property
     def _mark(self) -> Path:
         return self.file.with_name(self.file.name + FOUNDED)
+
+    @classmethod
+    def of(cls, told: Launched) -> "Attachment":
+        """Read the secret of an island that was launched."""
+        file = Path(told.secret)
+        return cls(file, IslandSecret.read(file), parse_places(told.at), told.wait_s)
+
+    def connection(self, told: Launched, **options: Any) -> Connection:
+        """Return how this island reaches the others, as it was told or as its secret says; `options` are the rest."""
+        own = self.own_place
+        return Connection(
+            told.host or self.host, name=self.secret.island, port=told.port or (own[1] if own else 0),
+            found_now=lambda: self.secret.multiaddrs(parse_places(told.at)), **options,
+        )  # fmt: skip
 
     @property
     def own_place(self) -> tuple[str, int] | None:
