@@ -141,7 +141,8 @@ def test_a_founder_whose_folder_is_lost_joins_its_run(tmp_path: Path, with_mark:
 
 @pytest.mark.slow
 def test_an_island_that_is_asked_to_stop_exits_with_75_and_comes_back(tmp_path: Path) -> None:
-    with Attached(tmp_path, 2, inner={"steps": 250}, elastic={"min_islands": 2}) as run:
+    key = {"environment": {"WANDB_API_KEY": "s3cr3t"}}
+    with Attached(tmp_path, 2, inner={"steps": 250}, elastic={"min_islands": 2}, launch=key) as run:
         founder, other = run.start("island-0", *SLOW), run.start("island-1", *SLOW)
         assert wait_until(lambda: run.is_training("island-1"))
         again = run.start("island-1", *SLOW)  # while the first one is still there
@@ -150,6 +151,8 @@ def test_an_island_that_is_asked_to_stop_exits_with_75_and_comes_back(tmp_path: 
         assert wait_for_end(other) == [LEFT]
         assert wait_for_end(again, founder) == [0, 0]
         run.check_one_run()
+        files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+        assert [file for file in files if b"s3cr3t" in file.read_bytes()] == []
 
 
 @pytest.mark.slow

@@ -261,9 +261,9 @@ def test_job_files_and_the_configuration_may_hold_keys_and_are_for_nobody_else(
     monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
     launched, _ = start(launch_by_ssh(tmp_path, "one\n", 1, environment={"WANDB_API_KEY": "s3cr3t"}))
     holding = [path for path in launched.folder.rglob("*") if path.is_file() and "s3cr3t" in path.read_text()]
-    assert {path.name for path in holding} == {"config.yaml", "island-0.sh"}
+    assert {str(path.relative_to(launched.folder)) for path in holding} == {"launch/config.yaml", "launch/island-0.sh"}
     assert launched.here.stat().st_mode & 0o077 == 0
-    assert (launched.folder / "config.yaml").stat().st_mode & 0o077 == 0
+    assert "s3cr3t" not in backend_of(launched)._start(launched.islands[0]).partition("/config.yaml <<")[2]
 
 
 @pytest.fixture

@@ -109,7 +109,12 @@ class Launch:
     @property
     def config_text(self) -> str:
         """Return what is written to that file."""
-        return yaml.safe_dump(self.config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+        return _as_yaml(self.config)
+
+    @property
+    def island_config_text(self) -> str:
+        """Return the same as islands get it: `launch.environment` may hold keys, and is no part of the run."""
+        return _as_yaml(self.config.of_island())
 
     def secret_file(self, name: str) -> Path:
         """Return where the secret of an island lies on this machine."""
@@ -126,6 +131,10 @@ class Launch:
         """Return the same with these islands added, or in place of those of the same names."""
         merged = {island.name: island for island in (*self.islands, *islands)}
         return replace(self, islands=tuple(merged.values()))
+
+
+def _as_yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
 @dataclass(frozen=True)

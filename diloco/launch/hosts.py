@@ -144,8 +144,10 @@ class Hosts(ABC):
         return {island.name: f"{self.host(island).destination or 'here'}:{self.job(island)}" for island in islands}
 
     def _start(self, island: Island) -> str:
-        config = self.launch.config_file.read_text(encoding="utf-8")
-        files = {f"{self.job(island)}/run.sh": self._script(island), f"{self.job(island)}/{CONFIG}": config}
+        files = {
+            f"{self.job(island)}/run.sh": self._script(island),
+            f"{self.job(island)}/{CONFIG}": self.launch.island_config_text,
+        }
         if self.copies_secrets:
             files[self.secret(island)] = self.launch.secret_file(island.name).read_text(encoding="utf-8")
         writes = [f"cat >{quote(path)} <<'{END}'\n{text.rstrip()}\n{END}" for path, text in files.items()]

@@ -73,7 +73,7 @@ class Kubernetes:
         options = self.options
         values = {
             **self._names(island),
-            "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
+            "config": self.launch.island_config_text, "machine": fill("machine.sh", {}, options.templates),
             "port": island.port, "second_port": island.port + 1, "nodes": island.nodes,
             "restarts": options.restarts * island.nodes,  # a failure of one machine ends the pods of all
             "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image),

@@ -65,7 +65,7 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
             backend_of(launch).check(idle)
         _write_secrets(launch)
         launch.write()
-        write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it it is known as a run
+        write_file(launch.folder / CONFIG, launch.island_config_text)  # by it a folder is known as a run
         return submit(launch, backend_of(launch), idle), idle
 
 

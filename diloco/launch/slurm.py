@@ -32,6 +32,10 @@ class Slurm:
             raise LaunchError(
                 "there is no sbatch here: launch from a machine of the cluster, or with --on ssh or local"
             )
+        if set('"\\\n') & set(str(here := self.launch.here.absolute())):
+            raise ConfigError(
+                f"checkpoint.dir={here.parent}: sbatch misreads quotation marks and backslashes: rename it"
+            )
         for option in self.options.extra:
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"launch.extra={option!r}: write options of sbatch, as in --mem=64G")
@@ -50,7 +54,8 @@ class Slurm:
         base = Path(options.dir or self.launch.folder).expanduser().absolute()
         program = program_of(self.launch, same_machine=options.container is None)
         values = {
-            "job": self.job_name, "array": ",".join(str(island.number) for island in islands), "logs": here / LOGS,
+            "job": self.job_name, "array": ",".join(str(island.number) for island in islands),
+            "logs": str(here / LOGS).replace("%", "%%"),  # of which sbatch makes one
             "nodes": first.nodes, "processes": first.processes, "port": options.port, "restarts": options.restarts,
             "grace_s": max(1, int(options.grace_s)), "interface": shlex.quote(options.interface or ""),
             "options": "\n".join(f"#SBATCH {option}" for option in self._options(first)),

@@ -136,7 +136,7 @@ class RunEntry:
 
     def found(self, config: Config, *, fresh: bool) -> Participant:
         """Start a new run, with this island as its first. Others join with the ticket that lies in its folder."""
-        folder = Path(config.dir)
+        folder, config = Path(config.dir), config.of_island()
         return self._found(config, lambda: self._founding_peer(folder, config.run), resume=False, fresh=fresh)
 
     def _found(
@@ -160,7 +160,7 @@ class RunEntry:
 
     def resume(self, config: Config) -> Participant:
         """Continue a run that was founded here, from this island's disk and from whichever others are present."""
-        folder = Path(config.dir)
+        folder, config = Path(config.dir), config.of_island()
         open_peer = partial(self._founding_peer, folder, folder.name)
         refuse_unshared(folder, self.place)
         refuse_other_protocols(folder)
@@ -191,7 +191,7 @@ class RunEntry:
                 attachment.expect_others(folder)
             if not founds:
                 attachment.note_founded()
-        config, self.search = attachment.config(config), attachment.search()
+        config, self.search = attachment.config(config.of_island()), attachment.search()
         if self.place.share(founds):
             return self._found(config, lambda: _given(peer), attachment.note_founded, resume=True)
         founded_with = config if attachment.secret.owner is not None else None
