@@ -1,6 +1,7 @@
 """`diloco run --attach`: one start for every island, any number of times, in any order. Real processes and kills."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -136,6 +137,26 @@ def test_a_founder_whose_folder_is_lost_joins_its_run(tmp_path: Path, with_mark:
         assert wait_for_end(*processes.values()) == [0, 0, 0]
         (joined,) = [event["text"] for event in run.events("island-0", "elastic") if event["what"] == "joined"]
         assert "peer" in joined and "state of round 0 " not in joined
+        run.check_one_run()
+
+
+@pytest.mark.soak
+def test_a_founder_that_lost_everything_does_not_begin_again_while_another_is_too_busy_to_answer(
+    tmp_path: Path,
+) -> None:
+    """As a pod without a volume that is made anew: neither its folder nor the mark beside its secret are left."""
+    with Attached(tmp_path, 2, inner={"steps": 60}, elastic={"min_islands": 2}) as run:
+        founder, other = run.start("island-0", *SLOW), run.start("island-1", *SLOW)
+        assert wait_until(lambda: run.is_training("island-0", 2))
+        kill(founder)
+        os.killpg(other.pid, signal.SIGSTOP)
+        shutil.rmtree(run.island("island-0"))
+        (tmp_path / "secrets" / "island-0.founded").unlink()
+        founder = run.start("island-0", *SLOW)
+        assert wait_until(lambda: (run.island("island-0") / "addresses").exists())  # from here on it asks
+        assert not wait_until(lambda: (run.island("island-0") / "outer").exists(), 20)
+        os.killpg(other.pid, signal.SIGCONT)
+        assert wait_for_end(founder, other) == [0, 0]
         run.check_one_run()
 
 

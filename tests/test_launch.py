@@ -21,7 +21,7 @@ from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import Island, Launch, backend_of
 from diloco.launch.hosts import Ssh, read_hosts
-from diloco.launch.launching import add, plan_join, plan_launch, start, stop
+from diloco.launch.launching import add, end, plan_join, plan_launch, start
 from diloco.run.secret import IslandSecret
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
@@ -297,7 +297,7 @@ def test_a_dead_host_hides_no_other_island_and_does_not_keep_it_from_being_stopp
     states = backend_of(at_work).states()
     assert states["island-1"].state == "running" and "Connection timed out" in states["island-0"].detail
     with pytest.raises(LaunchError, match="one: ssh: connect to host one port 22: Connection timed out"):
-        stop(at_work)
+        end(at_work, at_work.islands)
     (homes / "one.dead").unlink()
     assert list(backend_of(at_work).states()) == ["island-0"]  # nothing is left of the other one
 
@@ -309,7 +309,7 @@ def test_islands_are_found_where_they_were_started_whatever_the_hosts_file_says_
     (tmp_path / "hosts").write_text(hosts)
     states = backend_of(at_work).states()
     assert [(job.state, job.where) for job in states.values()] == [("running", "one"), ("running", "two")]
-    stop(at_work)
+    end(at_work, at_work.islands)
     assert processes_with(str(tmp_path / "island")) == []
 
 
@@ -337,7 +337,7 @@ def test_an_island_that_was_away_at_the_end_of_the_run_hears_of_it_on_its_host(a
 
 
 def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:
-    stop(at_work)
+    end(at_work, at_work.islands)
     assert (at_work.here / "logs" / "island-1.log").read_text() == "works\nhas saved\n"
 
 
@@ -346,7 +346,7 @@ def test_an_island_whose_watching_script_was_killed_is_still_seen_and_stopped(at
     os.kill(script, signal.SIGKILL)
     assert wait_until(lambda: not Path(f"/proc/{script}/cmdline").exists() or not is_at_work(script))
     assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
-    stop(at_work)
+    end(at_work, at_work.islands)
     assert processes_with(str(homes.parent / "island")) == []
 
 

@@ -103,7 +103,11 @@ class Kubernetes:
         folder = f"{self._folder}/{island.name}"
         words = attach_words(self.launch, island, config="/launch/config.yaml", secret=secret, folder=folder)
         machine = [str(island.nodes), host, str(self.options.port - 1), str(island.processes)]
+        finished = shlex.quote(f"{self._folder}/{island.name}.finished")
         return "\n".join([
+            "trap 'exit 75' TERM",  # the first process of a pod hears no signal that it does not handle
+            # a pod that has seen the end is not made anew when another one of its island fails after that
+            f"export DILOCO_FINISHED={finished}; [ ! -e {finished} ] || exit 0",
             *self.options.setup,
             f"install -D -m 600 /secret/secret {shlex.quote(secret)}",
             f"until getent hosts {host} >/dev/null; do sleep 1; done",

@@ -149,22 +149,23 @@ def write_files(launch: Launch, files: Mapping[str, str]) -> None:
         write_file(path, text)
 
 
-def cancel(launch: Launch, names: Sequence[str]) -> Launch:
-    """End islands for good: they contribute, save and leave, and are not started again."""
+def cancel(launch: Launch, names: Sequence[str]) -> dict[str, Path]:
+    """End islands for good: they contribute, save and leave, and are not started again. Return where what they printed
+    lies, which is brought here first."""
     ending = [launch.island(name) for name in names]
-    backend_of(launch).cancel(ending)
+    logs = end(launch, ending)
     with _alone(launch):
         launch = Launch.read(launch.folder)  # others may have been added meanwhile
         launch = launch.having(replace(launch.island(name), cancelled=True) for name in names)
         launch.write()
-    return launch
+    return logs
 
 
-def stop(launch: Launch) -> dict[str, Path]:
-    """End all islands, and return where what they printed lies. Launching the run again continues it."""
+def end(launch: Launch, islands: Sequence[Island]) -> dict[str, Path]:
+    """End islands, and return where what they printed lies. Launching the run again continues it."""
     backend = backend_of(launch)
-    logs = backend.collect(launch.islands)
-    backend.cancel(launch.islands)
+    logs = backend.collect(islands)
+    backend.cancel(islands)
     return logs
 
 

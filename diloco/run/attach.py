@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.atomic import create_file
-from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.addressbook import AddressBook, answering, by_peer, free_port
 from diloco.comm.peers.identity import Identity
 from diloco.config.schema import Config
 from diloco.errors import DirectoryError, SaveError
@@ -31,7 +31,7 @@ from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen
 from diloco.run.secret import FOUNDED, IslandSecret, host_port, parse_places
 
 LOCK_S = 60.0  # for an earlier process of this island to end
-ASK_S = 10.0  # for those who answer to say how far they are
+ASK_S = 120.0  # for those who listen to say how far they are
 AGAIN_S = 0.5
 PORTS_S = 20.0
 FIRST_SAID_S, SAY_AGAIN_S = 5.0, 60.0
@@ -161,19 +161,23 @@ def wait_for_ports(connection: Connection) -> None:
 
 
 def anybody_has_the_run(peer: Peer) -> bool:
-    """Ask the islands that can be reached now whether any of them has a state of the run."""
-    places = by_peer(peer.ticket_addresses)
-    deadline = time.monotonic() + ASK_S
-    answered = peer.directory.reach(places) if places else set()
-    if not answered:
-        return False
-    publish(peer)
-    while time.monotonic() < deadline:
-        with suppress(DirectoryError):
-            peer.find_peers()
-        if any(any(record.chain_digest) for record in peer.records.values()):
-            return True
-        if answered <= peer.records.keys():  # all who answered say that they have nothing
+    """Ask the islands that can be reached now whether any of them has a state of the run.
+
+    One that is there and does not say is asked again, for ASK_S: it may be busy, and who began the run again because
+    of that would have another run than it has. Where nobody listens, nobody is waited for.
+    """
+    places, deadline = by_peer(peer.ticket_addresses), time.monotonic() + ASK_S
+    while places and time.monotonic() < deadline:
+        answered = peer.directory.reach(places)
+        if not answered and not any(answering([*places.values()])):
             return False
+        if answered:
+            publish(peer)
+            with suppress(DirectoryError):
+                peer.find_peers()
+            if any(any(record.chain_digest) for record in peer.records.values()):
+                return True
+            if answered <= peer.records.keys():  # all who answered say that they have nothing
+                return False
         time.sleep(AGAIN_S)
     return False
