@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from diloco.atomic import create_file
-from diloco.comm.peers.addressbook import AddressBook, answering, by_peer, free_port
+from diloco.comm.peers.addressbook import AddressBook, answering, by_peer
 from diloco.comm.peers.identity import Identity
 from diloco.config.schema import Config
 from diloco.errors import DirectoryError, SaveError
 from diloco.run.folder import OWNER_KEY, hold_folder, refuse_foreign
 from diloco.run.join import Search, publish
 from diloco.run.launched import Launched
-from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards, listen_host
+from diloco.run.peer import IDENTITY_KEY, Connection, Peer, host_towards
 from diloco.run.secret import FOUNDED, IslandSecret, host_port, parse_places
 
 LOCK_S = 60.0  # for an earlier process of this island to end
 ASK_S = 120.0  # for those who listen to say how far they are
 AGAIN_S = 0.5
-PORTS_S = 20.0
 FIRST_SAID_S, SAY_AGAIN_S = 5.0, 60.0
 
 log = logging.getLogger(__name__)
@@ -145,19 +144,6 @@ class Attachment:
             self.say(f"{self.secret.island} waits since {since} for {whom} ({reason}){hint if lost else ''}")
 
         return report
-
-
-def wait_for_ports(connection: Connection) -> None:
-    """Wait until this island's ports are free: what its earlier life had started ends a moment after it."""
-    host, deadline = listen_host(connection.host), time.monotonic() + PORTS_S
-    while connection.port and time.monotonic() < deadline:
-        try:
-            free_port(host, connection.port)
-            free_port(host, connection.port + 1)
-        except OSError:
-            time.sleep(AGAIN_S)
-        else:
-            return
 
 
 def anybody_has_the_run(peer: Peer) -> bool:

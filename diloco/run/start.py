@@ -25,7 +25,7 @@ from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
 from diloco.report.events import Events
-from diloco.run.attach import Attachment, anybody_has_the_run, wait_for_ports
+from diloco.run.attach import Attachment, anybody_has_the_run
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
     OUTER,
@@ -254,7 +254,6 @@ class RunEntry:
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
         """Open the peer of an island with a secret. It is fine if nobody answers yet."""
         assert self.connection is not None
-        wait_for_ports(self.connection)
         if attachment.secret.owner is not None:
             return self._open_founding_peer(folder, self.connection, attachment.places)
         self.ticket = attachment.secret.ticket.at(attachment.places)
