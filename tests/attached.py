@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -69,8 +70,12 @@ class Attached:
     def start(self, name: str, *options: str) -> ForkedCommand:
         words = ("run", str(self.config), "--attach", str(self.secret(name)), *options)
         process = ForkedCommand(*words, log=self.folder / f"{name}.log")
-        self._stack.callback(kill, process)
+        self.ends(process)
         return process
+
+    def ends(self, process: "subprocess.Popen[bytes] | ForkedCommand") -> None:
+        """Kill a process at the end of the block."""
+        self._stack.callback(kill, process)
 
     def events(self, name: str, kind: str) -> list[dict[str, object]]:
         file = self.island(name) / "events.jsonl"

@@ -37,7 +37,9 @@ def test_islands_on_slurm_are_queued_again_and_end_with_equal_states(cluster, tm
 
 @pytest.mark.slow
 def test_an_island_on_slurm_that_is_cancelled_saves_and_stays_away(cluster, tmp_path):
-    run = SlurmRun(cluster, tmp_path, "cancelled")
+    folder = tmp_path / "it's 100%job"  # a path that sbatch has to be told of with care
+    folder.mkdir()
+    run = SlurmRun(cluster, folder, "cancelled")
     run.diloco("launch", "run.yaml", "--on", "slurm")
     assert run.contributes(0, after=0), run.logs()
     run.diloco("launch", "--cancel", "runs/cancelled", "island-0")

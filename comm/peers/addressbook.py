@@ -118,7 +118,7 @@ def free_port(host: str, port: int = 0) -> int:
         return int(probe.getsockname()[1])
 
 
-def refuse_taken(host: str, port: int, *, within_s: float = 3.0) -> None:
+def refuse_taken(host: str, port: int, *, within_s: float = 10.0) -> None:
     """Raise DirectoryError if this port or the next one cannot be had: it names which, and two that can.
 
     A process that was killed leaves its ports after a moment, when its daemon has ended too.
