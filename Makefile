@@ -28,7 +28,7 @@ types: install  ## mypy, strict
 	$(BIN)/mypy
 
 unit: install browser sshd .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
-	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak' --durations=25
+	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak and not cluster' --durations=25
 
 soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
@@ -48,7 +48,7 @@ sshd:     ## OpenSSH's server, where it is missing and may be installed: a test 
 		echo "NO SSHD: the tests will NOT launch islands by ssh" >&2
 
 quick: install  ## the tests without the slow ones
-	$(BIN)/pytest -m 'not slow and not soak'
+	$(BIN)/pytest -m 'not slow and not soak and not cluster'
 
 # hundreds of seeds of the harsh campaign, which take an hour under the tracer
 CAMPAIGN := test_harsh_disasters_violate_nothing

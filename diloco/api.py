@@ -19,9 +19,13 @@ from diloco.island.mesh import ProcessMesh, joined_processes
 from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel, device_of
 from diloco.report.sinks import Events
+from diloco.run.attach import Attachment
 from diloco.run.folder import OWNER_KEY, has_log, release
 from diloco.run.invites import TICKET
-from diloco.run.peer import Connection, host_towards, own_name
+from diloco.run.launched import Launched
+from diloco.run.local import Connection
+from diloco.run.machine import host_towards, own_name
+from diloco.run.signals import LEFT, Stop, exit_on_signal, heeds_sigterm, stop_on_sigterm
 from diloco.run.start import RunEntry
 from diloco.train.user_loop import Run
 from diloco.units import parse_link, parse_rate
@@ -42,6 +46,7 @@ def connect(
     max_down: str | None = None,
     link: str | None = None,
     dir: str | Path | None = None,
+    attach: str | Path | None = None,
 ) -> Iterator[Run]:
     """Found a run (`where`: a YAML file, a dict, a Config) or join one (a ticket, or a file that holds it).
 
@@ -51,7 +56,13 @@ def connect(
     where the folder holds a run already; `host` is where others reach this machine; `link`, `max_up` and `max_down`
     are written as 100mbit,40ms and 20mbit.
 
-    Leaving the block contributes what is left and says goodbye. An exception leaves at once.
+    Leaving the block contributes what is left and says goodbye. An exception leaves at once. After SIGTERM `run.step`
+    returns False and `run.batches` ends, so that the loop leaves the block (unless the program handles SIGTERM itself).
+
+    `attach` is an island's secret, as `diloco launch` makes them: this program founds the run, resumes it or joins it,
+    whichever is right, however often it is started. A program that `diloco launch` has started (`launch.script`) needs
+    no argument for that, and the configuration that was launched counts instead of `where`. Where the run has not ended
+    yet, such a program exits with 75 when it leaves the block: it is to be started again.
 
     A program that is started again resumes. Alone, it continues exactly where it stopped: model, state of the
     optimizer, rounds under way, position in the data, torch's random numbers; the optimizer's settings are the
@@ -62,27 +73,57 @@ def connect(
     process a copy, as DDP does) and make the optimizer first; then every process calls this with the same arguments.
     """
     connection = _connection(name, host, max_up, max_down, link)
+    told = None if alone or attach is not None else Launched.given()
+    if attach is not None:
+        told = Launched("", str(attach), dir=None if dir is None else str(dir), host=host)
     with ExitStack() as stack:
+        if told is not None and heeds_sigterm():  # while it gets in there is nothing to save
+            stack.enter_context(exit_on_signal(LEFT))
         place = stack.enter_context(joined_processes(device_of(model)))
         own = OwnModel.of(model, place)
         chosen = _optimizer(optimizer, optimizer_options or {}, own)
-        where = _read_together(where, place)
+        where = _read_together(told.config if told is not None and told.config else where, place)
         events = Events()
         stack.callback(events.close)
 
         def enter(connection: Connection | None) -> RunEntry:
             build = partial(Run, model=own, optimizer=chosen, events=events)
-            return RunEntry(place, events, stack, connection, build, view=False)
+            return RunEntry(place, events, stack, connection, build, view=False, stop=stop)
 
-        if isinstance(where, str):
+        stop = Stop()
+        if told is not None:
+            run = _attach(enter, told, connection, where, own)
+        elif isinstance(where, str):
             run = _join(enter, place, connection, where, dir)
         else:
             here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
             run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
+        stack.enter_context(stop_on_sigterm(stop))
+        run.should_stop = lambda: stop.asked
         run.begin()
         with closing(run.saver):
             yield run
             run.leave(pause=alone)
+    if told is not None and not run.finished:
+        raise SystemExit(LEFT)
+
+
+def _attach(
+    enter: Callable[[Connection], RunEntry], told: Launched, connection: Connection, where: str | Config, own: OwnModel
+) -> Run:
+    """Take part by a secret: found the run, resume it or join it, whichever is right."""
+    if isinstance(where, str):
+        raise ConfigError("diloco.connect(TICKET, attach=…): a secret has its own ticket; give the run's configuration")
+    attachment = Attachment.of(told)
+    folder = Path(told.dir or Path(where.dir) / attachment.secret.island)
+    config = where.model_copy(update={"checkpoint": where.checkpoint.model_copy(update={"dir": str(folder)})})
+    own.fragments(config.sync)  # refuses what cannot work, before anything on disk is touched
+    rates = {"up_bits_per_s": connection.up_bits_per_s, "down_bits_per_s": connection.down_bits_per_s}
+    entrance = enter(attachment.connection(told, delay_s=connection.delay_s, **rates))
+    entrance.stack.callback(release, folder)
+    run = cast(Run, entrance.attach(config, attachment))
+    _say(own.place, f"{folder}: takes part as {attachment.secret.island}, at step {run.step_count} of {run.steps}")
+    return run
 
 
 def _found(entrance: RunEntry, config: Config, dir: str | Path | None, own: OwnModel, *, fresh: bool) -> Run:

@@ -195,15 +195,6 @@ class DirectoryError(DilocoError):
     code = "directory"
 
 
-class DaemonLost(DirectoryError):
-    """Signal that the network daemon p2pd ended and could not be started again. Start the island again.
-
-    What was committed is on its disk.
-    """
-
-    code = "daemon"
-
-
 class RecordRefused(DirectoryError):
     """Signal that a peer record is not to be believed. `reason` is short and stable: refusals are counted by it."""
 

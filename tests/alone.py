@@ -16,6 +16,7 @@ from diloco.run.folder import release
 from diloco.run.start import RunEntry
 from diloco.train.trainer import Outcome, Trainer
 
+SILENCE_S = 0.5  # nobody else is there
 HERE = ProcessMesh(rank=0, world=1, device=torch.device("cpu"), mesh=None)
 
 
@@ -46,6 +47,8 @@ def train(
     prepare: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Life:
     """Train to the end, or until a step, where it is paused."""
+    # one that resumes leads once it has heard nobody for so long
+    config = config.model_copy(update={"elastic": config.elastic.model_copy(update={"silence_s": SILENCE_S})})
     heard = Heard()
     with ExitStack() as stack:
         events = Events([heard])

@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import yaml
 from conftest import SMALL, read_events
+from forked import ForkedCommand
 from launched import wait_until
 
 from diloco.comm.peers.addressbook import free_port
@@ -67,15 +67,15 @@ class Attached:
         file = self.folder / f"{name}.log"
         return file.read_text() if file.exists() else ""
 
-    def start(self, name: str, *options: str) -> "subprocess.Popen[bytes]":
-        words = [sys.executable, "-m", "diloco", "run", str(self.config), "--attach", str(self.secret(name)), *options]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        self._stack.callback(kill, process)
+    def start(self, name: str, *options: str) -> ForkedCommand:
+        words = ("run", str(self.config), "--attach", str(self.secret(name)), *options)
+        process = ForkedCommand(*words, log=self.folder / f"{name}.log")
+        self.ends(process)
         return process
+
+    def ends(self, process: "subprocess.Popen[bytes] | ForkedCommand") -> None:
+        """Kill a process at the end of the block."""
+        self._stack.callback(kill, process)
 
     def events(self, name: str, kind: str) -> list[dict[str, object]]:
         file = self.island(name) / "events.jsonl"
@@ -105,12 +105,12 @@ class Attached:
         assert len(ends) == 1
 
 
-def kill(process: "subprocess.Popen[bytes]") -> None:
+def kill(process: ForkedCommand) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def wait_for_end(*processes: "subprocess.Popen[bytes]", timeout_s: float = 600.0) -> list[int | None]:
+def wait_for_end(*processes: ForkedCommand, timeout_s: float = 600.0) -> list[int | None]:
     wait_until(lambda: all(process.poll() is not None for process in processes), timeout_s)
     return [process.poll() for process in processes]

@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import shutil
@@ -17,16 +18,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second threa
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
 
-# What waits long for processes comes first, so that nobody waits for it at the end.
+# Files that take longest come first, so that nobody waits for one of them at the end.
 LONG = (
-    "test_mesh.py", "test_soak_islands.py", "test_prove.py", "test_simulate_real.py", "test_elastic_kills.py",
-    "test_launcher.py", "test_elastic_simulator.py", "test_cli.py", "test_packaging.py", "test_bench_mutants.py",
+    "test_elastic_simulator.py", "test_attach.py", "test_own_mesh.py", "test_mesh.py", "test_supervision.py",
+    "test_simulate_real.py", "test_soak_islands.py", "test_trainer.py", "test_elastic_driver.py", "test_fuzz.py",
+    "test_launcher.py", "test_cli.py", "test_virtual.py", "test_integrations.py", "test_elastic_kills.py",
+    "test_bench_peers.py", "test_algorithms.py", "test_streams.py", "test_peer.py", "test_transport_contract.py",
+    "test_checkpoint_pause.py", "test_attack_pickles.py", "test_api_restart.py", "test_outsiders.py", "test_prove.py",
+    "test_packaging.py", "test_slurm.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+def pytest_collection() -> None:
+    gc.disable()  # torch and thousands of tests stay: no pass of the garbage collector has to look at them
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 hypothesis.settings.register_profile("diloco", deadline=None)  # how long a case takes says nothing on a busy machine

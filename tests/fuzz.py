@@ -332,6 +332,22 @@ def admissions() -> Decoder:
     return Decoder([admission.pack()], check, (TicketError,))
 
 
+def visitors() -> Decoder:
+    from tape import ISLAND
+
+    from diloco.comm.peers.packing import Malformed
+    from diloco.comm.transport.rendezvous import pack_shown, read_shown
+
+    return Decoder([pack_shown(ISLAND.public_key, b"a" * 206, b"s" * 64)], read_shown, (Malformed,))
+
+
+def told_records() -> Decoder:
+    from diloco.comm.peers.packing import Malformed
+    from diloco.comm.transport.rendezvous import pack_records, read_records
+
+    return Decoder([pack_records([b"r" * 900] * count) for count in (0, 1, 3)], read_records, (Malformed,))
+
+
 def items() -> Decoder:
     from diloco.checkpoint.log.library import Item, ItemManifest
     from diloco.errors import ManifestRefused
@@ -491,6 +507,8 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
     "peer records": peer_records,
     "tickets": tickets,
     "admissions": admissions,
+    "visitors": visitors,
+    "told records": told_records,
     "items": items,
     "requests": requests,
     "snapshots": snapshots,

@@ -7,16 +7,19 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-from alone import train as train_alone
-from largest import Largest
+from diloco.cli.shared import loading
 
-from diloco.config.file import parse_config
-from diloco.data.batches import validation_batches
-from diloco.island.flat import Shards
-from diloco.island.island import next_token_loss
-from diloco.island.mesh import open_mesh
-from diloco.island.parallel import tied_names, whole
+with loading():
+    import torch
+    from alone import train as train_alone
+    from largest import Largest
+
+    from diloco.config.file import parse_config
+    from diloco.data.batches import validation_batches
+    from diloco.island.flat import Shards
+    from diloco.island.island import next_token_loss
+    from diloco.island.mesh import open_mesh
+    from diloco.island.parallel import tied_names, whole
 
 LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
 

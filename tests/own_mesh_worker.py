@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 tests/own_mesh_worker.py JOB.json
 
-The job says which loop, and how. What the leader saw is written to its `out`.
+The job says which loops, one after the other, and how. What the leader saw is written to its `out`.
 """
 
 import json
@@ -10,25 +10,28 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from own_loops import made
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
+from diloco.cli.shared import loading
 
-import diloco
-from diloco.config.file import parse_config
-from diloco.errors import DilocoError
-from diloco.island.island import materialise, next_token_loss
-from diloco.island.mesh import ProcessMesh
-from diloco.island.optimizer import build_optimizer
-from diloco.island.parallel import fill, shard
-from diloco.model.build import build_network
-from diloco.train.schedule import learning_rate
+with loading():
+    import torch
+    import torch.distributed as dist
+    from own_loops import made
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    from torch.nn.functional import mse_loss
+    from torch.nn.parallel import DistributedDataParallel
+
+    import diloco
+    from diloco.config.file import parse_config
+    from diloco.errors import DilocoError
+    from diloco.island.island import materialise, next_token_loss
+    from diloco.island.mesh import ProcessMesh
+    from diloco.island.optimizer import build_optimizer
+    from diloco.island.parallel import fill, shard
+    from diloco.model.build import build_network
+    from diloco.train.schedule import learning_rate
 
 DATA = [(torch.sin(torch.arange(3.0) + at), torch.cos(torch.tensor([at * 1.0]))) for at in range(40)]
 
@@ -194,7 +197,8 @@ def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
     mesh = init_device_mesh("cpu", tuple(job["mesh"]), mesh_dim_names=("fsdp", "tp"))
-    found = {"follow": follow, "lives": lives, "refusals": refusals, "broken": broken}[job["loop"]](job, mesh)
+    loops = {"follow": follow, "lives": lives, "refusals": refusals, "broken": broken}
+    found = {name: loops[name](job, mesh) for name in job["loops"]}
     if int(os.environ["RANK"]) == 0:
         Path(job["out"]).write_text(json.dumps(found))
     dist.barrier()

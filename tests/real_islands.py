@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 from conftest import SMALL, read_events
+from forked import ForkedCommand
 from launched import wait_until
 from streams import child_of
 
+Process = subprocess.Popen[str] | ForkedCommand
 ENDLESS = {
     **SMALL,
     "inner": {**SMALL["inner"], "steps": 1_000_000},
@@ -23,7 +25,7 @@ ENDLESS = {
 class Island:
     """A real island in a folder of its own, which does not outlive the test."""
 
-    def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, folder: Path, process: Process) -> None:
         self.folder, self.process = folder, process
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -74,10 +76,14 @@ def open_islands(tmp_path: Path, settings: dict[str, Any] | None = None) -> Iter
             name = ("--name", folder.name, "--dir", str(folder))
             words = ("run", str(config), "--islands", "1") if number == 1 else ("join", str(ticket), *name)
             more = [word for option, value in options.items() for word in (f"--{option}", value) if word]
-            diloco = [sys.executable, "-c", AHEAD.format(ahead_s=ahead_s)]
-            process = subprocess.Popen(
-                [*prefix, *diloco, *words, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
+            process: Process
+            if prefix:  # a command that runs it, elsewhere
+                diloco = [*prefix, sys.executable, "-c", AHEAD.format(ahead_s=ahead_s)]
+                pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+                process = subprocess.Popen([*diloco, *words, *more], text=True, **pipes)
+            else:
+                log = tmp_path / f"{folder.name}.log"
+                process = ForkedCommand(*words, *more, log=log, errors_only=True, ahead_s=ahead_s)
             stack.callback(end, process)
             assert wait_until(ticket.exists), process.poll()
             return Island(folder, process)
@@ -97,9 +103,11 @@ def ports_of(pid: int) -> list[int]:
     return [int(line.split()[3].rpartition(":")[2]) for line in mine]
 
 
-def end(process: "subprocess.Popen[str]") -> str:
-    """Kill it, and return what it has said of errors; nothing the second time."""
+def end(process: Process) -> str:
+    """Kill it, and return what it has said of errors; nothing the second time, if it has a pipe for them."""
     process.kill()
+    if isinstance(process, ForkedCommand):
+        return process.communicate()[1]
     return process.communicate()[1] if process.stderr is not None and not process.stderr.closed else ""
 
 

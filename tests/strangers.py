@@ -4,8 +4,10 @@ import asyncio
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from diloco.comm.peers.dht import GuardedP2P, close_node, dht_key
+from diloco.comm.peers.dht import PING, GuardedP2P, close_node, dht_key
 from diloco.comm.peers.directory import LoopThread
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import PeerRecord, encode
@@ -19,6 +21,7 @@ class Outsider:
         options = {"initial_peers": bootstrap, "identity_path": str(path), "check_if_identity_free": False}
         p2p = self.thread.call(GuardedP2P.create(**options), 30)
         self.node = self.thread.call(DHTNode.create(p2p=p2p), 30)
+        self._begun: list[object] = []
         self.peer = next(iter(self.thread.call(p2p.list_peers(), 10))).peer_id
 
     def read(self, run_id: bytes) -> object:
@@ -42,6 +45,27 @@ class Outsider:
             return answer
 
         return self.thread.call(knock(), 60)
+
+    def speaks(self, protocol: str) -> bool:
+        """Whether the island's libp2p node takes a stream of this protocol."""
+        try:
+            _, _, writer = self.thread.call(self.node.p2p.call_binary_stream_handler(self.peer, protocol), 30)
+        except (P2PDaemonError, ControlFailure):
+            return False
+        self.thread.loop.call_soon_threadsafe(writer.close)
+        return True
+
+    def begin_messages(self, count: int) -> None:
+        """Open so many streams, each with the length of a long message and no more: 4 bytes make p2pd take 4 MB."""
+
+        async def begin() -> None:
+            for _ in range(count):
+                _, reader, writer = await self.node.p2p.call_binary_stream_handler(self.peer, PING)
+                writer.write(b"\x80\x80\x80\x02")  # 4 MiB, as a varint
+                await writer.drain()
+                self._begun.append((reader, writer))
+
+        self.thread.call(begin(), 60)
 
     def close(self) -> None:
         self.thread.at_end = lambda: close_node(self.node)

@@ -14,6 +14,11 @@ from diloco.errors import DilocoError, JoinRefused, SaveError
 from diloco.history.load import load_trained
 
 
+def run_at(tmp_path, **sections) -> dict:
+    """A run without others: one that comes back leads as soon as it has heard nobody for a second."""
+    return run_of(tmp_path, elastic={"silence_s": 1}, **sections)
+
+
 class Killed(Exception):
     """The block is left at once, and nothing is saved on the way."""
 
@@ -45,10 +50,10 @@ def train_until(where: dict, stop: int, seed: int, *, killed: bool = False) -> t
 
 
 def test_an_earlier_run_is_kept_or_refused(tmp_path):
-    train_until(run_of(tmp_path), 12, seed=1)
-    with pytest.raises(JoinRefused, match="the model differs"), diloco.connect(run_of(tmp_path), made(), alone=True):
+    train_until(run_at(tmp_path), 12, seed=1)
+    with pytest.raises(JoinRefused, match="the model differs"), diloco.connect(run_at(tmp_path), made(), alone=True):
         pass
-    with diloco.connect(run_of(tmp_path), made(), alone=True, fresh=True) as run:
+    with diloco.connect(run_at(tmp_path), made(), alone=True, fresh=True) as run:
         assert run.step_count == 0
     assert (tmp_path / "run.1").exists()
 
@@ -56,7 +61,7 @@ def test_an_earlier_run_is_kept_or_refused(tmp_path):
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
 def test_a_program_that_is_started_again_equals_one_that_never_stopped(tmp_path, capsys, sync):
     sections = {"inner": {"steps": 18}, "sync": {"every": 4, "codec": "fp32", **sync}}
-    where = run_of(tmp_path, **sections) | {"checkpoint": {"dir": f"{tmp_path}/run", "snapshot_every": 1}}
+    where = run_at(tmp_path, **sections) | {"checkpoint": {"dir": f"{tmp_path}/run", "snapshot_every": 1}}
     whole = where | {"checkpoint": {"dir": f"{tmp_path}/whole"}}
     losses, end, _ = train_until(whole, 18, seed=1)
     before, _, _ = train_until(where, 11, seed=1)
@@ -69,7 +74,7 @@ def test_a_program_that_is_started_again_equals_one_that_never_stopped(tmp_path,
 
 @pytest.mark.parametrize("sync", [{}, {"delay": 2}, {"apply": "eager"}], ids=str)
 def test_a_program_that_was_killed_goes_on_from_its_last_round(tmp_path, sync):
-    where = run_of(tmp_path, inner={"steps": 18}, sync={"every": 4, **sync})
+    where = run_at(tmp_path, inner={"steps": 18}, sync={"every": 4, **sync})
     train_until(where, 11, seed=1, killed=True)
     _, end, first = train_until(where, 18, seed=2)
     assert first in (5, 9)  # the second round may have been committed, and not applied yet
@@ -88,10 +93,10 @@ CHANGES = [
 
 @pytest.mark.parametrize(("sections", "model", "optimizer", "message"), CHANGES, ids=[case[-1] for case in CHANGES])
 def test_only_the_same_program_goes_on(tmp_path, sections, model, optimizer, message):
-    train_until(run_of(tmp_path), 6, seed=1)
+    train_until(run_at(tmp_path), 6, seed=1)
     with (
         pytest.raises(DilocoError, match=message),
-        diloco.connect(run_of(tmp_path, **sections), model(0), optimizer, alone=True),
+        diloco.connect(run_at(tmp_path, **sections), model(0), optimizer, alone=True),
     ):
         pass
 
@@ -104,7 +109,7 @@ def test_runs_of_programs_and_of_the_built_in_trainer_are_told_apart(tmp_path, s
     ):
         pass
     shutil.rmtree(small().dir)
-    train_until(run_of(tmp_path), 6, seed=1)
+    train_until(run_at(tmp_path), 6, seed=1)
     with pytest.raises(DilocoError, match=r"cannot change|differs"):
         train_alone(small(), resume=True)
     with pytest.raises(SaveError, match=r"program of its own .* inside `with run.outer_parameters\(\):`"):
@@ -113,7 +118,7 @@ def test_runs_of_programs_and_of_the_built_in_trainer_are_told_apart(tmp_path, s
 
 @pytest.mark.slow
 def test_a_founder_that_is_started_again_goes_on_from_its_log(tmp_path, capsys):
-    where = run_of(tmp_path, inner={"steps": 20}, outer=PLAIN)
+    where = run_at(tmp_path, inner={"steps": 20}, outer=PLAIN)
     options, model = {"optimizer_options": {"lr": 0.1}}, made()
     with suppress(Killed), diloco.connect(where, model, "SGD", **options) as run:
         for batch in run.batches(DATA, 4):

@@ -1,6 +1,7 @@
 """`diloco run --attach`: one start for every island, any number of times, in any order. Real processes and kills."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -42,7 +43,8 @@ def test_secrets_are_of_one_run_and_only_the_first_one_founds_it(tmp_path: Path)
 
 def test_islands_that_are_added_later_are_of_the_same_run(tmp_path: Path) -> None:
     founder = IslandSecret.read(secrets(tmp_path, "island-0")[0])
-    (added,) = make_secrets(["island-1"], {}, founder)
+    again, added = make_secrets(["island-1"], {}, [founder])
+    assert again.islands == added.islands and again.owner == founder.owner
     assert added.ticket.run_id == founder.ticket.run_id and added.owner is None
     assert set(added.islands) == {"island-0", "island-1"}
 
@@ -138,9 +140,30 @@ def test_a_founder_whose_folder_is_lost_joins_its_run(tmp_path: Path, with_mark:
         run.check_one_run()
 
 
+@pytest.mark.soak
+def test_a_founder_that_lost_everything_does_not_begin_again_while_another_is_too_busy_to_answer(
+    tmp_path: Path,
+) -> None:
+    """As a pod without a volume that is made anew: neither its folder nor the mark beside its secret are left."""
+    with Attached(tmp_path, 2, inner={"steps": 60}, elastic={"min_islands": 2}) as run:
+        founder, other = run.start("island-0", *SLOW), run.start("island-1", *SLOW)
+        assert wait_until(lambda: run.is_training("island-0", 2))
+        kill(founder)
+        os.killpg(other.pid, signal.SIGSTOP)
+        shutil.rmtree(run.island("island-0"))
+        (tmp_path / "secrets" / "island-0.founded").unlink()
+        founder = run.start("island-0", *SLOW)
+        assert wait_until(lambda: (run.island("island-0") / "addresses").exists())  # from here on it asks
+        assert not wait_until(lambda: (run.island("island-0") / "outer").exists(), 20)
+        os.killpg(other.pid, signal.SIGCONT)
+        assert wait_for_end(founder, other) == [0, 0]
+        run.check_one_run()
+
+
 @pytest.mark.slow
 def test_an_island_that_is_asked_to_stop_exits_with_75_and_comes_back(tmp_path: Path) -> None:
-    with Attached(tmp_path, 2, inner={"steps": 250}, elastic={"min_islands": 2}) as run:
+    key = {"environment": {"WANDB_API_KEY": "s3cr3t"}}
+    with Attached(tmp_path, 2, inner={"steps": 250}, elastic={"min_islands": 2}, launch=key) as run:
         founder, other = run.start("island-0", *SLOW), run.start("island-1", *SLOW)
         assert wait_until(lambda: run.is_training("island-1"))
         again = run.start("island-1", *SLOW)  # while the first one is still there
@@ -149,6 +172,8 @@ def test_an_island_that_is_asked_to_stop_exits_with_75_and_comes_back(tmp_path: 
         assert wait_for_end(other) == [LEFT]
         assert wait_for_end(again, founder) == [0, 0]
         run.check_one_run()
+        files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+        assert [file for file in files if b"s3cr3t" in file.read_bytes()] == []
 
 
 @pytest.mark.slow

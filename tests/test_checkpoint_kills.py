@@ -1,6 +1,5 @@
 """A writer killed at any moment, again and again: every restart opens, and nothing that was durable is lost."""
 
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -12,23 +11,20 @@ import checkpoint_writer
 import pytest
 from checkpoint_writer import Reference
 from disks import fill, small_disk
+from forked import FORKED
 
 from diloco.checkpoint.log.segments import segment_paths
 
 KILLS = int(os.environ.get("DILOCO_WRITER_KILLS", "15"))
 PATIENCE_S = 60.0
-context = mp.get_context("forkserver")
-context.set_forkserver_preload(
-    ["diloco.checkpoint.log.diskstore", "diloco.elastic.runtime.restoring", "diloco.train.outer"]
-)
 
 
 class Life:
     """Of a writer, from its start to its death."""
 
     def __init__(self, folder: Path, calls: int = 0) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=checkpoint_writer.work, args=(folder, theirs, calls), daemon=True)
+        self.pipe, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=checkpoint_writer.work, args=(folder, theirs, calls), daemon=True)
         self.process.start()
         theirs.close()
         self.said: list[tuple] = []

@@ -25,7 +25,7 @@ from diloco.config.file import load_config
 from diloco.elastic.runtime.restoring import points_of
 from diloco.errors import RemoteError
 from diloco.run.folder import OUTER, has_log
-from diloco.run.peer import Connection
+from diloco.run.local import Connection
 from diloco.run.start import run as train_in
 
 SERVER = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"

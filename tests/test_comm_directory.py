@@ -77,7 +77,8 @@ def test_expired_records_vanish(three: list[Directory]) -> None:
 
 def test_a_run_outlives_its_founder(three: list[Directory]) -> None:
     for peer in three[1:]:
-        peer.publish(RECORD, expires_s=60)
+        peer.publish(replace(RECORD, control=peer.addresses), expires_s=60)
+    assert [len(peer.peers()) for peer in three[1:]] == [2, 2]
     three[0].close()
     until(lambda: len(three[1].peers()) == len(three[2].peers()) == 2)
 
@@ -103,7 +104,7 @@ class Forger:
 
 @pytest.fixture
 def forger(three: list[Directory], tmp_path: Path) -> Iterator[Forger]:
-    forger = Forger(tmp_path / "forger", three[0].addresses)
+    forger = Forger(tmp_path / "forger", tuple(address for peer in three for address in peer.addresses))
     yield forger
     forger.thread.stop()
 
@@ -182,7 +183,7 @@ def test_odd_keys_are_refused(three: list[Directory], forger: Forger) -> None:
 def test_an_old_record_does_not_come_back(three: list[Directory]) -> None:
     three[1].publish(RECORD, expires_s=60)
     peer = three[1].identity.public_key
-    three[2]._sequences[peer] = 2**63  # as if a newer one had been seen before
+    three[2].board._sequences[peer] = 2**63  # as if a newer one had been seen before
     assert three[2].peers() == {} and three[2].refusals["stale"] == 1
 
 

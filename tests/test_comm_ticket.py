@@ -82,10 +82,11 @@ def test_expired_tickets_say_when(ticket: Ticket) -> None:
         Ticket.parse(ticket.render(), NOW + 3600)
 
 
-def test_foreign_tickets_name_both_runs(ticket: Ticket, peer: Identity) -> None:
+def test_foreign_tickets_are_refused_without_a_word_of_which_run_is_here(ticket: Ticket, peer: Identity) -> None:
     here = run_id_of(peer.public_key)
-    with pytest.raises(TicketError, match=f"for run {ticket.run_id.hex()[:12]}, not for run {here.hex()[:12]}"):
+    with pytest.raises(TicketError, match="for another run") as refused:
         admit(ticket, here, peer.public_key)
+    assert here.hex()[:4] not in str(refused.value)
 
 
 def test_tampered_tickets_are_refused(ticket: Ticket, owner: Identity, peer: Identity) -> None:
@@ -98,7 +99,7 @@ def test_tampered_tickets_are_refused(ticket: Ticket, owner: Identity, peer: Ide
     ):
         with pytest.raises(TicketError, match="changed or is forged"):
             Ticket.parse(replace(ticket, invite=changed).render(), NOW)
-        with pytest.raises(TicketError, match=r"not signed|for run"):
+        with pytest.raises(TicketError, match=r"not signed|for another run"):
             admit(replace(ticket, invite=changed), ticket.run_id, peer.public_key)
     with pytest.raises(TicketError, match="private key is not that"):
         Ticket.parse(replace(ticket, secret=other.secret).render(), NOW)

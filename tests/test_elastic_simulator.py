@@ -115,9 +115,11 @@ def test_what_was_once_wrong_in_harsh_times_is_right(partition, seed):
     assert not outcome.violation and outcome.commits
 
 
-def test_streaming_disasters_violate_nothing():
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_streaming_disasters_violate_nothing(part):
     """Fragments in turn, some in flight while training goes on, some islands short of samples."""
-    assert commits_of(STREAMING) > 50 * len(STREAMING)
+    seeds = STREAMING[part::2]
+    assert commits_of(seeds) > 50 * len(seeds)
 
 
 def test_a_third_of_the_seeds_have_fragments_or_overlap():
@@ -169,17 +171,28 @@ any_fault = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(10**6, 10**9),
-    partition=st.sampled_from(PARTITIONS),
-    pace=st.sampled_from([USUAL, USUAL, SyncPace(2), SyncPace(3, overlap=1), SyncPace(3, scarce=True)]),
-    schedule=st.lists(any_fault, max_size=8),
-    all_return=st.booleans(),
-)
-def test_any_list_of_faults_violates_nothing(seed, partition, pace, schedule, all_return):
-    ordered = tuple(sorted(schedule, key=lambda fault: fault.at))
-    faults.run(Disaster(DisasterConfig(5, partition, seed, pace=pace), "drawn", (), ordered, all_return=all_return))
+paces = st.sampled_from([USUAL, USUAL, SyncPace(2), SyncPace(3, overlap=1), SyncPace(3, scarce=True)])
+any_disaster = st.builds(
+    lambda seed, partition, pace, schedule, all_return: Disaster(
+        DisasterConfig(5, partition, seed, pace=pace), "drawn", (),
+        tuple(sorted(schedule, key=lambda fault: fault.at)), all_return=all_return,
+    ),
+    seed=st.integers(10**6, 10**9), partition=st.sampled_from(PARTITIONS), pace=paces,
+    schedule=st.lists(any_fault, max_size=8), all_return=st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(any_disaster)
+def test_any_list_of_faults_violates_nothing(disaster):
+    faults.run(disaster)
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@given(any_disaster)
+def test_any_of_many_lists_of_faults_violates_nothing(disaster):
+    faults.run(disaster)
 
 
 def test_a_violation_says_what_where_and_how_to_see_it_again():

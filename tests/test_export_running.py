@@ -23,7 +23,7 @@ from diloco.history.load import load_trained
 from diloco.history.log import furthest, headers, state_of
 from diloco.run.folder import OUTER
 from diloco.run.genesis import read_genesis
-from diloco.run.peer import Connection
+from diloco.run.local import Connection
 from diloco.run.start import run as train_in
 
 transformers = pytest.importorskip("transformers")

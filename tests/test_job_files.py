@@ -74,10 +74,25 @@ def test_a_mesh_that_does_not_fit_is_refused_by_name(tmp_path):
 def test_an_option_that_is_none_and_a_machine_without_slurm_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="there is no sbatch here"):
-        Slurm(launch_of(tmp_path)).check()
+        Slurm(launch_of(tmp_path)).check([])
     (tmp_path / "sbatch").touch(mode=0o755)
     with pytest.raises(ConfigError, match=r"launch\.extra='mem=64G'"):
-        Slurm(launch_of(tmp_path, {"extra": ["mem=64G"]})).check()
+        Slurm(launch_of(tmp_path, {"extra": ["mem=64G"]})).check([])
+
+
+def test_paths_that_sbatch_misreads_are_escaped_or_refused(tmp_path, monkeypatch):
+    (tmp_path / "100% of it").mkdir()
+    launch = launch_of(tmp_path / "100% of it")
+    assert f'--output="{tmp_path}/100%% of it/run folder/launch/logs/island-%a.log"' in Slurm(launch)._job(
+        launch.islands
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "sbatch").touch(mode=0o755)
+    Slurm(launch).check(launch.islands)
+    for name in ('a "b"', "a\\b"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigError, match=r"checkpoint\.dir=.* rename it"):
+            Slurm(launch_of(tmp_path / name)).check([])
 
 
 @pytest.mark.parametrize(("given", "read"), [("12:00:00", "12:00:00"), ("90", "0:01:30"), ("1-00:00:00", "1-00:00:00")])

@@ -1,6 +1,9 @@
 """Islands on Kubernetes: manifests that a validator of the real schemas accepts, and what kubectl is asked for."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import SMALL
+from launched import wait_until
 
 from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch import launching
-from diloco.launch.backend import Launch
+from diloco.launch.backend import TEMPLATES, Launch
 from diloco.launch.kubernetes import Kubernetes
 from diloco.launch.launching import plan_launch
 
@@ -92,7 +96,7 @@ def test_an_island_of_two_machines_is_an_indexed_job_of_two_pods_that_meet_at_th
     host = "big-island-1-0.big-island-1.team-a.svc"
     assert f"machine.sh 2 {host} 31336 4 torchrun -- " in container["args"][0]
     assert f"--set island.fsdp=8 --host {host}" in container["args"][0]
-    assert Kubernetes(launch).addresses(launch.islands)["island-1"] == f"{host}:31339"
+    assert launch.islands[1].address == f"{host}:31339"
     rule = job["spec"]["podFailurePolicy"]["rules"][0]
     assert rule == {"action": "Ignore", "onExitCodes": {"containerName": "island", "operator": "In", "values": [75]}}
 
@@ -120,7 +124,7 @@ def test_a_template_of_ones_own_is_used_and_an_unknown_name_in_it_refused(tmp_pa
     (own / "kubernetes.yaml").write_text("kind: Mine\nname: {{name}}\n{{command}}\n")
     launch = launch_of(tmp_path, {"templates": str(own)}, nodes=1, gpus=0)
     text = Kubernetes(launch).render(launch.islands)["island-0.yaml"]
-    assert text.startswith("kind: Mine\nname: big-island-0\ninstall -D")
+    assert text.startswith("kind: Mine\nname: big-island-0\ntrap 'exit 75' TERM\n") and "\ninstall -D" in text
     (own / "kubernetes.yaml").write_text("{{nodse}}")
     with pytest.raises(ConfigError, match=r"\{\{nodse\}\} stands for nothing: use .*nodes"):
         Kubernetes(launch).render(launch.islands)
@@ -153,12 +157,53 @@ def test_a_folder_that_pods_do_not_have_is_refused(tmp_path):
         Kubernetes(launch).render(launch.islands)
 
 
+def pod(tmp_path: Path, getent: str, torchrun: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the variables of a pod of an island of two machines, with stand-ins for the network's names and
+    for torchrun."""
+    commands = tmp_path / "commands"
+    commands.mkdir(exist_ok=True)
+    for name, body in {"getent": getent, "torchrun": torchrun}.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    (tmp_path / "secret").write_text("{}")
+    launch = launch_of(tmp_path, {"dir": str(tmp_path / "data"), "program": f"{commands}/diloco"}, nodes=2, gpus=1)
+    text = job_of(launch, 0)["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    text = text.replace("/secret/secret", f"{tmp_path}/secret", 1).replace(
+        "/launch/machine.sh", str(TEMPLATES / "machine.sh")
+    )
+    return ["bash", "-c", text], {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_pod_that_waits_for_its_name_ends_at_once_when_it_is_asked_to(tmp_path):
+    words, variables = pod(tmp_path, f"touch {tmp_path}/asked; exit 2", "exit 0")
+    first = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", *words], env=variables)
+    try:
+        assert wait_until(lambda: (tmp_path / "asked").exists(), 60)
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGTERM)  # which is process 1 where it lives, as in a pod
+        assert first.wait(60) == 75
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_pod_that_fails_after_another_of_its_island_has_seen_the_end_does_not_wait_for_that_one(tmp_path):
+    words, variables = pod(tmp_path, "exit 0", '[ "$JOB_COMPLETION_INDEX" = 1 ]')
+    codes = [
+        subprocess.run(words, env={**variables, "JOB_COMPLETION_INDEX": index}, timeout=60).returncode
+        for index in "0110"
+    ]
+    assert codes == [1, 0, 0, 0]  # the first one failed before anybody had seen the end
+
+
 KUBECTL = """#!/bin/sh
 # stands in for the program, which no test cluster answers to: notes what it is asked for
 echo "$@" >>"$KUBECTL_CALLS"
 case "$*" in
     *"-f -"*) cat >>"$KUBECTL_STDIN" ;;
     *"get jobs,pods"*) cat "$KUBECTL_ANSWER" ;;
+    *logs*) echo "what it has printed" ;;
     *broken*) echo "Error from server: no" >&2; exit 1 ;;
 esac
 """
@@ -184,13 +229,18 @@ def test_secrets_go_to_kubectl_by_its_standard_input_and_a_job_is_made_anew(tmp_
     assert secret["stringData"]["secret"] == launch.secret_file("island-0").read_text()
     calls = (kubectl / "calls").read_text()
     assert "delete job big-island-1 --ignore-not-found" in calls and f"apply -f {launch.here}/island-1.yaml" in calls
-    launching.cancel(launch, ["island-1"])
+    logs = launching.cancel(launch, ["island-1"])
     assert "delete service,configmap,secret big-island-1" in (kubectl / "calls").read_text()
+    assert logs["island-1"].read_text() == "what it has printed\n"
+    calls = (kubectl / "calls").read_text()
+    assert calls.index("logs -l diloco-run=big,diloco-island=island-1") < calls.index(
+        "delete job big-island-1 --cascade"
+    )
 
 
 def test_islands_that_are_stopped_leave_together(tmp_path, kubectl):
     launch, _ = launching.start(launch_of(tmp_path, {}, nodes=1, gpus=0))
-    launching.stop(launch)
+    launching.end(launch, launch.islands)
     calls = (kubectl / "calls").read_text()
     assert "delete job big-island-0 big-island-1 --cascade=foreground --ignore-not-found --timeout=" in calls
 
@@ -225,4 +275,4 @@ def test_without_kubectl_or_when_it_fails_people_are_told(tmp_path, kubectl, mon
         launching.start(launch)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="there is no kubectl here"):
-        Kubernetes(launch).check()
+        Kubernetes(launch).check(launch.islands)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,8 @@ from diloco.config.file import load_config
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import Island, Launch, backend_of
 from diloco.launch.hosts import Ssh, read_hosts
-from diloco.launch.launching import add, plan_join, plan_launch, start, stop
+from diloco.launch.launching import add, end, plan_join, plan_launch, start
+from diloco.run.secret import IslandSecret
 
 LONG = {"inner": {"lr": 3e-3, "warmup": 2, "steps": 100_000, "schedule": "constant"}, "sync": {"every": "1s"}}
 
@@ -146,15 +149,15 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(tmp_path:
     options = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh")}
     planned = plan_launch(load_config(write_config(tmp_path, launch=options)), "ssh", islands=1, nodes=1, gpus=0)
     with pytest.raises(LaunchError, match="nowhere: ssh: Could not resolve hostname nowhere; try: "):
-        backend_of(planned).check()
+        backend_of(planned).check(planned.islands)
 
 
 SHOW = 'echo "${CUDA_VISIBLE_DEVICES-unset}"; exit #'
 BOTH = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 FAKE_SSH = """#!/bin/sh
-# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; `dead` is none
+# stands in for ssh: destination D is a home of its own below $HOMES, whose login files print a greeting; D.dead is none
 for word; do [ "$word" = "sh -s" ] || host=$word; done
-[ "$host" != dead ] || { echo "ssh: connect to host dead port 22: Connection timed out" >&2; exit 255; }
+[ ! -e "$HOMES/$host.dead" ] || { echo "ssh: connect to host $host port 22: Connection timed out" >&2; exit 255; }
 mkdir -p "$HOMES/$host" && cd "$HOMES/$host" && echo "Welcome to $host" && HOME=$PWD exec sh -s
 """
 
@@ -169,9 +172,13 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch_by_ssh(tmp_path: Path, hosts: str, islands: int = 2, **options: object) -> Launch:
-    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave."""
+    """Plan islands that stand-ins for ssh and diloco start: each prints, and works until it is asked to leave, or until
+    its home has a file `over`."""
     (tmp_path / "hosts").write_text(hosts)
-    (tmp_path / "island").write_text("trap 'echo has saved; exit 75' TERM; echo works; while :; do sleep 0.1; done\n")
+    until = "until [ -e over ]; do sleep 0.1; done"
+    (tmp_path / "island").write_text(
+        f"[ $1 != --version ] || exit 0; trap 'echo has saved; exit 75' TERM; echo works; {until}\n"
+    )
     given = {"hosts": str(tmp_path / "hosts"), "ssh": str(tmp_path / "ssh"), "program": f"sh {tmp_path / 'island'}"}
     config = load_config(write_config(tmp_path, launch={**given, **options}))
     return plan_launch(config, "ssh", islands=islands, nodes=1, gpus=0)
@@ -207,6 +214,23 @@ def test_islands_on_one_host_have_gpus_of_their_own(
     assert shown == seen
 
 
+def test_islands_that_are_added_one_after_the_other_all_know_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
+    monkeypatch.setattr(Ssh, "states", lambda backend: {})
+    monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
+    launched, _ = start(launch_by_ssh(tmp_path, "one\ntwo\nthree\nfour\n"))
+    for _ in range(2):
+        launched = add(*plan_join(launched, islands=1, nodes=1, gpus=0))
+    secrets = [IslandSecret.read(launched.secret_file(f"island-{number}")) for number in range(4)]
+    for secret in secrets:
+        assert {place.rpartition("/")[2] for place in secret.multiaddrs({})} == {
+            other.peer for other in secrets if other is not secret
+        }
+        assert secret.start_islands == 2  # for which the first round waits, however many were added meanwhile
+
+
 def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = launch_by_ssh(tmp_path, "one\ntwo\n")
     refused, submitted = [], list[str]()
@@ -219,7 +243,7 @@ def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypat
         return {island.name: "job" for island in islands}
 
     monkeypatch.setattr(Ssh, "submit", submit)
-    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
     monkeypatch.setattr(Ssh, "states", lambda backend: {})
     launched, _ = start(planned)
     assert len(refused) == 1 and submitted == ["island-0", "island-1"]
@@ -232,14 +256,14 @@ def test_two_launches_at_once_do_not_mix_their_secrets(tmp_path: Path, monkeypat
 def test_job_files_and_the_configuration_may_hold_keys_and_are_for_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ssh, "check", lambda backend: None)
+    monkeypatch.setattr(Ssh, "check", lambda backend, islands: None)
     monkeypatch.setattr(Ssh, "states", lambda backend: {})
     monkeypatch.setattr(Ssh, "submit", lambda backend, islands: {island.name: "job" for island in islands})
     launched, _ = start(launch_by_ssh(tmp_path, "one\n", 1, environment={"WANDB_API_KEY": "s3cr3t"}))
     holding = [path for path in launched.folder.rglob("*") if path.is_file() and "s3cr3t" in path.read_text()]
-    assert {path.name for path in holding} == {"config.yaml", "island-0.sh"}
+    assert {str(path.relative_to(launched.folder)) for path in holding} == {"launch/config.yaml", "launch/island-0.sh"}
     assert launched.here.stat().st_mode & 0o077 == 0
-    assert (launched.folder / "config.yaml").stat().st_mode & 0o077 == 0
+    assert "s3cr3t" not in backend_of(launched)._start(launched.islands[0]).partition("/config.yaml <<")[2]
 
 
 @pytest.fixture
@@ -256,7 +280,8 @@ def at_work(tmp_path: Path, homes: Path) -> Iterator[Launch]:
     logs = [homes / host / "diloco/launched" / f"island-{k}.job/output.log" for k, host in enumerate(("one", "two"))]
     assert wait_until(lambda: all("works" in log.read_text() for log in logs if log.exists()))
     yield planned
-    (tmp_path / "hosts").write_text("one\ntwo\n")
+    for dead in homes.glob("*.dead"):
+        dead.unlink()
     backend.cancel(planned.islands)
     assert processes_with(str(tmp_path / "island")) == []
 
@@ -266,19 +291,53 @@ def test_a_host_that_greets_does_not_hide_how_its_island_is(at_work: Launch) -> 
 
 
 def test_a_dead_host_hides_no_other_island_and_does_not_keep_it_from_being_stopped(
-    tmp_path: Path, at_work: Launch
+    homes: Path, at_work: Launch
 ) -> None:
-    (tmp_path / "hosts").write_text("dead\ntwo\n")
+    (homes / "one.dead").touch()
     states = backend_of(at_work).states()
     assert states["island-1"].state == "running" and "Connection timed out" in states["island-0"].detail
-    with pytest.raises(LaunchError, match="dead: ssh: connect to host dead port 22: Connection timed out"):
-        stop(at_work)
-    (tmp_path / "hosts").write_text("one\ntwo\n")
+    with pytest.raises(LaunchError, match="one: ssh: connect to host one port 22: Connection timed out"):
+        end(at_work, at_work.islands)
+    (homes / "one.dead").unlink()
     assert list(backend_of(at_work).states()) == ["island-0"]  # nothing is left of the other one
 
 
+@pytest.mark.parametrize("hosts", ["two\none\n", "three\none\ntwo dir=elsewhere\n", "three\n"])
+def test_islands_are_found_where_they_were_started_whatever_the_hosts_file_says_by_now(
+    tmp_path: Path, at_work: Launch, hosts: str
+) -> None:
+    (tmp_path / "hosts").write_text(hosts)
+    states = backend_of(at_work).states()
+    assert [(job.state, job.where) for job in states.values()] == [("running", "one"), ("running", "two")]
+    end(at_work, at_work.islands)
+    assert processes_with(str(tmp_path / "island")) == []
+
+
+def test_an_island_whose_host_is_no_longer_listed_gets_another_and_new_ones_get_the_emptiest(tmp_path: Path) -> None:
+    planned = launch_by_ssh(tmp_path, "one\ntwo\n", islands=3)
+    assert [island.host for island in planned.islands] == ["one", "two", "one"]
+    (tmp_path / "hosts").write_text("three address=10.0.0.3\none\n")
+    assert [island.host for island in backend_of(planned).place(planned.islands)] == ["one", "three", "one"]
+    larger, added = plan_join(planned, islands=2, nodes=1, gpus=0)
+    assert [(island.host, island.address) for island in added] == [
+        ("three", "10.0.0.3:31343"), ("three", "10.0.0.3:31345")
+    ]  # fmt: skip
+    assert larger.islands[:3] == planned.islands
+
+
+def test_an_island_that_was_away_at_the_end_of_the_run_hears_of_it_on_its_host(at_work: Launch, homes: Path) -> None:
+    (homes / "one" / "over").touch()
+    assert wait_until(lambda: backend_of(at_work).states()["island-0"].state == "finished")
+    assert (homes / "two/diloco/launched/finished").exists()  # by which its script ends it
+    larger, added = plan_join(at_work, islands=1, nodes=1, gpus=0)
+    at_work.write()
+    with pytest.raises(LaunchError, match="is finished: nobody is left to join"):
+        add(larger, added)
+    assert start(at_work)[1] == ()
+
+
 def test_what_an_island_says_while_it_leaves_is_kept(at_work: Launch) -> None:
-    stop(at_work)
+    end(at_work, at_work.islands)
     assert (at_work.here / "logs" / "island-1.log").read_text() == "works\nhas saved\n"
 
 
@@ -287,8 +346,45 @@ def test_an_island_whose_watching_script_was_killed_is_still_seen_and_stopped(at
     os.kill(script, signal.SIGKILL)
     assert wait_until(lambda: not Path(f"/proc/{script}/cmdline").exists() or not is_at_work(script))
     assert [job.state for job in backend_of(at_work).states().values()] == ["running", "running"]
-    stop(at_work)
+    end(at_work, at_work.islands)
     assert processes_with(str(homes.parent / "island")) == []
+
+
+@pytest.fixture
+def another_run() -> Iterator[int]:
+    """The port of an island of another run on this machine: a process that is called as one, and listens."""
+    port = free_ports(1)
+    listen = f"import socket, time; here = socket.create_server(('127.0.0.1', {port})); print(); time.sleep(600)"
+    words = ["run", "c.yaml", "--attach", "secret", "--dir", "/others/island-0", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-uc", listen, *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield port
+        process.kill()
+
+
+@pytest.mark.parametrize("on", ["local", "ssh"])
+def test_a_port_that_another_run_has_is_refused_by_that_runs_name(
+    tmp_path: Path, homes: Path, another_run: int, on: str
+) -> None:
+    planned = launch_by_ssh(tmp_path, "one\n", 1, port=another_run)
+    where = "this machine" if on == "local" else "one"
+    with pytest.raises(LaunchError, match=f"{where}: port {another_run} is taken by /others/island-0: .*launch.port"):
+        start(plan_launch(planned.config, on, islands=1, nodes=1, gpus=0))
+    assert not planned.folder.exists()
+
+
+def test_islands_here_get_ports_that_are_free_unless_some_are_configured(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    with ExitStack() as stack:
+        for port in (31337, 31342):  # unless another program has them anyway
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        planned = plan_launch(config, "local", islands=3, nodes=1, gpus=0)
+        larger, _ = plan_join(planned, islands=1, nodes=1, gpus=0)
+        ports = [island.port for island in larger.islands]
+        assert len(set(ports)) == 4 and not {31337, 31341} & set(ports)
+        assert [island.address for island in larger.islands] == [f"127.0.0.1:{port}" for port in ports]
+        backend_of(larger).check(larger.islands)
 
 
 def is_at_work(pid: int) -> bool:
@@ -311,7 +407,7 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     assert processes_with(str(tmp_path)) == [] and list((run / "launch" / "jobs").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.skipif(not can_serve(), reason=MISSING)
 def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> None:
     with machines(tmp_path, ["one", "two"]) as ssh:

@@ -1,10 +1,13 @@
 """What does not train does not import torch: an error is told at once, and who only watches processes stays small."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from diloco.cli.shared import loading
 
 CONFIG = "run: light\nmodel: {preset: tiny}\ndata: {source: stdlib, sequence: 64}\nisland: {device: cpu}\n"
 HEAVY = "torch", "hivemind", "numba"
@@ -49,3 +52,14 @@ def test_who_starts_the_processes_of_a_mesh_imports_nothing_heavy() -> None:
     program = f"import sys, diloco.launch.mesh_processes; print([n for n in {HEAVY!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_garbage_collector_pauses_for_imports_only_and_leaves_them_out_from_then_on() -> None:
+    gc.unfreeze()
+    try:
+        with pytest.raises(ImportError), loading():
+            assert not gc.isenabled()
+            raise ImportError("no such module")
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

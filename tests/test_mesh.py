@@ -17,11 +17,11 @@ MESHES = {"1x1": (1, 1), "fsdp 2": (2, 1), "tp 2": (1, 2), "fsdp 2 x tp 2": (2, 
 BRIEF, REST = ("built-in tied", "llama untied"), ("built-in untied", "llama tied")
 # on the largest mesh only: it holds what the others could break
 ON_BOTH, LATER = ("built-in frozen", "built-in muon"), ("built-in overlapped", "qwen3 with QK-norm")
-STEPS = 10  # two rounds
+STEPS, EVERY = 6, 3  # two rounds
 RUN = {
     "data": {"sequence": 32},
     "inner": {"lr": 1e-3, "warmup": 2, "steps": STEPS, "clip": 0.5},  # every gradient of these models is above 0.5
-    "sync": {"every": 5, "codec": "fp32"},
+    "sync": {"every": EVERY, "codec": "fp32"},
     "evaluate": {"samples": 16},
     "log": {"every": 1},
 }
@@ -69,12 +69,12 @@ def results(tmp_path_factory, hf_folders) -> Callable[[str, str], dict]:
             inner = {**RUN["inner"], "optimizer": "muon" if name == "built-in muon" else "adamw"}
             config = {**RUN, "model": model_of(name, hf_folders), "island": island, "inner": inner}
             if name == "built-in overlapped":  # it validates other parameters than it trains
-                config["sync"] = {"every": 5, "delay": 3, "codec": "fp32"}
+                config["sync"] = {"every": EVERY, "delay": 2, "codec": "fp32"}
             cases[name] = {"config": {**config, "checkpoint": {"dir": str(folder / name)}}}
         if both and not rest:
             resumed = json.loads(json.dumps(cases["built-in tied"]))
             resumed["config"]["checkpoint"]["dir"] = str(folder / "resumed")
-            cases["stopped and resumed"] = {**resumed, "stop_at": 7}
+            cases["stopped and resumed"] = {**resumed, "stop_at": 4}
         return launch(folder, cases, processes=fsdp * tp)
 
     return lambda mesh, model: launched(mesh, model in REST + LATER)[model]

@@ -1,6 +1,7 @@
 """Islands behind routers, in namespaces: a founder with two ports forwarded, and joiners that nobody can dial."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from launched import wait_until
-from real_islands import Island, open_islands
+from real_islands import Island, end, open_islands
+from ssh_hosts import MISSING, SSHD, can_serve
 
 PUBLIC, PORT = "10.97.0.1", 31337
 
@@ -82,6 +84,45 @@ class Town:
         self._stack.callback(lambda: (process.kill(), process.communicate()))
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
 
+    def publish(self, machine: str, *ports: int) -> None:
+        """Lead these ports of the public address to a container, by the rules that `docker run -p` makes."""
+        rules = [f"-t nat -A PREROUTING -d {PUBLIC} -p tcp --dport {port} -j DNAT --to {machine}" for port in ports]
+        rules += [
+            f"-t nat -A POSTROUTING -s {machine} -j MASQUERADE",
+            "-A FORWARD -m conntrack --ctstate DNAT,ESTABLISHED -j ACCEPT",
+            "-P FORWARD DROP",
+        ]
+        for rule in rules:
+            subprocess.run([*inside(self.net), "iptables", *rule.split()], check=True, capture_output=True)
+        subprocess.run([*inside(self.net), "sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True)
+
+    def tunnel(self, space: str, folder: Path, *ports: int) -> None:
+        """Lead these ports of the public address to a compute node, by its own `ssh -R` to the login node there."""
+        Path("/run/sshd").mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700)
+        for key in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+        (folder / "sshd_config").write_text(
+            f"Port 2222\nHostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'user.pub'}\nPidFile none\n"
+            "UsePAM no\nStrictModes no\nPermitRootLogin yes\nGatewayPorts clientspecified\n"
+        )
+        server = [*inside(self.net), SSHD or "", "-D", "-e", "-f", str(folder / "sshd_config")]
+        options = [f"IdentityFile={folder / 'user'}", "UserKnownHostsFile=/dev/null", "StrictHostKeyChecking=no"]
+        options += ["ExitOnForwardFailure=yes", "LogLevel=ERROR"]
+        given = [word for option in options for word in ("-o", option)]
+        led = [word for port in ports for word in ("-R", f"*:{port}:localhost:{port}")]
+        client = [*inside(space), "ssh", "-N", "-p", "2222", *given, *led, f"root@{PUBLIC}"]
+        probe = [
+            *inside(space),
+            sys.executable,
+            "-c",
+            f"import socket; socket.create_connection(('{PUBLIC}', 2222), 1)",
+        ]
+        for command in (server, client):
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            self._stack.callback(lambda process=process: (process.kill(), process.wait()))
+            assert wait_until(lambda: subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0, 30)
+
 
 def inside(space: str) -> tuple[str, ...]:
     return ("ip", "netns", "exec", space)
@@ -119,3 +160,21 @@ def test_joiners_behind_routers_train_through_a_relay_and_find_another(town: Tow
         assert wait_until(lambda: all("through island-4" in str(each.told("reached")) for each in joined), 120)
         since = time.time()
         assert wait_until(lambda: all_contribute([public, *joined], since), 120)
+
+
+@pytest.mark.parametrize("way", ["docker -p", "ssh -R"])
+def test_a_founder_in_a_container_or_behind_a_login_node_is_found(town: Town, tmp_path: Path, way: str) -> None:
+    """As the how-to says; the joiner is at home, behind a router that forwards nothing."""
+    missing = {"docker -p": not shutil.which("iptables"), "ssh -R": not can_serve()}
+    if missing[way]:
+        pytest.skip("no iptables" if way == "docker -p" else MISSING)
+    machine, home = town.home("founder", "172.17.0"), town.home("home1", "172.16.1")
+    if way == "docker -p":
+        town.publish("172.17.0.2", PORT, PORT + 1)
+    else:
+        town.tunnel(machine, tmp_path / "ssh", PORT, PORT + 1)
+    with open_islands(tmp_path) as start:
+        founder = start(1, prefix=inside(machine), host=PUBLIC, port=str(PORT))
+        joined = start(2, prefix=inside(home))
+        assert wait_until(lambda: all_contribute([founder, joined], 0.0), 120), end(joined.process)
+        assert wait_until(lambda: "through island-1" in str(joined.told("reached")), 60)

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,7 @@ def test_two_islands_match_the_built_in_trainer(small, tmp_path, torchrun, one, 
     tree = {**config.model_dump(mode="json"), "checkpoint": {"dir": str(tmp_path / "one")}}
     for name, batches in zip(("one", "two"), team.batches.values(), strict=True):
         torch.save([torch.cat(step) for step in batches], tmp_path / f"{name}.batches")
-    job = {"loop": "follow", "config": tree}
+    job = {"loops": ["follow"], "config": tree}
     founder = torchrun.start("one", one, **job, batches=str(tmp_path / "one.batches"), dir=str(tmp_path / "one"))
     ticket = tmp_path / "one" / "ticket"
     assert wait_until(lambda: ticket.exists() or founder.poll() is not None)
@@ -95,11 +97,25 @@ def test_two_islands_match_the_built_in_trainer(small, tmp_path, torchrun, one, 
     assert ends[0]["event"] == "agreed" and len({(end["state"], end["chain"]) for end in ends}) == 1
 
 
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
+    """What processes that were started once per mesh found: lives of an island, and what cannot work."""
+
+    @cache
+    def run(mesh: tuple[int, int]) -> dict:
+        folder = tmp_path_factory.mktemp("mesh")
+        config = run_of(folder, inner={"steps": 12}, elastic={"silence_s": 1})
+        with ExitStack() as stack:
+            started = Torchrun(stack, folder)
+            return started.run("both", mesh, loops=["lives", "refusals"], config=config, dir=str(folder))
+
+    return run
+
+
 @pytest.mark.parametrize("mesh", [(2, 1), pytest.param((2, 2), marks=pytest.mark.soak)])
-def test_an_island_that_is_started_again_equals_one_that_never_stopped(tmp_path, torchrun, mesh):
+def test_an_island_that_is_started_again_equals_one_that_never_stopped(found_by, mesh):
     """Bit by bit, and each process with its own random numbers; of a model that is cut, and of copies."""
-    config = run_of(tmp_path, inner={"steps": 12})
-    found = torchrun.run("lives", mesh, loop="lives", config=config, dir=str(tmp_path))
+    found = found_by(mesh)["lives"]
     for kind in ("cut", "copied"):
         whole, before, after = (found[kind][name] for name in ("whole", "before", "after"))
         assert (whole["first"], before["first"], after["first"]) == (1, 1, 8)
@@ -113,9 +129,8 @@ def test_an_island_that_is_started_again_equals_one_that_never_stopped(tmp_path,
     assert first["losses"] != last["losses"]
 
 
-def test_what_cannot_work_is_refused_on_every_process(tmp_path, torchrun):
-    found = torchrun.run("refusals", (2, 1), loop="refusals", config=run_of(tmp_path), dir=str(tmp_path))
-    both = {name: set(told) for name, told in found.items()}
+def test_what_cannot_work_is_refused_on_every_process(found_by):
+    both = {name: set(told) for name, told in found_by((2, 1))["refusals"].items()}
     assert 'run.batches(..., mesh=mesh["fsdp"])' in both["mesh"].pop()
     assert "batch_size=3 is to be a multiple of the mesh's 2 processes" in both["uneven"].pop()
     assert "different names or shapes" in both["stages"].pop()
@@ -123,9 +138,9 @@ def test_what_cannot_work_is_refused_on_every_process(tmp_path, torchrun):
     assert not both["mesh"] and not both["uneven"] and not both["stages"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_an_island_ends_when_one_of_its_processes_fails(tmp_path, torchrun, rank):
-    process = torchrun.start("broken", (2, 1), loop="broken", config=run_of(tmp_path), breaks=rank)
+    process = torchrun.start("broken", (2, 1), loops=["broken"], config=run_of(tmp_path), breaks=rank)
     _, err = process.communicate(timeout=600)
     assert process.returncode != 0 and "this process has failed" in err
     events = read_events(tmp_path / "run" / "events.jsonl")

@@ -24,7 +24,7 @@ from diloco.config.file import load_config
 from diloco.errors import ConfigError, PeerLost
 from diloco.launch.fleet import RESTARTS
 from diloco.report.watching import IslandsView
-from diloco.run.peer import Connection
+from diloco.run.local import Connection
 from diloco.simulate.real.fleet import NETWORK, SimulatedFleet, SimulatedPlan, World
 from diloco.simulate.real.netns import Namespaces, enter, refuse_if_not_permitted
 from diloco.simulate.real.network import VARIABLE, as_simulated, network_at

@@ -15,7 +15,7 @@ def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
         yield environment
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_islands_on_slurm_are_queued_again_and_end_with_equal_states(cluster, tmp_path):
     run = SlurmRun(cluster, tmp_path, "short")
     asked = ("launch", "run.yaml", "--on", "slurm", "--islands", "2", "--gpus-per-node", "1")
@@ -37,7 +37,9 @@ def test_islands_on_slurm_are_queued_again_and_end_with_equal_states(cluster, tm
 
 @pytest.mark.slow
 def test_an_island_on_slurm_that_is_cancelled_saves_and_stays_away(cluster, tmp_path):
-    run = SlurmRun(cluster, tmp_path, "cancelled")
+    folder = tmp_path / "it's 100%job"  # a path that sbatch has to be told of with care
+    folder.mkdir()
+    run = SlurmRun(cluster, folder, "cancelled")
     run.diloco("launch", "run.yaml", "--on", "slurm")
     assert run.contributes(0, after=0), run.logs()
     run.diloco("launch", "--cancel", "runs/cancelled", "island-0")
@@ -46,7 +48,7 @@ def test_an_island_on_slurm_that_is_cancelled_saves_and_stays_away(cluster, tmp_
     assert "nothing" in run.diloco("launch", "run.yaml", "--on", "slurm")
 
 
-@pytest.mark.soak
+@pytest.mark.cluster
 @pytest.mark.timeout(5400)
 def test_a_run_on_slurm_survives_requeues_signals_and_a_lost_node(cluster, tmp_path):
     """Three islands, a fourth of two nodes, two more; ten requeues, a signal and a lost node among that."""

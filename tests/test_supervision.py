@@ -106,8 +106,8 @@ def test_an_island_names_the_process_that_dies_or_stops_and_restarts_by_itself(t
         assert list(mesh.folder.glob("save-*/facts.json"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [1, 0])
 def test_under_torchrun_the_processes_name_a_stopped_one_themselves_and_go_on_after_its_restart(tmp_path, rank):
     with island(tmp_path, *TORCHRUN) as mesh:
         mesh.trains(life=1)

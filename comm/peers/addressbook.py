@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from diloco.errors import DirectoryError
 VERSION = 2  # 1 was one address a line
 MAX_PEERS, MAX_ADDRESSES = 64, 4
 OTHERS, OWN = "peers", "addresses"
+USUAL_PORTS = range(20000, 32000, 2)  # below those that most systems give to connections
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,12 @@ class AddressBook:
         write_file(self._folder / OWN, "".join(f"{address}\n" for address in addresses))
 
     def own_port(self, host: str) -> int:
-        """Return the port that this peer had last, if nobody else has it now; 0 stands for any."""
+        """Return the port that this peer had last, if nobody else has it or the next one now; else another such."""
         ports = [int(parts[4]) for line in _lines(self._folder / OWN) if len(parts := line.split("/")) > 4]
         for port in ports:
-            with suppress(OSError):
-                return free_port(host, port)
-        return 0
+            with suppress(OSError, OverflowError):  # OverflowError: there is no next one
+                return free_port(host, free_port(host, port) + 1) - 1
+        return _free_pair(host, secrets.choice(USUAL_PORTS))
 
 
 def by_peer(addresses: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -80,6 +82,16 @@ def multiaddr(host: str, port: int) -> str:
     """Return the multiaddr of a TCP port at a host, which is an address or a name."""
     family = "ip6" if ":" in host else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
     return f"/{family}/{host}/tcp/{port}"
+
+
+def rendezvous_points(addresses: Iterable[str]) -> list[tuple[str, int]]:
+    """Return host and port of the rendezvous that belongs to each of these multiaddrs: it is at the next port."""
+    found = []
+    for address in addresses:
+        match address.split("/"):
+            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *_] if port.isdecimal():
+                found.append((host, int(port) + 1))
+    return [(host, port) for host, port in found if port < 65536]
 
 
 def answering(places: Sequence[Sequence[str]], within_s: float = 1.5) -> list[list[str]]:
@@ -106,7 +118,7 @@ def free_port(host: str, port: int = 0) -> int:
         return int(probe.getsockname()[1])
 
 
-def refuse_taken(host: str, port: int, *, within_s: float = 3.0) -> None:
+def refuse_taken(host: str, port: int, *, within_s: float = 10.0) -> None:
     """Raise DirectoryError if this port or the next one cannot be had: it names which, and two that can.
 
     A process that was killed leaves its ports after a moment, when its daemon has ended too.

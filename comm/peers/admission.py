@@ -114,8 +114,7 @@ def check_admission(raw: bytes, run_id: bytes, island: bytes) -> Admission:
     except packing.Malformed as error:
         raise TicketError(f"this is no admission ({error})") from None
     if invite.run_id != run_id:
-        theirs, ours = invite.run_id.hex()[:12], run_id.hex()[:12]
-        raise TicketError(f"the ticket is for run {theirs}, not for run {ours}: use a ticket of this run")
+        raise TicketError("the ticket is for another run: use one of the run at this address")  # strangers read this
     if not invite.is_signed:
         raise TicketError("its invite was not signed by the run's owner")
     signed = ADMISSION_CONTEXT + run_id + island

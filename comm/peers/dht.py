@@ -38,18 +38,11 @@ from diloco.comm.peers import guard
 from diloco.comm.peers.admission import Admission, Invite, check_admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, Identity, public_key_in
-from diloco.comm.peers.record import (
-    LIFETIME_LIMIT_S,
-    RECORD_LIMIT,
-    PeerRecord,
-    authenticate,
-    check_not_too_long,
-    unverified,
-)
+from diloco.comm.peers.noticeboard import MAX_RECORDS, authenticate_entry, check_times
+from diloco.comm.peers.record import RECORD_LIMIT, unverified
 from diloco.errors import RecordRefused, TicketError
 
 FIELD = "peers"
-MAX_RECORDS = 1000  # of all peers together
 PING = "DHTProtocol.rpc_ping"
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 PROBE_S = 2.5  # for a connection to be accepted: round trips of a second, and a lost packet
@@ -89,6 +82,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     is_cut: Callable[[str], bool] = staticmethod(lambda peer: False)
     check: Callable[[str, bytes], object] = staticmethod(lambda peer, admission: None)  # raises TicketError
+    whereabouts: Callable[[str], Sequence[str]] = staticmethod(lambda peer: ())  # the multiaddrs of a peer
     admission: bytes = b""  # this peer's own
     refusal: str = ""  # why another one did not let this one in, as it says itself
 
@@ -152,6 +146,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         A ping's answer carries its time: the run's clock takes it in, and hivemind sees no other.
         """
         self._check_link(peer_id)
+        if places := self.whereabouts(str(peer_id)):
+            await self.meet(str(peer_id), places)
         try:
             response = await self._call(peer_id, name, request, *arguments)
         except P2PHandlerError as error:  # its text is the other's: a class and what it says
@@ -197,35 +193,13 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
                 raise RecordRefused("malformed", "not what this run keeps in its DHT")
             load = DHTProtocol.serializer.loads
             peer = authenticate_entry(load(record.subkey), load(record.value), self._run_id)
-            RUN_CLOCK.advance_to(peer.sequence / 1000)  # when it was signed, by the time of its peer
-            check_not_too_long(peer, RUN_CLOCK.now())
-            if peer.expires_ms - peer.sequence > 1000 * LIFETIME_LIMIT_S:  # by its own clock: no skew excuses it
-                raise RecordRefused("expiry too far", "it is to be kept for longer than an hour")
+            check_times(peer)
             if record.expiration_time != peer.expires_at:
                 raise RecordRefused("expiry changed", "the DHT was told another expiry than the peer signed")
         except (RecordRefused, TypeError) as refused:  # TypeError: hivemind's, on a subkey that cannot be hashed
             self._refusals[getattr(refused, "reason", "malformed")] += 1
             return False
         return True
-
-
-def authenticate_entry(subkey: object, value: object, run_id: bytes) -> PeerRecord:
-    """Return the record in one entry of the run's dictionary.
-
-    It must be the subkey's own and of this run, else RecordRefused is raised.
-    """
-    if not isinstance(value, bytes):
-        raise RecordRefused("malformed", "it is not bytes")
-    record = authenticate(value)
-    if record.public_key != subkey:
-        raise RecordRefused("foreign key", "it was copied to another peer's place")
-    if record.run_id != run_id:
-        raise RecordRefused("foreign run", "it was copied from another run")
-    try:
-        check_admission(record.admission, run_id, record.public_key)
-    except TicketError as error:
-        raise RecordRefused("not admitted", str(error)) from None
-    return record
 
 
 class NotLetIn(P2PDaemonError):  # type: ignore[misc]
@@ -312,7 +286,10 @@ def _close_unused(opening: asyncio.Future[Any]) -> None:
         opening.result()[2].close()
 
 
-async def open_node(identity: Identity, admission: Admission, options: NodeOptions, refusals: Counter[str]) -> DHTNode:
+async def open_node(
+    identity: Identity, admission: Admission, options: NodeOptions, refusals: Counter[str],
+    whereabouts: Callable[[str], Sequence[str]],
+) -> DHTNode:  # fmt: skip
     """Start p2pd and a DHT node on it, which joins the bootstrap peers and caches no records.
 
     If it fails, p2pd is ended.
@@ -328,6 +305,9 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
         use_auto_relay=options.behind_nat,
         force_reachability=options.reachability,
         startup_timeout=30,
+        # libp2p's own DHT would keep what strangers put there, and tell them where everybody is. Only its relays need
+        # it; for all else there is `whereabouts`
+        dht_mode="server" if options.behind_nat or options.relays else "client",
     )
     run_id = admission.invite.run_id
 
@@ -343,6 +323,7 @@ async def open_node(identity: Identity, admission: Admission, options: NodeOptio
             seen[peer] = raw
 
     p2p.is_cut, p2p.check, p2p.admission = options.is_cut, check, admission.pack()
+    p2p.whereabouts = whereabouts
     try:
         if not options.relays:
             await p2p.add_binary_stream_handler(RELAY_PROTOCOL, _refuse)  # instead of p2pd's own, which no flag ends

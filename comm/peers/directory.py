@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar
 
 from diloco.comm.peers import dht
-from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.admission import Admission
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import Identity
-from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, decode, encode
+from diloco.comm.peers.noticeboard import Noticeboard
+from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, encode
 from diloco.errors import DirectoryError, RecordRefused
 
 Result = TypeVar("Result")
@@ -36,11 +36,11 @@ class Directory:
     Started by `Directory.start`. Safe to use from several threads.
     """
 
-    def __init__(self, identity: Identity, admission: Admission) -> None:
+    def __init__(self, identity: Identity, admission: Admission, board: Noticeboard | None = None) -> None:
         self.identity, self.run_id, self._admission = identity, admission.invite.run_id, admission
+        self.board = board or Noticeboard(self.run_id)
         self.refusals: Counter[str] = Counter()  # by reason; what this node was asked to keep or was given to read
         self.addresses: tuple[str, ...] = ()
-        self._sequences: dict[bytes, int] = {}
         self._lock = lock_identity(identity)
         self.thread = LoopThread("diloco-directory")
         self._node: Any = None
@@ -48,15 +48,15 @@ class Directory:
         self._after_reopening: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     @classmethod
-    def start(cls, identity: Identity, admission: Admission, **options: Any) -> "Directory":
+    def start(
+        cls, identity: Identity, admission: Admission, board: Noticeboard | None = None, **options: Any
+    ) -> "Directory":
         """Start a directory and its node, in the run that the admission lets this identity into.
 
         `options` are those of `diloco.comm.peers.dht.NodeOptions`: bootstrap, listen_host, listen_port, …
         """
-        directory, node = cls(identity, admission), dht.NodeOptions(**options)
+        directory, node = cls(identity, admission, board), dht.NodeOptions(**options)
         try:
-            if node.fixed:  # said here and now: of a daemon that cannot listen, others hear only that nobody answers
-                refuse_taken(node.listen_host, node.listen_port)
             directory._open(node)
         except BaseException:
             directory.close()
@@ -101,9 +101,10 @@ class Directory:
             self.call(work())
 
     def publish(self, record: PeerRecord, expires_s: float) -> PeerRecord:
-        """Sign this peer's record and store it in the run's DHT, valid for `expires_s` seconds.
+        """Sign this peer's record, put it on the board and store it in the run's DHT, valid for `expires_s` seconds.
 
-        Returns the record as published, with its run, key, admission, number and expiry.
+        Returns the record as published, with its run, key, admission, number and expiry. Where the DHT does not take
+        it, DirectoryError is raised, and it stays on the board.
         """
         if not 0 < expires_s <= LIFETIME_LIMIT_S:
             raise DirectoryError(f"a record cannot be valid for {expires_s} s: at most {LIFETIME_LIMIT_S:.0f}")
@@ -118,6 +119,7 @@ class Directory:
             expires_ms=now_ms + int(expires_s * 1000),
         )
         key, value = dht.dht_key(self.run_id), encode(record, self.identity)
+        self.board.take(value)
         stored = self.call(self._node.store(key, value, record.expires_at, subkey=record.public_key))
         # hivemind's answer is that of the slowest replica alone: one that refuses does not undo the others.
         if not stored and self.peers().get(record.public_key) != record:
@@ -130,14 +132,14 @@ class Directory:
     def peers(self, *, ask_others: bool = True) -> dict[bytes, PeerRecord]:
         """Return every peer with a valid record by its public key, this one included.
 
-        Bad records are left out and counted in `refusals`. Without `ask_others` it is what this node has been told: of
-        few peers, all that is new, and of many, what this one is to keep.
+        Bad records are left out and counted in `refusals`, the others are put on the board. Without `ask_others` it is
+        what this node has been told: of few peers, all that is new, and of many, what this one is to keep.
         """
         entries = self.call(self._node.get(dht.dht_key(self.run_id), latest=ask_others))
         found: dict[bytes, PeerRecord] = {}
         for subkey, entry in entries.value.items() if entries is not None else ():
             try:
-                found[subkey] = self._read(subkey, entry.value)
+                found[subkey] = self.board.take(entry.value, subkey)
             except RecordRefused as refused:
                 self.refusals[refused.reason] += 1
         return found
@@ -173,22 +175,13 @@ class Directory:
 
     def _open(self, options: dht.NodeOptions) -> None:
         try:
-            opening = dht.open_node(self.identity, self._admission, options, self.refusals)
+            opening = dht.open_node(self.identity, self._admission, options, self.refusals, self.board.whereabouts)
             self._node = self.thread.call(opening, START_TIMEOUT_S)
         except dht.FAILURES as error:
             raise DirectoryError(_why_not_open(options, error)) from error
         self.thread.at_end = lambda: dht.close_node(self._node)
         self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
         self._options = replace(options, listen_port=_port_of(self.addresses) or options.listen_port)
-
-    def _read(self, subkey: bytes, value: object) -> PeerRecord:
-        dht.authenticate_entry(subkey, value, self.run_id)
-        assert isinstance(value, bytes)
-        record = decode(value, RUN_CLOCK.now())
-        if record.sequence < self._sequences.get(subkey, 0):
-            raise RecordRefused("stale", "a newer record of this peer was seen before")
-        self._sequences[subkey] = record.sequence
-        return record
 
 
 def lock_identity(identity: Identity) -> BinaryIO:

@@ -80,6 +80,24 @@ def client_context(own: Certificate, server_der: bytes) -> ssl.SSLContext:
     return _pinned(context, own, [server_der])
 
 
+def rendezvous_context(own: Certificate) -> ssl.SSLContext:
+    """Create a TLS 1.3 context for accepting anybody: who it is must be found out inside."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    _load_key(context, own)
+    return context
+
+
+def visitor_context() -> ssl.SSLContext:
+    """Create a TLS 1.3 context for connecting to anybody: who it is must be found out inside."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
 def _pinned(context: ssl.SSLContext, own: Certificate, trusted_der: Iterable[bytes]) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED

@@ -1,6 +1,7 @@
 """The transport for bulk: TCP with mutual TLS 1.3. Both sides accept exactly the certificates of signed peer records.
 
-Several streams to a peer are several connects. Peers that may connect are named with `allow()`.
+Several streams to a peer are several connects. Peers that may connect are named with `allow()`. Who is not known yet
+begins a connection with `KNOCK` in place of TLS, and gets no further than to whoever serves visitors (`rendezvous.py`).
 """
 
 import ipaddress
@@ -10,7 +11,7 @@ import ssl
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from diloco.comm.transport import certificate
@@ -20,6 +21,7 @@ from diloco.comm.transport.wire import Deadline, WireCarrier, deadline_in, secon
 from diloco.errors import PeerLost, PeerRefused, TransportError, WrongPeer
 
 HANDSHAKE_S = 10.0
+KNOCK = b"diloco rendezvous 1\n"  # TLS begins with 22
 MAX_HANDSHAKES = 64  # at the same time: strangers cannot make us hold more threads than that
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,14 @@ class Handshakes:
                 _wake(oldest)
             self._pending[connection] = _place(host)
 
+    def replace(self, connection: ssl.SSLSocket, other: ssl.SSLSocket) -> bool:
+        """Put another one in the place of a connection; return False where that had to make way."""
+        with self._lock:
+            place = self._pending.pop(connection, None)
+            if place is not None:
+                self._pending[other] = place
+            return place is not None
+
     def remove(self, connection: ssl.SSLSocket) -> bool:
         """Remove a connection; return False where it had to make way."""
         with self._lock:
@@ -60,6 +70,8 @@ class DirectTransport(Accepting):
         self._certificate = certificate.create_certificate(identity)
         self._identities: dict[bytes, str] = {}
         self._context = certificate.server_context(self._certificate, [])
+        self._rendezvous = certificate.rendezvous_context(self._certificate)
+        self._serve_visitor: Callable[[Stream], None] | None = None
         self._handshakes = Handshakes()
         self._listener = _listen(host, port)
         self._closed = False
@@ -141,6 +153,28 @@ class DirectTransport(Accepting):
             raise WrongPeer(f"{peer.identity}: its certificate is not that of its record")
         return connection
 
+    def serve_visitors(self, serve: Callable[[Stream], None]) -> None:
+        """Have this called, on a thread of its own, with every stream that begins with `KNOCK`: it may be anybody's."""
+        self._serve_visitor = serve
+
+    def visit(self, peer: str, host: str, port: int, timeout_s: float) -> tuple[Stream, bytes]:
+        """Open a stream to the rendezvous at an address; return it with the certificate that was shown there.
+
+        Whether that is the peer's is for the caller to find out.
+        """
+        deadline = deadline_in(timeout_s)
+        plain = _reach(PeerAddress(peer, host, port), deadline)
+        try:
+            tune(plain)
+            plain.settimeout(_time_left(deadline))
+            plain.sendall(KNOCK)
+            connection = certificate.visitor_context().wrap_socket(plain)
+        except OSError as error:
+            plain.close()
+            raise PeerLost(f"{peer} at {host}:{port}: no rendezvous ({error})") from None
+        shown = connection.getpeercert(binary_form=True) or b""
+        return self.inbox.keep(Stream(WireCarrier(TlsWire(connection, peer)))), shown
+
     def _listen(self) -> None:
         while not self._closed:
             try:
@@ -176,6 +210,10 @@ class DirectTransport(Accepting):
     def _welcome(self, connection: ssl.SSLSocket, identities: dict[bytes, str], host: str) -> None:
         stream = None
         try:
+            if self._serve_visitor is not None and _peek(connection) == KNOCK[:1]:
+                connection = self._as_visitor(connection)
+                self._receive_visitor(connection, host)
+                return
             stream = self._admit(connection, identities)
             channel = read_channel(stream, HANDSHAKE_S)
             if not self._handshakes.remove(connection):
@@ -185,6 +223,32 @@ class DirectTransport(Accepting):
             log.info("%s refused a connection from %s: %s", self.identity, host, error)
             self._handshakes.remove(connection)
             (stream or connection).close()
+
+    def _as_visitor(self, connection: ssl.SSLSocket) -> ssl.SSLSocket:
+        """Return the same connection with a TLS that asks for no certificate, and its handshake done."""
+        knock = b""
+        while len(knock) < len(KNOCK) and (more := socket.socket.recv(connection, len(KNOCK) - len(knock))):
+            knock += more
+        if knock != KNOCK:
+            raise PeerRefused("it speaks neither TLS nor knocks")
+        plain = socket.socket(fileno=connection.detach())
+        plain.settimeout(HANDSHAKE_S)
+        visitor = self._rendezvous.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        if not self._handshakes.replace(connection, visitor):
+            visitor.close()
+            raise PeerRefused("its handshake made way for newer ones")
+        return visitor
+
+    def _receive_visitor(self, connection: ssl.SSLSocket, host: str) -> None:
+        """Serve a visitor; its connection counts as an unfinished handshake until it is closed."""
+        assert self._serve_visitor is not None
+        connection.do_handshake()
+        stream = self.inbox.keep(Stream(WireCarrier(TlsWire(connection, host))))
+        try:
+            self._serve_visitor(stream)
+        finally:
+            self._handshakes.remove(connection)
+            stream.close()
 
     def _admit(self, connection: ssl.SSLSocket, identities: dict[bytes, str]) -> Stream:
         connection.do_handshake()
@@ -215,6 +279,11 @@ def _reach(peer: PeerAddress, deadline: Deadline) -> socket.socket:
         return socket.create_connection((peer.host, peer.port), _time_left(deadline))
     except (OSError, ValueError) as error:  # ValueError: a host that is no name, such as "a..b"
         raise PeerLost(f"{peer.identity} cannot be reached at {peer.host}:{peer.port} ({error})") from None
+
+
+def _peek(connection: ssl.SSLSocket) -> bytes:
+    """Return the first byte that a connection brings, before TLS has read it."""
+    return socket.socket.recv(connection, 1, socket.MSG_PEEK)
 
 
 def _time_left(deadline: Deadline) -> float:

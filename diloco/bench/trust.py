@@ -24,7 +24,8 @@ from diloco.elastic.protocol.messages import Promise
 from diloco.elastic.protocol.record import Key
 from diloco.elastic.protocol.wire import encode_message
 from diloco.errors import TransportError
-from diloco.run.peer import Connection, Peer
+from diloco.run.local import Connection
+from diloco.run.peer import Peer
 
 ROUND_S = 5.0  # short: what is sent by the second counts for more in a longer one
 OFFER_S = 60.0  # for a newcomer to be let in

@@ -7,6 +7,7 @@ modelled is that a download and a round share a donor's uplink.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
+from math import inf
 from statistics import mean
 from typing import Any
 
@@ -127,27 +128,39 @@ class Joining:
         there = [self.newcomer in islands for _, islands in self.since(fetched)]
         first = there.index(True) if any(there) else len(there)
         missed = (fetched - began) / usual_s
+        # while it downloads the results of missed rounds, more are made: a geometric series
+        downloading = missed * result_s / (usual_s - result_s) if result_s < usual_s else inf
         return {
-            "rounds_until_in": first + 1, "share_after": mean(there[first + 1 :][:AFTER] or [False]),
+            "rounds_until_in": first + 1, "rounds_downloading": downloading,
+            "share_after": mean(there[first + 1 :][:AFTER] or [False]),
             "fetch_s": fetched - began, "round_s": usual_s,
-            # while it downloads the results of missed rounds, more are made: a geometric series
-            "rounds_by_bytes_alone": 1 + missed * result_s / (usual_s - result_s) if result_s < usual_s else None,
         }  # fmt: skip
 
 
 def measure(pace_s: float = 1.0) -> Report:
-    """Let a newcomer join in every cell, with and without a kill, and one whose link alone is slow."""
+    """Let a newcomer join in every cell, with and without a kill, and one whose link alone is slow.
+
+    Its download is the state, and the results of the rounds that are made meanwhile: rounds are counted from when its
+    link could have brought both. Where a result takes longer than a round to download, nobody can follow the run.
+    """
     cells = [Cell(*cell) for cell in product(SIZES, RATES)]
     rows = {_name(cell): {kill: joined(cell, pace_s, kill) for kill in KILLS} for cell in cells}
     alone = {_name(cell): slow_alone(cell, pace_s) for cell in cells}
     joins = [join for row in rows.values() for join in row.values()]
+    after_download = max(join["rounds_until_in"] - join["rounds_downloading"] for join in joins)
+    can_follow = [row["rounds_with_it"] for row in alone.values() if row["rounds_a_result"] < 1]
     return Report(
         [
-            Check("join.virtual_rounds_until_in", max(join["rounds_until_in"] for join in joins), 3, "lower"),
+            Check("join.virtual_rounds_until_in", after_download, 3, "lower"),
+            Check("join.virtual_slow_rounds", min(can_follow), 1, "higher"),
             Check("join.virtual_share_after", min(join["share_after"] for join in joins), 0.8, "higher"),
             Check("join.virtual_others_ratio", max(row["ratio"] for row in alone.values()), 1.1, "lower"),
         ],
-        {"virtual cells": rows, "virtual slow alone": alone},
+        {
+            "virtual rounds from the state to the first with it": max(join["rounds_until_in"] for join in joins),
+            "virtual cells": rows,
+            "virtual slow alone": alone,
+        },
     )
 
 
@@ -180,6 +193,7 @@ def slow_alone(cell: Cell, pace_s: float) -> dict[str, Any]:
     run.more(BESIDE)
     rounds, lengths = run.since(since), _lengths(run, since)
     return {
+        "rounds_a_result": run.costs.catch_up_s(run.newcomer, 1) / mean(usual),
         "usual_round_s": mean(usual), "ratio": mean(lengths) / mean(usual), "rounds": len(rounds),
         "rounds_with_it": sum(run.newcomer in islands for _, islands in rounds),
     }  # fmt: skip

@@ -73,12 +73,14 @@ def launch(
     elif list_ is not None:
         show(launched(list_))
     elif cancel is not None:
-        launching.cancel(launched(cancel[0]), [cancel[1]])
-        say(f"{cancel[1]} was asked to leave, and is not started again")
+        logs = launching.cancel(launched(cancel[0]), [cancel[1]])
+        say(
+            f"{cancel[1]} was asked to leave, and is not started again", *(f"its log: {path}" for path in logs.values())
+        )
     elif stop is not None:
         started = launched(stop)
         say(f"asking all islands to leave: they have {started.config.launch.grace_s:.0f} s")
-        ended = launching.stop(started)
+        ended = launching.end(started, started.islands)
         say("all islands have left", *(f"{name}: {path}" for name, path in ended.items()))
 
 

@@ -2,20 +2,22 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from shutil import copyfile
 
 from diloco.cli.doctor import Finding
 from diloco.cli.run import read_ticket
-from diloco.comm.peers.addressbook import answering
+from diloco.comm.peers.addressbook import answering, multiaddr, rendezvous_points
 from diloco.comm.peers.directory import lock_identity
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.errors import DilocoError
 from diloco.run.folder import IDENTITY_KEY
-from diloco.run.peer import Connection, Peer, host_towards
+from diloco.run.local import Connection
+from diloco.run.machine import host_towards
+from diloco.run.peer import Peer
 from diloco.units import format_rate
 
 MEET_S = 20.0  # for members to know this machine, and this machine them
@@ -44,7 +46,7 @@ def _steps(given: str, folder: Path, host: str | None, port: int) -> Iterator[Fi
     many = f"{ticket.invite.islands} islands" if ticket.invite.islands > 1 else "one island"
     who = "the island with its key" if ticket.invite.bound else many
     yield Finding("ticket", "ok", f"lets {who} {ticket.invite.right.name.lower()} until {ticket.expiry}")
-    here = answering([ticket.addresses])[0]
+    here = [address for address, found in zip(ticket.addresses, _answering(ticket.addresses), strict=True) if found]
     if not here:
         mend = "ask a member for its ticket of now: diloco ticket show RUN; or look for a firewall on the way"
         yield Finding("address", "bad", f"nobody accepts connections at {', '.join(ticket.addresses)}", mend)
@@ -58,8 +60,14 @@ def _steps(given: str, folder: Path, host: str | None, port: int) -> Iterator[Fi
         Identity.load(own / IDENTITY_KEY)
         connection = Connection(host or host_towards(ticket.addresses), name="doctor", port=port)
         with closing(Peer(own, ticket, connection)) as peer:
-            yield Finding("admission", "ok", "the members' directory lets this machine in")
+            yield Finding("admission", "ok", "the members let this machine in")
             yield from _members(peer)
+
+
+def _answering(addresses: Sequence[str]) -> list[bool]:
+    """Tell of each address whether its port or the next one, where the rendezvous is, accepts connections."""
+    doors = [[address, *(multiaddr(*door) for door in rendezvous_points([address]))] for address in addresses]
+    return [bool(found) for found in answering(doors)]
 
 
 def _members(peer: Peer) -> Iterator[Finding]:

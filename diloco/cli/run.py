@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,7 @@ from diloco.cli.shared import (
     Port,
     RelayRate,
     RunHost,
+    loading,
     next_commands,
     parse_option,
     say,
@@ -33,6 +35,7 @@ from diloco.units import parse_link, parse_rate
 
 if TYPE_CHECKING:
     from diloco.launch.fleet import Plan
+    from diloco.run.launched import Launched
     from diloco.train.trainer import Outcome
 
 
@@ -78,6 +81,14 @@ def run(
     wait: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=0, help="With --attach: for a member (default: for ever).")
     ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="With --attach: a program that trains by diloco.connect, in place of the built-in trainer.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train on this machine.
 
@@ -92,14 +103,17 @@ def run(
     from diloco.launch.fleet import Plan
     from diloco.launch.restarts import continues
     from diloco.run.folder import islands_to_start
+    from diloco.run.launched import Launched
 
     loaded = load_config(config, set_ or [])
     if attach is not None:
         if resume or fresh or islands is not None:
             raise ConfigError("--attach finds out what to do: leave out --islands, --resume and --fresh")
-        attach_island(config, set_ or [], attach, at or "", dir, wait, link=link, host=host, port=port, relay=relay)
+        own = None if dir is None else str(dir)
+        told = Launched(str(config), str(attach), at or "", own, inf if wait is None else wait, host, port)
+        attach_island(told, set_ or [], script, link=link, relay=relay)
         return
-    for option, value in {"--at": at, "--dir": dir, "--wait": wait}.items():
+    for option, value in {"--at": at, "--dir": dir, "--wait": wait, "--script": script}.items():
         if value is not None:
             raise ConfigError(f"{option} goes with --attach: add that, or leave it out")
     islands = islands_to_start(Path(loaded.dir), islands, resume=resume, fresh=fresh)
@@ -120,9 +134,10 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
     up, down, delay_s = rates_of(plan.link)
     island, folder = plan.config.island, plan.config.dir
     start_if_several(island, restart=plan.restart)
-    from diloco.run.peer import Connection
-    from diloco.run.start import run
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run.local import Connection
+        from diloco.run.start import run
+        from diloco.simulate.real.network import as_simulated
 
     connection = Connection(
         plan.host or "127.0.0.1", up, down, delay_s, "island-1", mesh=island.mesh, port=plan.port or 0,
@@ -135,9 +150,8 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
 
 
 def attach_island(
-    path: Path, overrides: list[str], file: Path, at: str, folder: Path | None, wait_s: float | None, *,
-    link: str | None, host: str | None, port: int | None, relay: str | None,
-) -> None:  # fmt: skip
+    told: "Launched", overrides: list[str], script: str | None, *, link: str | None, relay: str | None
+) -> None:
     """Take part in a run by a secret, and exit with 0 if it is finished, with 75 if this island has left before.
 
     Of processes that diloco itself has started only the leader says so by its code: the others end well. On several
@@ -145,25 +159,26 @@ def attach_island(
     """
     from diloco.config.file import load_config
     from diloco.launch.mesh_processes import start_if_several
-    from diloco.run.secret import IslandSecret, parse_places
+    from diloco.launch.own_loop import become_own_loop
+    from diloco.run.secret import IslandSecret
 
-    secret, places = IslandSecret.read(file), parse_places(at)
-    where = folder or Path(load_config(path, overrides).dir) / secret.island
-    config = load_config(path, [*overrides, f"checkpoint.dir={json.dumps(str(where))}"])
+    secret = IslandSecret.read(Path(told.secret))
+    where = Path(told.dir or Path(load_config(told.config, overrides).dir) / secret.island)
+    config = load_config(told.config, [*overrides, f"checkpoint.dir={json.dumps(str(where))}"])
+    if script is not None:
+        become_own_loop(replace(told, dir=str(where)), script, config.island)
     up, down, delay_s = rates_of(link)
     start_if_several(config.island)
-    from diloco.run.attach import Attachment
-    from diloco.run.peer import Connection
-    from diloco.run.signals import LEFT
-    from diloco.run.start import attach
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run.attach import Attachment
+        from diloco.run.signals import LEFT
+        from diloco.run.start import attach
+        from diloco.simulate.real.network import as_simulated
 
-    attachment = Attachment(file, secret, places, inf if wait_s is None else wait_s)
-    own = attachment.own_place
-    connection = Connection(
-        host or attachment.host, up, down, delay_s, secret.island, mesh=config.island.mesh,
-        port=port or (own[1] if own else 0), relay_bits_per_s=relay_rate(relay),
-        found_now=lambda: secret.multiaddrs(parse_places(at)),
+    attachment = Attachment.of(told)
+    connection = attachment.connection(
+        told, up_bits_per_s=up, down_bits_per_s=down, delay_s=delay_s, mesh=config.island.mesh,
+        relay_bits_per_s=relay_rate(relay),
     )  # fmt: skip
     outcome = attach(config, as_simulated(connection, where), attachment)
     if outcome.leader:
@@ -234,9 +249,11 @@ def join(
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
     start_if_several(island)
-    from diloco.run import start
-    from diloco.run.peer import Connection, host_towards, own_name
-    from diloco.simulate.real.network import as_simulated
+    with loading():
+        from diloco.run import start
+        from diloco.run.local import Connection
+        from diloco.run.machine import host_towards, own_name
+        from diloco.simulate.real.network import as_simulated
 
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"

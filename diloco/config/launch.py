@@ -21,8 +21,14 @@ class LaunchConfig(Section):
         None, "folder of the islands where they run; null: the run's (local, slurm), diloco/NAME at home (ssh)"
     )
     program: str | None = key(None, "how diloco is called there; null: as here (local, slurm), or `diloco`")
+    script: str | None = key(
+        None,
+        "program that trains by diloco.connect, in place of the built-in trainer, as in python train.py",
+        min_length=1,
+    )
     port: Annotated[Count, Field(ge=1, le=65000)] = key(
-        31337, "island K listens at this port + 2 K, and at the next one: open both"
+        31337,
+        "island K listens at this port + 2 K, and at the next one: open both; local: the next free ones if not set",
     )
     grace_s: Annotated[Seconds, Field(gt=0)] = key(
         120.0, "seconds that an island which is asked to stop has to contribute, save and leave"

@@ -377,3 +377,9 @@ class Config(Section):
     def dir(self) -> str:
         """Return the run's folder: `checkpoint.dir`, or runs/NAME by default."""
         return self.checkpoint.dir or f"runs/{self.run}"
+
+    def of_island(self) -> Self:
+        """Return what an island needs of this, for its files and trackers: how it was launched may hold keys of other
+        services, and is no part of the run."""
+        kept = {name: value for name, value in self if name in self.model_fields_set and name != "launch"}
+        return self.model_construct(**{**dict(self), "launch": LaunchConfig()}, _fields_set=set(kept))

@@ -34,7 +34,7 @@ BACKENDS = {
 
 LAUNCH, SECRETS, STATE, CONFIG, LOGS = "launch", "secrets", "launch.json", "config.yaml", "logs"  # in a run's folder
 TEMPLATES = Path(__file__).parent / "templates"
-VERSION = 1
+VERSION = 2
 CALL_S = 120.0  # for one command of ssh or of a scheduler, which may be busy
 
 
@@ -50,6 +50,8 @@ class Island:
     fsdp: int | None = None  # its own, where it differs from the configuration's
     job: str = ""  # what the backend calls it; empty before it is submitted
     address: str = ""  # HOST:PORT, where that is known beforehand
+    host: str = ""  # that it was put on, as ssh takes it; empty where a scheduler chooses, and on this machine
+    dir: str = ""  # where its folder lies on that host
     cancelled: bool = False  # it is not to be started again
 
     @property
@@ -107,7 +109,12 @@ class Launch:
     @property
     def config_text(self) -> str:
         """Return what is written to that file."""
-        return yaml.safe_dump(self.config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+        return _as_yaml(self.config)
+
+    @property
+    def island_config_text(self) -> str:
+        """Return the same as islands get it: `launch.environment` may hold keys, and is no part of the run."""
+        return _as_yaml(self.config.of_island())
 
     def secret_file(self, name: str) -> Path:
         """Return where the secret of an island lies on this machine."""
@@ -126,6 +133,10 @@ class Launch:
         return replace(self, islands=tuple(merged.values()))
 
 
+def _as_yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+
+
 @dataclass(frozen=True)
 class JobState:
     """Describe how a job of an island is, as whoever runs it sees it."""
@@ -141,11 +152,11 @@ class Backend(Protocol):
 
     def __init__(self, launch: Launch) -> None: ...
 
-    def check(self) -> None:
-        """Raise ConfigError or LaunchError, with what to do, if islands cannot be started this way from here."""
+    def check(self, islands: Sequence[Island]) -> None:
+        """Raise ConfigError or LaunchError, with what to do, if these islands cannot be started this way from here."""
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return HOST:PORT of those islands whose place is known before they are submitted."""
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return these islands with what is known of their places before they are submitted; nothing is started."""
         ...
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
@@ -203,9 +214,16 @@ def call(
     return done.stdout
 
 
-def attach_words(island: Island, *, config: str, secret: str, folder: str) -> list[str]:
+def attach_words(launch: Launch, island: Island, *, config: str, secret: str, folder: str) -> list[str]:
     """Return the arguments of `diloco` that let an island take part, however often it was started before."""
-    return ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port), *island.changes]
+    words = ["run", config, "--attach", secret, "--dir", folder, "--port", str(island.port)]
+    return [*words, *own_words(launch, island)]
+
+
+def own_words(launch: Launch, island: Island) -> list[str]:
+    """Return the options of `diloco run` by which this island trains: its own mesh, and a program of somebody's own."""
+    script = launch.config.launch.script
+    return [*island.changes, *([] if script is None else ["--script", script])]
 
 
 def fill(name: str, values: Mapping[str, object], own: str | None = None) -> str:

@@ -132,7 +132,9 @@ def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:
         kept = prepare_folder(folder, resume=plan.resume, fresh=fresh)
         for place in (folder, *(folder / name for name in plan.names)):
             place.mkdir(exist_ok=True)
-            (place / "config.yaml").write_text(render_config(plan.config), encoding="utf-8")  # by it a run is known
+            (place / "config.yaml").write_text(
+                render_config(plan.config.of_island()), encoding="utf-8"
+            )  # by it a run is known
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
     if kept is not None:

@@ -7,6 +7,7 @@ island has its own folder, which stays, and a job folder beside it for as long a
 import os
 import shlex
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,57 +16,15 @@ from pathlib import Path
 from shlex import quote
 from urllib.parse import urlsplit
 
+from diloco.comm.peers.addressbook import free_port
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, call, fill, program_of
 from diloco.launch.devices import own_devices
+from diloco.launch.scripts import ALIVE, BEGINS, CANCEL, END, GPUS, PORTS, PRINTED, START, STATE
 from diloco.run.secret import host_port
 
-END = "end-of-file-7f3a"  # no line of our files is like that
 SSH_FAILED = 255
 KEYS = ("address", "dir", "program")
-BEGINS = "begin-of-output-7f3a"  # what a host prints before that is a greeting of its login files
-
-# What runs on a host, after `job=FOLDER` and `log=FILE`. Another process may have the number of one that is gone.
-# An island lives on where only the script that watches it was killed: it is in the same process group.
-ALIVE = """alive() {
-    pid=$(cat "$job/pid" 2>/dev/null) && [ -n "$pid" ] || return 1
-    kill -0 "$pid" 2>/dev/null && is_ours "$pid" && return 0
-    for member in $(pgrep -g "$pid" 2>/dev/null); do is_ours "$member" && return 0; done
-    return 1
-}
-is_ours() { [ ! -r "/proc/$1/cmdline" ] || tr '\\0' ' ' <"/proc/$1/cmdline" | grep -qF "$job/"; }"""
-START = """set -e
-umask 077
-command -v setsid >/dev/null || { echo "setsid is missing there: install util-linux" >&2; exit 1; }
-mkdir -p "$job"
-if alive; then exit 0; fi
-WRITES
-rm -f "$job/exit"
-setsid sh "$job/run.sh" >>"$log" 2>&1 </dev/null &
-echo $! >"$job/pid"
-"""
-STATE = """if alive; then echo running
-elif [ -s "$job/exit" ]; then echo ended; cat "$job/exit"
-elif [ -s "$job/pid" ]; then echo gone
-else echo absent; fi"""
-CANCEL = """if alive; then
-    group=$pid
-    { is_ours "$group" && kill -TERM "$group" 2>/dev/null; } || kill -TERM "-$group" 2>/dev/null
-    while alive && [ "$grace_s" -gt 0 ]; do sleep 1; grace_s=$((grace_s - 1)); done
-    kill -KILL "-$group" 2>/dev/null
-fi
-cat "$log" 2>/dev/null
-rm -rf "$job"
-"""
-# The GPUs of one of several islands on a host, which are not known before: CUDA_VISIBLE_DEVICES, or all there are.
-# Islands of one process share GPUs, in turn, where there are too few; larger ones are refused then.
-GPUS = """gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)}
-gpus=$(printf '%s' "$gpus" | tr -s ', \\n' '\\n' | awk -v first=FIRST -v each=EACH '{ gpu[NR - 1] = $1 }
-    END { if (NR && each > 1 && first + each > NR) exit 1
-          for (k = first; k < first + each && NR; k++) printf "%s%s", (k > first ? "," : ""), gpu[k % NR] }') ||
-    { echo "too few GPUs on this host: NAME needs EACH, after FIRST of other islands" >&2; exit 2; }
-[ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus"""
-PRINTED = 'cat "$log" 2>/dev/null || true'
 
 
 @dataclass(frozen=True)
@@ -89,7 +48,7 @@ class Hosts(ABC):
     @property
     @abstractmethod
     def hosts(self) -> list[Host]:
-        """Return the hosts; island K is on the K-th, and again from the first."""
+        """Return the hosts on which islands are put, in this order."""
 
     @abstractmethod
     def shell(self, host: Host) -> list[str]:
@@ -121,15 +80,33 @@ class Hosts(ABC):
         """Return the variables of an island."""
         return dict(self.launch.config.launch.environment)
 
-    def check(self) -> None:
-        """Refuse islands over several machines: nothing here starts those."""
-        if several := [island for island in self.launch.islands if island.nodes > 1]:
+    def check(self, islands: Sequence[Island]) -> None:
+        """Refuse islands over several machines, which nothing here starts, and ports that somebody else has."""
+        if several := [island for island in islands if island.nodes > 1]:
             raise ConfigError(f"--nodes-per-island {several[0].nodes}: --on {self.launch.backend} has one machine each")
+        self._on_hosts(islands, lambda island: PORTS.replace("PORTS", f"{island.port} {island.port + 1}"))
 
     def host(self, island: Island) -> Host:
-        """Return the host of an island."""
+        """Return the host that an island was put on, wherever it stands in the list by now; its folder stays there."""
         hosts = self.hosts
-        return hosts[island.number % len(hosts)]
+        listed = [host for host in hosts if host.destination == island.host]
+        if not listed:  # an island that is still at work there is to be found
+            return Host(island.host, host_port(island.address)[0], island.dir, hosts[0].program)
+        same = [host for host in listed if host.dir == island.dir] or listed
+        return replace(same[0], dir=island.dir or same[0].dir)
+
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Put islands on hosts: each stays where it is while that host is listed, else it gets the emptiest one."""
+        hosts, placed = self.hosts, list[Island]()
+        listed = {host.destination for host in hosts}
+        load = Counter((each.host, each.dir) for each in self.launch.islands if not each.cancelled)
+        for island in islands:
+            if island.host not in listed:
+                host = min(hosts, key=lambda host: load[host.destination, host.dir])
+                load[host.destination, host.dir] += 1
+                island = replace(island, host=host.destination, dir=host.dir)
+            placed.append(replace(island, address=self.addresses([island])[island.name]))
+        return placed
 
     def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return where islands listen: their hosts and ports are known."""
@@ -142,7 +119,7 @@ class Hosts(ABC):
     def _script(self, island: Island) -> str:
         options, host, job = self.launch.config.launch, self.host(island), self.job(island)
         folder = f"{host.dir}/{island.name}"
-        words = attach_words(island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
+        words = attach_words(self.launch, island, config=f"{job}/{CONFIG}", secret=self.secret(island), folder=folder)
         words += self.places
         values = {
             "place": f"{island.name} on {host.destination or 'this machine'}",
@@ -167,17 +144,26 @@ class Hosts(ABC):
         return {island.name: f"{self.host(island).destination or 'here'}:{self.job(island)}" for island in islands}
 
     def _start(self, island: Island) -> str:
-        config = self.launch.config_file.read_text(encoding="utf-8")
-        files = {f"{self.job(island)}/run.sh": self._script(island), f"{self.job(island)}/{CONFIG}": config}
+        files = {
+            f"{self.job(island)}/run.sh": self._script(island),
+            f"{self.job(island)}/{CONFIG}": self.launch.island_config_text,
+        }
         if self.copies_secrets:
             files[self.secret(island)] = self.launch.secret_file(island.name).read_text(encoding="utf-8")
         writes = [f"cat >{quote(path)} <<'{END}'\n{text.rstrip()}\n{END}" for path, text in files.items()]
         return START.replace("WRITES", "\n".join([f"mkdir -p {quote(self.host(island).dir)}", *writes]))
 
     def states(self) -> dict[str, JobState]:
-        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others."""
+        """Ask all hosts how the islands' processes are. A host that does not answer says nothing about the others.
+
+        When an island has seen the end of the run, hosts that have not heard of it are told: an island that was away
+        would wait for the others for ever.
+        """
         told, failed = self._ask_hosts(self.launch.islands, lambda _: STATE)
         found = {name: _state(words.split()) for name, words in told.items()}
+        if JobState("finished") in found.values():
+            late = [island for island in self.launch.islands if found.get(island.name) == JobState("running")]
+            self._ask_hosts(late, lambda island: f"touch {quote(self._finished(self.host(island)))}")
         found |= {name: JobState("gone", detail=f"unknown: {error}") for name, error in failed.items()}
         places = {island.name: self.host(island).destination or "here" for island in self.launch.islands}
         addresses = self.addresses(self.launch.islands)
@@ -273,6 +259,19 @@ class Local(Hosts):
         base = Path(self.launch.config.launch.dir or self.launch.folder).expanduser().absolute()
         return [Host("", "127.0.0.1", str(base), program_of(self.launch, same_machine=True))]
 
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Put islands on this machine; unless their ports are configured, at the next ones that are free."""
+        if "port" in self.launch.config.launch.model_fields_set:
+            return super().place(islands)
+        taken, ready = {island.port for island in self.launch.islands if island.address}, list[Island]()
+        for island in islands:
+            if not island.address:
+                free = (port for port in range(island.port, 65535, 2) if port not in taken and _both_free(port))
+                island = replace(island, port=next(free, island.port))
+                taken.add(island.port)
+            ready.append(island)
+        return super().place(ready)
+
     def shell(self, host: Host) -> list[str]:
         return ["sh", "-s"]
 
@@ -320,9 +319,9 @@ class Ssh(Hosts):
         run, program = self.launch.config.run, program_of(self.launch, same_machine=False)
         return read_hosts(Path(options.hosts), run=run, dir=options.dir or f"diloco/{run}", program=program)
 
-    def check(self) -> None:
+    def check(self, islands: Sequence[Island]) -> None:
         """Refuse a host that cannot be reached, or has no diloco, before any island is started."""
-        super().check()
+        super().check(islands)
 
         def script(island: Island) -> str:
             program = self.host(island).program
@@ -330,7 +329,7 @@ class Ssh(Hosts):
             test = f"{program} --version </dev/null >/dev/null 2>&1"
             return f"{self._setup(island)}\n{test} || {{ echo {hint} >&2; exit 1; }}"
 
-        self._on_hosts(list({self.host(island): island for island in self.launch.islands}.values()), script)
+        self._on_hosts(list({self.host(island): island for island in islands}.values()), script)
 
     def _setup(self, island: Island) -> str:
         """Return the lines before an island, with its share of the GPUs where others are on the same host."""
@@ -409,6 +408,13 @@ def _refuse_unusable(destination: str, address: str, where: str) -> None:
             IPv6Address(address)
     except ValueError:
         raise ConfigError(f"{where}: address={address}: write a host's name or address, without a port") from None
+
+
+def _both_free(port: int) -> bool:
+    try:
+        return bool(free_port("", port) and free_port("", port + 1))
+    except OSError:
+        return False
 
 
 def _bracketed(host: str) -> str:

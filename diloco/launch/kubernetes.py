@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,15 @@ class Kubernetes:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.options = launch, launch.config.launch
 
-    def check(self) -> None:
+    def check(self, islands: Sequence[Island]) -> None:
         """Refuse a machine without kubectl, and what cannot be rendered."""
         if shutil.which("kubectl") is None:
             raise LaunchError("there is no kubectl here: install it, or apply the files of --dry-run elsewhere")
-        self.render(self.launch.islands)
+        self.render(islands)
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return where the islands' first pods listen, by the names that their Services give them."""
-        return {island.name: f"{self._host(island)}:{island.port}" for island in islands}
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return the islands with where their first pods listen, by the names that their Services give them."""
+        return [replace(island, address=f"{self._host(island)}:{island.port}") for island in islands]
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return a manifest for each island."""
@@ -72,7 +73,7 @@ class Kubernetes:
         options = self.options
         values = {
             **self._names(island),
-            "config": self.launch.config_text, "machine": fill("machine.sh", {}, options.templates),
+            "config": self.launch.island_config_text, "machine": fill("machine.sh", {}, options.templates),
             "port": island.port, "second_port": island.port + 1, "nodes": island.nodes,
             "restarts": options.restarts * island.nodes,  # a failure of one machine ends the pods of all
             "grace_s": max(1, int(options.grace_s)), "image": json.dumps(options.image),
@@ -99,11 +100,14 @@ class Kubernetes:
         """Return the shell lines of a pod: a private copy of the secret, then the island's part on this machine."""
         host, secret = self._host(island), f"{self._folder}/secret/{island.name}"
         program = program_of(self.launch, same_machine=False)
-        words = attach_words(
-            island, config="/launch/config.yaml", secret=secret, folder=f"{self._folder}/{island.name}"
-        )
+        folder = f"{self._folder}/{island.name}"
+        words = attach_words(self.launch, island, config="/launch/config.yaml", secret=secret, folder=folder)
         machine = [str(island.nodes), host, str(self.options.port - 1), str(island.processes)]
+        finished = shlex.quote(f"{self._folder}/{island.name}.finished")
         return "\n".join([
+            "trap 'exit 75' TERM",  # the first process of a pod hears no signal that it does not handle
+            # a pod that has seen the end is not made anew when another one of its island fails after that
+            f"export DILOCO_FINISHED={finished}; [ ! -e {finished} ] || exit 0",
             *self.options.setup,
             f"install -D -m 600 /secret/secret {shlex.quote(secret)}",
             f"until getent hosts {host} >/dev/null; do sleep 1; done",

@@ -27,7 +27,7 @@ from diloco.run.invites import SECRET
 from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
 
 LOCK = "lock"  # in RUN/launch, while somebody launches
-AT_WORK = ("waiting", "running")
+AT_WORK, FINISHED = ("waiting", "running"), "finished"
 
 
 def plan_launch(config: Config, backend: str, *, islands: int, nodes: int, gpus: int) -> Launch:
@@ -45,9 +45,7 @@ def plan_join(launch: Launch, *, islands: int, nodes: int, gpus: int) -> tuple[L
 
 def placed(launch: Launch) -> Launch:
     """Return a launch whose islands have those addresses that are known before they are submitted."""
-    unplaced = [island for island in launch.islands if not island.address]
-    known = backend_of(launch).addresses(unplaced)
-    return launch.having(replace(island, address=known.get(island.name, "")) for island in unplaced)
+    return launch.having(backend_of(launch).place([island for island in launch.islands if not island.address]))
 
 
 def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
@@ -57,24 +55,27 @@ def start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
             raise LaunchError(
                 f"{launch.folder} already holds a run that was not launched: set run=NAME for another one"
             )
-        backend_of(launch).check()  # before anything is written
+        backend_of(launch).check(launch.islands)  # before anything is written
     with _alone(launch):
+        idle = launch.islands
         if (launch.here / CONFIG).exists():
             launch = _again(launch)
-            backend_of(launch).check()
-        return _start(launch)
+            idle = tuple(backend_of(launch).place(_idle(launch)))  # a host may be gone, or have another address
+            launch = launch.having(idle)
+            backend_of(launch).check(idle)
+        _write_secrets(launch)
+        launch.write()
+        write_file(launch.folder / CONFIG, launch.island_config_text)  # by it a folder is known as a run
+        return submit(launch, backend_of(launch), idle), idle
 
 
-def _start(launch: Launch) -> tuple[Launch, tuple[Island, ...]]:
-    backend = backend_of(launch)
-    _write_secrets(launch)
-    launch.write()
-    write_file(launch.folder / CONFIG, launch.config_file.read_text(), mode=SECRET)  # by it a folder is known as a run
-    states = backend.states()
-    present = {name: job.state for name, job in states.items()}
-    idle = tuple(i for i in launch.islands if not i.cancelled and present.get(i.name) not in AT_WORK)
-    wanted = () if {present.get(island.name) for island in idle} == {"finished"} else idle
-    return submit(launch, backend, wanted), wanted
+def _idle(launch: Launch) -> tuple[Island, ...]:
+    """Return the islands that are to be started: all that are not at work; none when one has seen the run's end, for
+    nobody is left whom another could catch up from."""
+    present = {name: job.state for name, job in backend_of(launch).states().items()}
+    if FINISHED in present.values():
+        return ()
+    return tuple(i for i in launch.islands if not i.cancelled and present.get(i.name) not in AT_WORK)
 
 
 @contextmanager
@@ -114,12 +115,17 @@ def _again(launch: Launch) -> Launch:
 def add(launch: Launch, added: Sequence[Island]) -> Launch:
     """Make the secrets of islands that were added to a launched run, and start them."""
     backend = backend_of(launch)
-    backend.check()
+    backend.check(added)
     with _alone(launch):
         if {island.name for island in added} & {island.name for island in Launch.read(launch.folder).islands}:
             raise LaunchError(f"islands were added to {launch.folder} by somebody else meanwhile: try again")
-        founder = IslandSecret.read(launch.secret_file(FOUNDER))
-        _keep(launch, make_secrets([island.name for island in added], _addresses(launch), founder))
+        if FINISHED in {job.state for job in backend.states().values()}:
+            raise LaunchError(
+                f"{launch.folder} is finished: nobody is left to join; `diloco rewind` makes a run of it that trains on"
+            )
+        names = [island.name for island in added]
+        files = [launch.secret_file(island.name) for island in launch.islands if island.name not in names]
+        _keep(launch, make_secrets(names, _addresses(launch), [IslandSecret.read(file) for file in files]))
         launch.write()
         return submit(launch, backend, added)
 
@@ -143,22 +149,23 @@ def write_files(launch: Launch, files: Mapping[str, str]) -> None:
         write_file(path, text)
 
 
-def cancel(launch: Launch, names: Sequence[str]) -> Launch:
-    """End islands for good: they contribute, save and leave, and are not started again."""
+def cancel(launch: Launch, names: Sequence[str]) -> dict[str, Path]:
+    """End islands for good: they contribute, save and leave, and are not started again. Return where what they printed
+    lies, which is brought here first."""
     ending = [launch.island(name) for name in names]
-    backend_of(launch).cancel(ending)
+    logs = end(launch, ending)
     with _alone(launch):
         launch = Launch.read(launch.folder)  # others may have been added meanwhile
         launch = launch.having(replace(launch.island(name), cancelled=True) for name in names)
         launch.write()
-    return launch
+    return logs
 
 
-def stop(launch: Launch) -> dict[str, Path]:
-    """End all islands, and return where what they printed lies. Launching the run again continues it."""
+def end(launch: Launch, islands: Sequence[Island]) -> dict[str, Path]:
+    """End islands, and return where what they printed lies. Launching the run again continues it."""
     backend = backend_of(launch)
-    logs = backend.collect(launch.islands)
-    backend.cancel(launch.islands)
+    logs = backend.collect(islands)
+    backend.cancel(islands)
     return logs
 
 

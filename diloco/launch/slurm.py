@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from diloco.errors import ConfigError, LaunchError
-from diloco.launch.backend import LOGS, Island, JobState, Launch, call, fill, program_of, torchrun_of
+from diloco.launch.backend import LOGS, Island, JobState, Launch, call, fill, own_words, program_of, torchrun_of
 
 AT = "at"  # in RUN/launch: a file for each island with HOST:PORT, where it was started last
 MACHINE = "machine.sh"
@@ -26,19 +26,23 @@ class Slurm:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.options = launch, launch.config.launch
 
-    def check(self) -> None:
+    def check(self, islands: Sequence[Island]) -> None:
         """Refuse a machine without Slurm's commands, and a configuration that Slurm would misread."""
         if shutil.which("sbatch") is None:
             raise LaunchError(
                 "there is no sbatch here: launch from a machine of the cluster, or with --on ssh or local"
             )
+        if set('"\\\n') & set(str(here := self.launch.here.absolute())):
+            raise ConfigError(
+                f"checkpoint.dir={here.parent}: sbatch misreads quotation marks and backslashes: rename it"
+            )
         for option in self.options.extra:
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"launch.extra={option!r}: write options of sbatch, as in --mem=64G")
 
-    def addresses(self, islands: Sequence[Island]) -> dict[str, str]:
-        """Return nothing: Slurm chooses the nodes."""
-        return {}
+    def place(self, islands: Sequence[Island]) -> list[Island]:
+        """Return the islands as they are: Slurm chooses the nodes."""
+        return list(islands)
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
         """Return a job file for all islands that are alike, and the script that runs on each of their nodes."""
@@ -50,13 +54,14 @@ class Slurm:
         base = Path(options.dir or self.launch.folder).expanduser().absolute()
         program = program_of(self.launch, same_machine=options.container is None)
         values = {
-            "job": self.job_name, "array": ",".join(str(island.number) for island in islands), "logs": here / LOGS,
+            "job": self.job_name, "array": ",".join(str(island.number) for island in islands),
+            "logs": str(here / LOGS).replace("%", "%%"),  # of which sbatch makes one
             "nodes": first.nodes, "processes": first.processes, "port": options.port, "restarts": options.restarts,
             "grace_s": max(1, int(options.grace_s)), "interface": shlex.quote(options.interface or ""),
             "options": "\n".join(f"#SBATCH {option}" for option in self._options(first)),
             "setup": "\n".join(self._setup()), "srun": " ".join(self._srun(base)), "program": program,
-            "torchrun": torchrun_of(program), "changes": shlex.join(first.changes), "here": shlex.quote(str(here)),
-            "folder": shlex.quote(str(base)), "directory": shlex.quote(str(Path.cwd())),
+            "torchrun": torchrun_of(program), "changes": shlex.join(own_words(self.launch, first)),
+            "here": shlex.quote(str(here)), "folder": shlex.quote(str(base)), "directory": shlex.quote(str(Path.cwd())),
         }  # fmt: skip
         return fill("slurm.sh", values, options.templates)
 

@@ -14,24 +14,26 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.atomic import create_file
-from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port
+from diloco.comm.peers.addressbook import AddressBook, answering, by_peer
 from diloco.comm.peers.identity import Identity
 from diloco.config.schema import Config
-from diloco.errors import DirectoryError, SaveError
+from diloco.errors import SaveError
 from diloco.run.folder import IDENTITY_KEY, OWNER_KEY, hold_folder, refuse_foreign
 from diloco.run.join import Search, publish
-from diloco.run.peer import Connection, Peer, host_towards, listen_host
-from diloco.run.secret import FOUNDED, IslandSecret, host_port
+from diloco.run.launched import Launched
+from diloco.run.local import Connection
+from diloco.run.machine import host_towards
+from diloco.run.peer import Peer
+from diloco.run.secret import FOUNDED, IslandSecret, host_port, parse_places
 
 LOCK_S = 60.0  # for an earlier process of this island to end
-ASK_S = 10.0  # for those who answer to say how far they are
+ASK_S = 120.0  # for those who listen to say how far they are
 AGAIN_S = 0.5
-PORTS_S = 20.0
 FIRST_SAID_S, SAY_AGAIN_S = 5.0, 60.0
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,20 @@ class Attachment:
     def _mark(self) -> Path:
         return self.file.with_name(self.file.name + FOUNDED)
 
+    @classmethod
+    def of(cls, told: Launched) -> "Attachment":
+        """Read the secret of an island that was launched."""
+        file = Path(told.secret)
+        return cls(file, IslandSecret.read(file), parse_places(told.at), told.wait_s)
+
+    def connection(self, told: Launched, **options: Any) -> Connection:
+        """Return how this island reaches the others, as it was told or as its secret says; `options` are the rest."""
+        own = self.own_place
+        return Connection(
+            told.host or self.host, name=self.secret.island, port=told.port or (own[1] if own else 0),
+            found_now=lambda: self.secret.multiaddrs(parse_places(told.at)), **options,
+        )  # fmt: skip
+
     @property
     def own_place(self) -> tuple[str, int] | None:
         """Return host and port at which others expect this island, where that was said beforehand."""
@@ -78,10 +94,10 @@ class Attachment:
         return self.own_place[0] if self.own_place is not None else host_towards(self.places)
 
     def config(self, config: Config) -> Config:
-        """Return the configuration with which a founder begins: the first round waits for all islands of the secret."""
+        """Return the configuration with which a founder begins: the first round waits for all that were planned."""
         if "start_islands" in config.elastic.model_fields_set:
             return config
-        elastic = {**config.elastic.model_dump(exclude_unset=True), "start_islands": len(self.secret.islands)}
+        elastic = {**config.elastic.model_dump(exclude_unset=True), "start_islands": self.secret.start_islands}
         return config.model_copy(update={"elastic": type(config.elastic)(**elastic)})
 
     def prepare(self, folder: Path) -> None:
@@ -131,33 +147,23 @@ class Attachment:
         return report
 
 
-def wait_for_ports(connection: Connection) -> None:
-    """Wait until this island's ports are free: what its earlier life had started ends a moment after it."""
-    host, deadline = listen_host(connection.host), time.monotonic() + PORTS_S
-    while connection.port and time.monotonic() < deadline:
-        try:
-            free_port(host, connection.port)
-            free_port(host, connection.port + 1)
-        except OSError:
-            time.sleep(AGAIN_S)
-        else:
-            return
-
-
 def anybody_has_the_run(peer: Peer) -> bool:
-    """Ask the islands that can be reached now whether any of them has a state of the run."""
-    places = by_peer(peer.ticket_addresses)
-    deadline = time.monotonic() + ASK_S
-    answered = peer.directory.reach(places) if places else set()
-    if not answered:
-        return False
-    publish(peer)
-    while time.monotonic() < deadline:
-        with suppress(DirectoryError):
-            peer.find_peers()
-        if any(any(record.chain_digest) for record in peer.records.values()):
-            return True
-        if answered <= peer.records.keys():  # all who answered say that they have nothing
+    """Ask the islands that can be reached now whether any of them has a state of the run.
+
+    One that is there and does not say is asked again, for ASK_S: it may be busy, and who began the run again because
+    of that would have another run than it has. Where nobody listens, nobody is waited for.
+    """
+    places, deadline = by_peer(peer.ticket_addresses), time.monotonic() + ASK_S
+    while places and time.monotonic() < deadline:
+        answered = peer.reach(places)
+        if not answered and not any(answering([*places.values()])):
             return False
+        if answered:
+            publish(peer)
+            peer.find_peers()
+            if any(any(record.chain_digest) for record in peer.records.values()):
+                return True
+            if answered <= peer.records.keys():  # all who answered say that they have nothing
+                return False
         time.sleep(AGAIN_S)
     return False

@@ -45,7 +45,8 @@ from diloco.report.events import IslandNews
 from diloco.report.sinks import Events
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
-from diloco.run.peer import LocalPeer, Peer
+from diloco.run.local import LocalPeer
+from diloco.run.peer import Peer
 from diloco.run.status import StatusKeeper, say_starting
 from diloco.train.amend import Inbox, amended, objection
 from diloco.train.optimizers import optimizer_named
@@ -239,7 +240,7 @@ def ask_members(
 
 
 def publish(peer: LocalPeer) -> str:
-    """Announce a peer, and return why the directory does not take it yet; "" if it does."""
+    """Announce a peer, and return why the directory does not take it yet; "" if it does. It is visited meanwhile."""
     try:
         peer.publish()
     except DirectoryError as error:
@@ -323,7 +324,7 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     peer.head = lambda: (driver.applied.head.round, driver.applied.head.digest)
     peer.state = lambda: driver.applied
     peer.report = lambda what, other, text: report(Note(what, other, text))
-    peer.publish()
+    publish(peer)
     driver.know(peer.find_peers())
     peer.watch(refresh, driver.fail)
     keeper = StatusKeeper(Path(config.dir), driver, peer, part)

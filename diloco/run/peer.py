@@ -1,21 +1,20 @@
 """This machine as a peer: its identity, the directory, transports, and which others are present."""
 
-import json
 import logging
-import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.atomic import write_file
-from diloco.comm.peers.addressbook import AddressBook, by_peer, free_port, multiaddr
+from diloco.comm.peers.addressbook import AddressBook, multiaddr, refuse_taken
 from diloco.comm.peers.admission import Admission
-from diloco.comm.peers.identity import Identity, peer_id_of, public_key_in
+from diloco.comm.peers.identity import peer_id_of, public_key_in
+from diloco.comm.peers.noticeboard import Noticeboard
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.peers.redial import Redial
 from diloco.comm.peers.ticket import Ticket
@@ -24,17 +23,17 @@ from diloco.comm.transport.direct import DirectTransport
 from diloco.comm.transport.libp2p import Libp2pTransport
 from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.link import Path as Way
-from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.relay import Relay
+from diloco.comm.transport.rendezvous import Rendezvous
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
-from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.driver import EVICTED, Network
-from diloco.errors import ConfigError, DaemonLost, DirectoryError, Evicted, IdentityError, TicketError
-from diloco.run.folder import IDENTITY_KEY
+from diloco.errors import DirectoryError, Evicted, IdentityError, TicketError
 from diloco.run.gate import TAKEN_OUT, Gate
-from diloco.run.names import NAMES, Names, read_names
+from diloco.run.local import LOOK_S, Connection, Fail, Know, LocalPeer
+from diloco.run.machine import ANYWHERE, listen_host
+from diloco.run.neighbours import Neighbours
 from diloco.run.reachable import Reachability
 from diloco.run.status import CHANNEL as STATUS_CHANNEL
 
@@ -43,40 +42,12 @@ if TYPE_CHECKING:
 
 PUBLISH_S = 15.0
 EXPIRES_S = 60.0
-LOOK_S, ASK_OTHERS_S = 1.0, 15.0  # between looks into the directory: at what is here, and at what others have
+ASK_OTHERS_S = 15.0  # between questions to others; what is here is looked at every second
 OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
-GIVE_UP_S = 3600.0  # p2pd did not start for so long
 SAY_AGAIN_S = 60.0
-ANYWHERE = "0.0.0.0"
 
 log = logging.getLogger(__name__)
-Know = Callable[[Mapping[str, PeerAddress]], None]
-Fail = Callable[[BaseException], None]
-
-
-@dataclass(frozen=True)
-class Connection:
-    """Describe how this island reaches the others."""
-
-    host: str = "127.0.0.1"  # how others see it: an address of this machine, or one that is led to it
-    up_bits_per_s: float | None = None
-    down_bits_per_s: float | None = None
-    delay_s: float = 0.0  # emulated, one way
-    name: str = "island"
-    devices: str = "cpu"
-    mesh: str = "fsdp 1 x tp 1"
-    shape: Callable[[Transport], Transport] | None = None  # a link that somebody else emulates
-    is_cut: Callable[[str], bool] = lambda peer: False  # by that emulation, from the peer of this id
-    slowness: float = 1.0  # how many times longer inner steps are to take
-    port: int = 0  # to listen at, and at the next one; 0: any two
-    relay_bits_per_s: float | None = None  # at which it passes on for islands that nobody can dial; 0: for none
-    found_now: Callable[[], tuple[str, ...]] = tuple  # multiaddrs at which others are by now, as its scheduler says
-
-    @property
-    def rates(self) -> tuple[float | None, float | None]:
-        """Return bits per second up and down; None where there is no limit."""
-        return self.up_bits_per_s, self.down_bits_per_s
 
 
 @dataclass(frozen=True)
@@ -86,68 +57,6 @@ class WayTo:
     through: str = ""  # its relay, where it has one
     dials: bool | None = None  # whether it can open connections to this machine; None: it does not say
     bytes_per_s: float = 0.0  # from there to here
-
-
-class LocalPeer:
-    """Represent this machine in a run, as far as rounds need it. On its own it lets nobody else join: it opens no port
-    and starts no daemon."""
-
-    def __init__(self, folder: Path, run_id: bytes, connection: Connection) -> None:
-        self.connection, self.run_id = connection, run_id
-        self.identity = Identity.load(folder / IDENTITY_KEY)
-        self.id = self.identity.peer_id
-        self.head: Callable[[], tuple[int, str]] = lambda: (0, "00" * 32)
-        self.state: Callable[[], RunState | None] = lambda: None  # what is committed, as far as it is known here
-        self.report: Callable[[str, str, str], None] = lambda what, peer, text: None
-        self._names_file = folder / NAMES
-        self.names = Names({**read_names(folder), self.id: connection.name})  # they outlive records, and this process
-        self.plain: Transport = MemoryNetwork().transport(self.id)
-        self.bulk: Transport = self.plain
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def network(self) -> Network:
-        """Return the transports for rounds; nobody else can reach them."""
-        return Network(self.plain, self.bulk)
-
-    def publish(self) -> None:
-        """Announce this peer to the others, of which there are none here."""
-
-    def find_peers(self) -> dict[str, PeerAddress]:
-        """Return the addresses of all others; here there are none."""
-        return {}
-
-    def _keep_names(self, names: Mapping[str, str]) -> None:
-        """Remember the names of islands, on the disk too: commands take them when nobody is there to ask."""
-        if names.items() <= self.names.known.items():
-            return
-        self.names = Names({**self.names.known, **names})
-        try:
-            write_file(self._names_file, json.dumps(self.names.known, indent=1) + "\n")
-        except OSError as error:
-            log.warning("the others' names could not be kept: %s", error)
-
-    def name_of(self, peer: str) -> str:
-        """Return what an island is called, for people."""
-        return self.names.of(peer)
-
-    def watch(self, know: Know, fail: Fail) -> None:
-        """Call `know` every second on a thread, even if it never brings an address: it also looks for amendments.
-
-        `fail` is called, and the thread ends, if this peer can never be reached again.
-        """
-        self._thread = threading.Thread(target=self._watch, args=(know, fail), name="watch", daemon=True)
-        self._thread.start()
-
-    def _watch(self, know: Know, fail: Fail) -> None:
-        while not self._stop.wait(LOOK_S):
-            know({})
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5)
-        self.bulk.close()
 
 
 class Peer(LocalPeer):
@@ -166,12 +75,25 @@ class Peer(LocalPeer):
         self._watchers: frozenset[str] = frozenset()
         self._redial = Redial()
         self._reopened_at: list[float] = []
-        self._ran_at = time.monotonic()  # p2pd
-        self.directory = self._enter(lonely=lonely)
-        self._book.keep_own(self.addresses)
-        inbox = Inbox()
+        self._said: dict[str, float] = {}
+        self._board, inbox = Noticeboard(self.run_id), Inbox()
         inbox.may_open = self._may_open
-        self._direct = self._listen(inbox)
+        listen = listen_host(connection.host)
+        if connection.port:  # said here and now: of a daemon that cannot listen, others hear only that nobody answers
+            refuse_taken(listen, connection.port)
+        port = connection.port or self._book.own_port(listen)
+        self._direct = self._listen(listen, port + 1, inbox)
+        self._rendezvous = Rendezvous(
+            self._direct, self.identity, self.admission, self._board,
+            objection=self._objection, is_cut=connection.is_cut,
+        )  # fmt: skip
+        self._others = Neighbours(self.id, self._book, ticket, connection, self._board, self._rendezvous)
+        try:
+            self.directory = self._enter(listen, port, lonely=lonely)
+        except BaseException:
+            self._direct.close()
+            raise
+        self._book.keep_own(self.addresses)
         rate = connection.relay_bits_per_s
         self._relay = Relay(
             self._direct, serves=rate != 0, bytes_per_s=rate / 8 if rate else None, say=self._say_relayed
@@ -180,43 +102,55 @@ class Peer(LocalPeer):
         self.plain = _shape(self._auto, connection)
         self.bulk = PooledTransport(self.plain)
 
-    def _listen(self, inbox: Inbox) -> DirectTransport:
-        port = self.connection.port + 1 if self.connection.port else 0
+    def _listen(self, host: str, port: int, inbox: Inbox) -> DirectTransport:
         try:
-            return DirectTransport(self.id, listen_host(self.connection.host), port=port, inbox=inbox)
+            return DirectTransport(self.id, host, port=port, inbox=inbox)
         except OSError as error:
-            self.directory.close()
             raise DirectoryError(f"cannot listen at port {port} ({error.strerror}): use another --port") from None
 
-    def _enter(self, *, lonely: bool) -> "Directory":
-        """Start the directory, at this peer's old address where that is free: old tickets name it."""
+    def _enter(self, listen: str, port: int, *, lonely: bool) -> "Directory":
+        """Start the directory, at this peer's old address where that is free: old tickets name it.
+
+        Others are visited first, for the run's time and for who is there. Whoever lets this peer in there need not have
+        a daemon that answers: strangers may have ended it.
+        """
         from diloco.comm.peers.directory import Directory  # takes seconds: hivemind
 
         host = self.connection.host
-        listen = listen_host(host)
-        port = self.connection.port or self._book.own_port(listen)
         where: dict[str, Any] = {"listen_host": listen, "listen_port": port, "fixed": bool(self.connection.port)}
         if listen != host:
-            where["listen_port"] = where["listen_port"] or free_port(listen)  # it has to be said beforehand
-            where["announce"] = [multiaddr(host, where["listen_port"])]
+            where["announce"] = [multiaddr(host, port)]
         if listen in (ANYWHERE, "::"):
-            ports = f"{port} and {port + 1}" if self.connection.port else "every port (fix them with --port)"
-            log.warning("%s is not an address of this machine: your router must forward %s to it", host, ports)
+            log.warning(
+                "%s is not an address of this machine: your router must forward %d and %d to it", host, port, port + 1
+            )
         where |= {"is_cut": self.connection.is_cut, "objection": self._objection}
-        if not lonely:
-            places = [place for known in self._places().values() for place in known]
-            return Directory.start(self.identity, self.admission, bootstrap=places, **where)
-        directory = Directory.start(self.identity, self.admission, **where)
-        directory.reach(self._places())  # at once, for the run's time; whoever does not answer is tried again
-        return directory
+        places, start = (
+            self._others.places(),
+            partial(Directory.start, self.identity, self.admission, self._board, **where),
+        )
+        if self._others.visit(places) or lonely:
+            directory = start()
+            with suppress(DirectoryError):  # whoever does not answer is tried again
+                directory.reach(places)
+            return directory
+        bootstrap = [place for known in places.values() for place in known]
+        if self._rendezvous.refusal:
+            raise DirectoryError(f"nobody lets this peer in at {', '.join(bootstrap)}: {self._rendezvous.refusal}")
+        return start(bootstrap=bootstrap)
 
-    def _places(self) -> dict[str, tuple[str, ...]]:
-        """Return where others may be, by their ids: as last seen, as found just now, and as this peer's ticket says."""
-        places = by_peer((*self.connection.found_now(), *self._ticket.addresses))
-        for peer, last_seen in self._book.others.items():
-            places[peer] = tuple(dict.fromkeys((*last_seen, *places.get(peer, ()))))
-        places.pop(self.id, None)
-        return places
+    def reach(self, places: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return which of these peers let this one in, by a visit or in the directory.
+
+        From then on they and this one know each other's records.
+        """
+        with ThreadPoolExecutor(1, "visit") as pool:
+            visiting, reached = pool.submit(self._others.visit, places), set[str]()
+            try:
+                reached = self.directory.reach(places)
+            except DirectoryError as error:
+                self._say_once("cannot reach others through p2pd", error)
+            return reached | visiting.result()
 
     @property
     def ticket_head(self) -> tuple[int, str]:
@@ -272,9 +206,10 @@ class Peer(LocalPeer):
         def renew() -> None:
             while not over.wait(PUBLISH_S):
                 try:
-                    self.publish()
-                except (DirectoryError, OSError) as error:
-                    log.warning("%s: cannot be announced: %s", self.connection.name, error)
+                    self._publish_again()
+                    self.reach_lost(time.monotonic())  # to whom the directory does not bring it
+                except OSError as error:
+                    self._say_once("cannot be announced", error)
 
         thread = threading.Thread(target=renew, name="announce", daemon=True)
         thread.start()
@@ -289,7 +224,11 @@ class Peer(LocalPeer):
 
         They may connect, and so may members that were there before: a cut may outlast every record.
         """
-        found = {peer_id_of(key): record for key, record in self.directory.peers(ask_others=ask_others).items()}
+        try:
+            self.directory.peers(ask_others=ask_others)  # what they say is on the board then
+        except DirectoryError as error:
+            self._say_once("cannot look into the directory", error)
+        found = {peer_id_of(key): record for key, record in self._board.peers().items()}
         found.pop(self.id, None)
         watchers = {peer: record for peer, record in found.items() if self._gate.may_watch(peer, record)}
         found = {peer: record for peer, record in found.items() if self._gate.may_speak(peer, record)}
@@ -331,15 +270,13 @@ class Peer(LocalPeer):
         self.report("relays", peer, text)
 
     def _watch(self, know: Know, fail: Fail) -> None:
-        published, asked, said, said_at, refused = -PUBLISH_S, -ASK_OTHERS_S, "", 0.0, ""
+        published, asked, refused = -PUBLISH_S, -ASK_OTHERS_S, ""
         since = time.monotonic()
         while not self._stop.wait(LOOK_S):
             try:
-                if not self.directory.running:
-                    self._reopen()
+                if not self.directory.running and self._reopen():
                     published = -PUBLISH_S
-                self._ran_at = time.monotonic()
-                if (refusal := self.directory.refusal) != refused:
+                if (refusal := self._refusal) and refusal != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
                 if self._is_taken_out(refusal, since):
@@ -348,8 +285,7 @@ class Peer(LocalPeer):
                 if self.reach_lost(time.monotonic()) or self._publish_soon.is_set():
                     published = -PUBLISH_S  # they have not heard of us, or of our relay
                     self._publish_soon.clear()
-                if time.monotonic() - published > PUBLISH_S:
-                    self.publish()
+                if time.monotonic() - published > PUBLISH_S and self._publish_again():
                     published = time.monotonic()
                 ask = time.monotonic() - asked > ASK_OTHERS_S or self._ask_soon.is_set()
                 self._ask_soon.clear()
@@ -357,15 +293,30 @@ class Peer(LocalPeer):
                 asked = time.monotonic() if ask else asked
                 present = {peer: record.control for peer, record in self.records.items() if self._gate.knows(peer)}
                 self._book.remember(present, self._is_member)
-            except DaemonLost as lost:
-                fail(lost)
-                return
             except (TicketError, IdentityError) as error:  # of one record: the others count
                 log.warning("%s: a record is not used: %s", self.connection.name, error)
-            except (DirectoryError, OSError) as error:  # it does not answer; a full disk, no descriptors: that passes
-                if str(error) != said or time.monotonic() - said_at > SAY_AGAIN_S:
-                    log.warning("%s: cannot look into the directory: %s", self.connection.name, error)
-                    said, said_at = str(error), time.monotonic()
+            except OSError as error:  # a full disk, no descriptors: that passes
+                self._say_once("cannot look for others", error)
+
+    @property
+    def _refusal(self) -> str:
+        return self._rendezvous.refusal or self.directory.refusal
+
+    def _publish_again(self) -> bool:
+        try:
+            self.publish()
+        except DirectoryError as error:
+            self._say_once("cannot be announced", error)
+            return False
+        return True
+
+    def _say_once(self, what: str, error: BaseException) -> None:
+        """Log what goes wrong, and again after a minute if it still does."""
+        text, now = f"{what}: {error}", time.monotonic()
+        self._said = {said: at for said, at in self._said.items() if now - at < SAY_AGAIN_S}
+        if text not in self._said:
+            self._said[text] = now
+            log.warning("%s: %s", self.connection.name, text)
 
     def _is_taken_out(self, refusal: str, since: float) -> bool:
         """Tell whether the owner has taken this island out while it was away, as others say and none contradicts: a
@@ -374,39 +325,40 @@ class Peer(LocalPeer):
         return refusal == TAKEN_OUT and time.monotonic() - heard_at > OVERDUE_S
 
     def reach_lost(self, now: float) -> bool:
-        """Dial those whose records are overdue, as often as their turns come; return whether anybody answered."""
-        places = self._places()
+        """Dial those whose records are overdue, as often as their turns come, and visit those of whom others have told;
+        return whether anybody answered."""
+        places = self._others.places()
         overdue = {peer for peer in places if now - self._renewed_at.get(peer, -OVERDUE_S) >= OVERDUE_S}
         lost = sorted(overdue - self._gate.kept_out)
         due = self._redial.due(lost, now)
-        if not due:
-            return False
-        answered = self.directory.reach({peer: places[peer] for peer in due})
-        self._redial.tried(due, time.monotonic())
+        answered = self._others.meet_new()
+        if due:
+            answered |= self.reach({peer: places[peer] for peer in due})
+            self._redial.tried(due, time.monotonic())
         return bool(answered)
 
-    def _reopen(self) -> None:
-        """Start p2pd again; raise DaemonLost if it has not started for an hour.
+    def _reopen(self) -> bool:
+        """Start p2pd again, and return whether that was done.
 
-        Where it ends again and again, or before it is open, wait for a while: strangers may do that, and rounds do not
-        need it.
+        Where it ends again and again, or before it is open, wait for a while: strangers may do that, and neither rounds
+        nor newcomers need it.
         """
         now = time.monotonic()
         self._reopened_at = [at for at in self._reopened_at if now - at < REOPENINGS_S]
         if len(self._reopened_at) >= REOPENINGS:
-            raise DirectoryError(
-                f"the network daemon p2pd ended {REOPENINGS} times within {REOPENINGS_S:.0f} s; rounds go on, and"
-                " it is started again in a while. Does somebody flood this island's address?"
-            )
+            log_text = f"it ended {REOPENINGS} times within {REOPENINGS_S:.0f} s, and is started again in a while"
+            self._say_once("the network daemon p2pd does not run; rounds go on", DirectoryError(log_text))
+            return False
         self._reopened_at.append(now)
         try:
             self.directory.reopen()
         except DirectoryError as error:
-            problem = DaemonLost if now - self._ran_at > GIVE_UP_S else DirectoryError
-            raise problem(f"the network daemon p2pd cannot be started again: {error}") from error
+            self._say_once("the network daemon p2pd cannot be started again; rounds go on", error)
+            return False
         log.warning("%s: the network daemon p2pd had ended and was started again", self.connection.name)
         self._redial, self._renewed_at = Redial(), {}  # it knows nobody: all are to be dialled now
         self._book.keep_own(self.addresses)
+        return True
 
     def close(self) -> None:
         super().close()
@@ -427,36 +379,3 @@ def _shape(transport: Transport, connection: Connection) -> Transport:
         return transport
     link = Link(connection.up_bits_per_s, connection.down_bits_per_s)
     return ShapedTransport(transport, link, Paths(Way(delay_s=connection.delay_s)))
-
-
-def own_name() -> str:
-    """Return this machine's host name, in safe characters: what an island is called unless its owner says otherwise."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
-
-
-def listen_host(host: str) -> str:
-    """Return where to listen for others who see this machine as `host`: there, if that is an address of this machine or
-    a name for one; else, where a cloud or a router forwards it, on any address."""
-    try:
-        address = host if ":" in host else socket.gethostbyname(host)
-    except (OSError, ValueError):  # ValueError: no name at all
-        raise ConfigError(f"--host {host}: there is no machine of that name") from None
-    try:
-        free_port(address)
-    except OSError:
-        return "::" if ":" in host else ANYWHERE
-    return address
-
-
-def host_towards(addresses: tuple[str, ...]) -> str:
-    """Return the address under which the peers at these multiaddrs would see this machine; nothing is sent to them."""
-    for address in addresses:
-        parts = address.split("/")
-        if len(parts) > 2 and parts[1] in ("ip4", "dns4"):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((parts[2], 9))  # sends nothing
-                    return str(probe.getsockname()[0])
-                except OSError:
-                    continue
-    return "127.0.0.1"

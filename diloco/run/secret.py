@@ -4,7 +4,7 @@ It holds the island's private key, a ticket that is bound to that key, and who e
 also holds the owner's key, by which that island founds the run. A file of mode 0600, JSON:
 
     {"island": "island-0", "identity": HEX, "ticket": "diloco2-…", "owner": HEX or null,
-     "islands": {"island-0": PEER_ID, …}, "addresses": {"island-0": "HOST:PORT", …}}
+     "islands": {"island-0": PEER_ID, …}, "addresses": {"island-0": "HOST:PORT", …}, "start_islands": COUNT}
 """
 
 import json
@@ -12,7 +12,7 @@ import re
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diloco.atomic import write_file
@@ -34,8 +34,9 @@ class IslandSecret:
     island: str
     identity: bytes = field(repr=False)  # private key
     ticket: Ticket
-    islands: Mapping[str, str]  # the peer id of each island that was planned when this was written
+    islands: Mapping[str, str]  # the peer id of each island that is known of, those that were added later included
     addresses: Mapping[str, str]  # HOST:PORT of those whose place is known beforehand
+    start_islands: int  # with which the run was planned: its first round waits for them
     owner: bytes | None = field(default=None, repr=False)  # private key, of the founder's only
 
     @classmethod
@@ -57,7 +58,7 @@ class IslandSecret:
             found = cls(
                 str(tree["island"]), bytes.fromhex(tree["identity"]), Ticket.parse(tree["ticket"], 0.0),
                 {str(name): str(peer) for name, peer in tree["islands"].items()},
-                {str(name): str(place) for name, place in tree["addresses"].items()}, owner,
+                {str(name): str(place) for name, place in tree["addresses"].items()}, int(tree["start_islands"]), owner,
             )  # fmt: skip
             found._check()
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -83,7 +84,7 @@ class IslandSecret:
         owner = None if self.owner is None else self.owner.hex()
         tree = {
             "island": self.island, "identity": self.identity.hex(), "ticket": self.ticket.render(), "owner": owner,
-            "islands": dict(self.islands), "addresses": dict(self.addresses),
+            "islands": dict(self.islands), "addresses": dict(self.addresses), "start_islands": self.start_islands,
         }  # fmt: skip
         return json.dumps(tree, indent=1) + "\n"
 
@@ -99,22 +100,24 @@ class IslandSecret:
 
 
 def make_secrets(
-    names: Sequence[str], addresses: Mapping[str, str], founder: IslandSecret | None = None
+    names: Sequence[str], addresses: Mapping[str, str], known: Sequence[IslandSecret] = ()
 ) -> list[IslandSecret]:
-    """Make the secrets of these islands: of a new run, whose first one founds it, or of the run of this founder."""
-    owner = new_secret() if founder is None or founder.owner is None else founder.owner
-    keys = {name: new_secret() for name in names}
-    before = {} if founder is None else dict(founder.islands)
-    islands = before | {name: peer_id_of(public_key_of(secret)) for name, secret in keys.items()}
+    """Make the secrets of these islands: of a new run, whose first one founds it, or more of the run of those known.
+
+    Returned are those of all islands. They know of each other: any may be the only one there when another comes back.
+    """
+    owner = next((secret.owner for secret in known if secret.owner is not None), None) or new_secret()
+    start = known[0].start_islands if known else len(names)
     signer, now = Identity.of(owner), time.time()
 
     def secret_of(name: str) -> IslandSecret:
-        key = public_key_of(keys[name])
-        ticket = Ticket.issue(signer, [], now=now, lifetime_s=FOR_EVER_S, peer=key)
-        founds = founder is None and name == names[0]
-        return IslandSecret(name, keys[name], ticket, islands, dict(addresses), owner if founds else None)
+        private = new_secret()
+        ticket = Ticket.issue(signer, [], now=now, lifetime_s=FOR_EVER_S, peer=public_key_of(private))
+        return IslandSecret(name, private, ticket, {}, {}, start, owner if not known and name == names[0] else None)
 
-    return [secret_of(name) for name in names]
+    secrets = [*known, *map(secret_of, names)]
+    islands = {secret.island: secret.peer for secret in secrets}
+    return [replace(secret, islands=islands, addresses=dict(addresses)) for secret in secrets]
 
 
 def host_port(place: str) -> tuple[str, int]:

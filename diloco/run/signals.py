@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,39 @@ def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> 
 
     with handled(on_signal):
         yield
+
+
+@contextmanager
+def stop_on_sigterm(stop: Stop) -> Iterator[None]:
+    """Note the first SIGTERM for a loop of somebody's own; a second one ends the process.
+
+    Where the program has a handler of its own, or this is not its main thread, nothing is changed.
+    """
+    if not heeds_sigterm():
+        yield
+        return
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if stop.asked_at is None:
+            stop.asked_at = time.monotonic()
+        elif time.monotonic() - stop.asked_at > REPEAT_S:
+            os._exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def heeds_sigterm() -> bool:
+    """Tell whether SIGTERM is ours to handle: in the main thread of a program that has no handler of its own for it.
+
+    One that is ignored was so when the program began: torchrun in a job does not hear it, nor do its processes.
+    """
+    found = signal.getsignal(signal.SIGTERM)
+    ours = found in (signal.SIG_DFL, signal.SIG_IGN) or getattr(found, "__module__", "") == __name__
+    return ours and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager

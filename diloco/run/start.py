@@ -26,7 +26,7 @@ from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
 from diloco.report.events import Note, TicketReady
 from diloco.report.sinks import Events
-from diloco.run.attach import Attachment, anybody_has_the_run, wait_for_ports
+from diloco.run.attach import Attachment, anybody_has_the_run
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
     IDENTITY_KEY,
@@ -50,8 +50,10 @@ from diloco.run.join import (
     leased_incarnation,
     meet,
     open_store,
+    publish,
 )
-from diloco.run.peer import Connection, LocalPeer, Peer
+from diloco.run.local import Connection, LocalPeer
+from diloco.run.peer import Peer
 from diloco.run.shared import refuse_unshared
 from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
@@ -138,7 +140,7 @@ class RunEntry:
 
     def found(self, config: Config, *, fresh: bool) -> Participant:
         """Start a new run, with this island as its first. Others join with the ticket that lies in its folder."""
-        folder = Path(config.dir)
+        folder, config = Path(config.dir), config.of_island()
         return self._found(config, lambda: self._founding_peer(folder, config.run), resume=False, fresh=fresh)
 
     def _found(
@@ -162,7 +164,7 @@ class RunEntry:
 
     def resume(self, config: Config) -> Participant:
         """Continue a run that was founded here, from this island's disk and from whichever others are present."""
-        folder = Path(config.dir)
+        folder, config = Path(config.dir), config.of_island()
         open_peer = partial(self._founding_peer, folder, folder.name)
         refuse_unshared(folder, self.place)
         refuse_other_protocols(folder)
@@ -193,7 +195,7 @@ class RunEntry:
                 attachment.expect_others(folder)
             if not founds:
                 attachment.note_founded()
-        config, self.search = attachment.config(config), attachment.search()
+        config, self.search = attachment.config(config.of_island()), attachment.search()
         if self.place.share(founds):
             return self._found(config, lambda: _given(peer), attachment.note_founded, resume=True)
         founded_with = config if attachment.secret.owner is not None else None
@@ -212,7 +214,7 @@ class RunEntry:
         genesis = known_genesis(folder, peer)
         config = genesis.configure({**own, "checkpoint": {**own.get("checkpoint", {}), "dir": str(folder)}})
         self._open_folder(config, resume=True)
-        peer.publish()
+        publish(peer)
         part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
         start = find_start(peer, genesis, part)
         self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
@@ -243,7 +245,7 @@ class RunEntry:
         vectors = part.initial_vectors() if again else None
         if peer is not None:
             with self.place.activity.during(GETTING_IN, waits=True):
-                peer.publish()
+                publish(peer)
                 start = find_start(peer, genesis, part, vectors, self.search)
         return self._take_part(part, peer, start)
 
@@ -256,7 +258,6 @@ class RunEntry:
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
         """Open the peer of an island with a secret. It is fine if nobody answers yet."""
         assert self.connection is not None
-        wait_for_ports(self.connection)
         if attachment.secret.owner is not None:
             return self._open_founding_peer(folder, self.connection, attachment.places)
         self.ticket = attachment.secret.ticket.at(attachment.places)

@@ -29,7 +29,7 @@ from diloco.version import __version__
 if TYPE_CHECKING:
     from diloco.elastic.runtime.driver import Driver
     from diloco.run.join import Entrant
-    from diloco.run.peer import LocalPeer
+    from diloco.run.local import LocalPeer
 
 CHANNEL = "status"
 LAST_SPEEDS = 15

@@ -15,7 +15,9 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.errors import DirectoryError, JoinRefused, TicketError
 from diloco.report.status import RunStatus, merged
 from diloco.run.folder import IDENTITY_KEY
-from diloco.run.peer import Connection, Peer, host_towards
+from diloco.run.local import Connection
+from diloco.run.machine import host_towards
+from diloco.run.peer import Peer
 from diloco.run.status import ask_all
 
 SEARCH_S, AGAIN_S = 30.0, 0.5

@@ -27,13 +27,15 @@ from diloco.island.user_model import OwnModel, reshard
 from diloco.model.frozen import FrozenDigests, frozen_of
 from diloco.report.sinks import Events
 from diloco.train.participant import Participant
-from diloco.train.sync import samples_ahead
+from diloco.train.sync import never, samples_ahead
 
 
 class Run(Participant):
     """Connect a user's own training loop to a run. Made by `diloco.connect`; for one thread."""
 
     ticket: str | None = None  # what others join with, where they can
+    should_stop: Callable[[], bool] = staticmethod(never)  # a signal has come
+    leaving = False  # as all processes of the island know: it was asked to stop, and the loop is to end
 
     def __init__(
         self, config: Config, model: OwnModel, optimizer: torch.optim.Optimizer | None, events: Events
@@ -88,7 +90,7 @@ class Run(Participant):
         ))  # fmt: skip
 
     def _batches(self, count: int, most: int, read: Callable[[Ranges], Any]) -> Iterator[Any]:
-        while not self.finished:
+        while not self.finished and not self.leaving:
             if size(self._drawn) + count > most:
                 raise LoopError(
                     f"{size(self._drawn)} samples were drawn without a step: call run.step() after each optimizer step "
@@ -99,10 +101,12 @@ class Run(Participant):
                 self._drawn = normal((*self._drawn, *batch))
                 yield read(batch)
             else:
-                self.sync.without_samples(size(self._drawn) + count)
+                self.sync.without_samples(size(self._drawn) + count, self.should_stop)
+                self.leaving = self.place.any(self.should_stop())
 
     def step(self, tokens: int | None = None, loss: Tensor | float | None = None) -> bool:
-        """Send what is due and apply what has come, after each optimizer step. Return False when the run has ended.
+        """Send what is due and apply what has come, after each optimizer step. Return False when the run has ended, or
+        this program was asked to stop (SIGTERM): then leave the block.
 
         `tokens` is the weight of what the island has trained, by default the number of its samples. All processes of
         an island call this; the loss that is reported is the mean of theirs.
@@ -116,8 +120,9 @@ class Run(Participant):
         self.sync.trained(drawn, tokens)
         value = None if loss is None else whole(torch.as_tensor(loss).detach()).float().mean()
         self.observe(tokens, value, skipped=0)
-        self.after_step()
-        return not self.finished
+        self.after_step(self.should_stop)
+        self.leaving = self.place.any(self.should_stop())
+        return not self.finished and not self.leaving
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Evaluate inside this context: the model holds what all islands agree on, and gets its own values back after

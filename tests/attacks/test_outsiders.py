@@ -75,6 +75,7 @@ def test_who_knows_an_address_reads_nothing_and_enters_no_roster(islands, outsid
     stolen = ticket_in(tmp_path).admission(me.public_key).pack()  # of another run
     assert not any(outsider.publish(run_id, record_of(me, run_id, admission=stolen), me) or [])
     assert b"not among the peers" in outsider.stream()
+    assert not outsider.speaks("/ipfs/kad/1.0.0"), "libp2p's own DHT keeps what strangers say, and tells them addresses"
     with pytest.raises(DirectoryError, match="nobody lets this peer in"):
         Directory.start(Identity.load(tmp_path / "other"), admitted(me), bootstrap=outsider.bootstrap)
     assert rounds_in(islands[0], LOOK_S) and me.peer_id not in roster_of(islands[0])
@@ -184,7 +185,7 @@ def test_tickets_let_in_whom_they_name_and_nobody_else(islands, tmp_path: Path, 
     bound = make_ticket(folder, owner, addresses_of(islands[0]), **usual | {"peer": somebody.public_key})
     once = make_ticket(folder, owner, addresses_of(islands[0]), **usual)
     told = {
-        "for run": joining(stranger.render(), "stranger"),
+        "for another run": joining(stranger.render(), "stranger"),
         "expired": joining(expired.render(), "expired"),
         "for another peer": joining(bound.render(), "bound"),
     }

@@ -20,7 +20,8 @@ from diloco.elastic.runtime.mailbox import CHANNEL, MAX_STREAMS_OF_ONE
 from diloco.errors import TransportError
 from diloco.history.log import newest_state
 from diloco.run.folder import IDENTITY_KEY, OUTER
-from diloco.run.peer import Connection, Peer
+from diloco.run.local import Connection
+from diloco.run.peer import Peer
 
 AT_ONCE = 8
 MORE_THREADS = 3 * 64 + 50  # handshakes of both transports that come and go, and the few that are listened to

@@ -16,7 +16,7 @@ end() {
     exit $code
 }
 
-if [ "$nodes" -eq 1 ]; then             # diloco itself starts the processes of one machine
+if [ "$nodes" -eq 1 ] && [ -z "${DILOCO_TORCHRUN:-}" ]; then     # diloco itself starts the processes of one machine
     "$@" &
     child=$!
     trap 'heard=yes; kill -TERM $child 2>/dev/null' TERM

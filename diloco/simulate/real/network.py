@@ -19,7 +19,7 @@ from diloco.comm.transport.link import Link, Paths
 from diloco.comm.transport.link import Path as Way
 from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Transport
-from diloco.run.peer import Connection
+from diloco.run.local import Connection
 from diloco.simulate.real.faults import Fault
 from diloco.simulate.real.netns import Namespaces, enter
 from diloco.simulate.real.topology import Topology, island_name
