@@ -11,6 +11,7 @@ from diloco.comm.peers.ticket import Ticket
 from diloco.errors import JoinRefused
 from diloco.run.folder import OUTER, remove_if_refused
 from diloco.run.genesis import FILE, Genesis
+from diloco.version import PROTOCOL
 
 FOUR = Path(__file__).parent / "data" / "0.1.0" / "pair" / "island-1" / "outer" / "genesis.json"
 
@@ -69,5 +70,7 @@ def test_a_run_that_speaks_another_protocol():
     """As a member of a run of 0.1.0 gives it to whoever joins."""
     raw, run, *_ = FOUR.read_bytes().split(b"\n")
     genesis = Genesis.given(raw, bytes.fromhex(run.decode()))
-    with pytest.raises(JoinRefused, match=r"^the run speaks protocol 4, this diloco 7: diloco 0\.1\.0 reads it$"):
+    with pytest.raises(
+        JoinRefused, match=rf"^the run speaks protocol 4, this diloco {PROTOCOL}: diloco 0\.1\.0 reads it$"
+    ):
         genesis.configure({})

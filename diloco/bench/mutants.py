@@ -204,6 +204,7 @@ def _suffer(seed: int) -> None:
 def _functions_by_code() -> dict[CodeKey, list[FunctionType]]:
     """Return all functions that are loaded, by file, name and line of their code."""
     found: dict[CodeKey, list[FunctionType]] = {}
+    gc.unfreeze()  # what is frozen is not among the objects
     for each in gc.get_objects():
         if type(each) is FunctionType:
             found.setdefault(_key(each.__code__), []).append(each)
