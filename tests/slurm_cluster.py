@@ -15,6 +15,7 @@ from launched import wait_until
 from diloco.checkpoint.log.replica import vectors_digest
 from diloco.elastic.protocol.ranges import size
 from diloco.history.log import furthest, newest_state, state_of
+from diloco.report.events import Round, of_kind
 from diloco.report.watching import Tail
 
 SCRIPT = Path(__file__).parent / "cluster" / "slurm.sh"
@@ -92,7 +93,7 @@ class SlurmRun:
         """The rounds to which an island has contributed, as it says itself."""
         name = f"island-{number}"
         events = Tail(self.dir / name / "events.jsonl").read()
-        return [event["round"] for event in events if event["event"] == "round" and name in event["contributors"]]
+        return [event.round for event in of_kind(events, Round) if name in event.contributors]
 
     @property
     def last_round(self) -> int:
@@ -102,7 +103,7 @@ class SlurmRun:
         """Let the run end soon: islands go on while the command is on its way, so it may have to be said again."""
         for more in (2000, 8000, 32000):
             events = Tail(self.dir / "island-0" / "events.jsonl").read()
-            steps = max(event["step"] for event in events if event["event"] == "round") + more
+            steps = max(event.step for event in of_kind(events, Round)) + more
             words = (sys.executable, "-m", "diloco", "set", f"runs/{self.name}/island-0", f"inner.steps={steps}")
             if subprocess.run(words, cwd=self.folder, env=self.environment).returncode == 0:
                 return

@@ -12,12 +12,13 @@ from invited import owner_in, ticket_in
 from streams import HERE, until
 
 from diloco.comm.peers.admission import Admission
-from diloco.comm.peers.identity import Identity
+from diloco.comm.peers.identity import SIGNATURE_BYTES, Identity
 from diloco.comm.peers.noticeboard import Noticeboard
 from diloco.comm.peers.record import PeerRecord, encode
 from diloco.comm.transport import rendezvous as module
 from diloco.comm.transport.direct import KNOCK, MAX_HANDSHAKES, DirectTransport
-from diloco.comm.transport.rendezvous import NO, PROOF, RECORDS, SHOW, Rendezvous, pack_shown
+from diloco.comm.transport.frame import pack_header
+from diloco.comm.transport.rendezvous import LEAVE, NO, PROOF, RECORDS, SHOW, Rendezvous, pack_shown
 from diloco.comm.transport.transport import Frame, Stream
 from diloco.errors import RecordRefused, TransportError
 
@@ -111,13 +112,17 @@ def test_of_many_that_are_visited_together_most_tell_their_own_record_only(
     assert visitor.knows(host) and not visitor.knows(other)
 
 
-def shown(visitor: Guest, host: Guest, made: Callable[[bytes], bytes], kind: int = SHOW) -> Frame:
+def shown(visitor: Guest, host: Guest, made: Callable[[bytes], bytes], kind: int = SHOW, then: bytes = b"") -> Frame:
     """What a host answers to one that shows what `made` makes of the certificate that it sees."""
     stream, certificate = host.direct.visit(host.id, *host.place, SOON_S)
     with closing(stream):
         assert stream.receive(timeout_s=SOON_S).kind == PROOF
         stream.send(kind, made(certificate), timeout_s=SOON_S)
-        return stream.receive(timeout_s=SOON_S)
+        answer = stream.receive(timeout_s=SOON_S)
+        if then and answer.kind == RECORDS:
+            stream.send(LEAVE, b"", then, timeout_s=SOON_S)
+            answer = stream.receive(timeout_s=SOON_S)
+        return answer
 
 
 def proof(visitor: Guest, certificate: bytes) -> bytes:
@@ -177,12 +182,69 @@ def test_a_visitor_tells_nobody_else_what_it_was_invited_to(guest: Open) -> None
     assert heard == [b""] and not visitor.rendezvous.refusal
 
 
+def test_who_answers_byte_by_byte_keeps_a_visitor_for_a_while_only(
+    guest: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "VISIT_S", 0.5)
+    host, visitor = guest("host"), guest("visitor")
+    sent: list[int] = []
+    frame = memoryview(pack_header(PROOF, bytes(SIGNATURE_BYTES), b"") + bytes(SIGNATURE_BYTES))
+
+    def drip(stream: Stream) -> None:
+        with suppress(TransportError):
+            for place in range(len(frame)):
+                stream.carrier.wire.write(frame[place : place + 1], None)
+                sent.append(place)
+                time.sleep(0.05)
+        sent.append(-1)
+
+    host.direct.serve_visitors(drip)
+    assert visitor.visit(host) == set()
+    until(lambda: sent and sent[-1] < 0)
+    assert len(sent) < len(frame), "the visitor had hung up"
+
+
 def test_an_objection_keeps_a_visitor_out(guest: Open) -> None:
     host = guest("host", objection=lambda peer, admission: "its ticket was revoked")
     visitor = guest("visitor")
     host.publish()
     assert visitor.visit(host) == set() and visitor.rendezvous.refusal == "its ticket was revoked"
     assert not visitor.board.peers()
+
+
+def test_a_visitor_leaves_nobody_elses_record(guest: Open) -> None:
+    host, other, visitor = guest("host"), guest("other"), guest("visitor")
+    raw = other.publish()
+
+    def leave(certificate: bytes) -> bytes:
+        return pack_shown(*visiting(visitor, certificate))
+
+    answer = shown(visitor, host, leave, then=raw)
+    assert answer.kind == NO and b"another peer" in answer.head and not host.knows(other)
+
+
+def test_members_have_a_place_on_the_board_whoever_has_the_others(guest: Open, tmp_path: Path) -> None:
+    host, ticket = guest("host"), ticket_in(tmp_path / "run", islands=1)
+    stranger, member = (replace_admission(guest(name), ticket) for name in ("stranger", "member"))
+    host.board.take(stranger.publish())
+    with pytest.raises(RecordRefused, match="one too many"):
+        host.board.take(member.publish())
+    host.board.is_member = member.identity.public_key.__eq__
+    host.board.take(member.publish(2))
+    assert host.knows(member)
+
+
+def test_records_of_a_revoked_ticket_take_no_place(guest: Open) -> None:
+    host, visitor = guest("host"), guest("visitor")
+    host.board.is_revoked = lambda admission: admission.invite == visitor.admission.invite
+    with pytest.raises(RecordRefused, match="revoked"):
+        host.board.take(visitor.publish())
+
+
+def test_a_record_that_was_signed_after_its_end_is_refused(guest: Open) -> None:
+    visitor = guest("visitor")
+    with pytest.raises(RecordRefused, match="from the future"):
+        visitor.publish(round_number=1500, expires_s=1.0)  # milliseconds later than now
 
 
 def test_a_cut_holds_on_both_sides(guest: Open) -> None:

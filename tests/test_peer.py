@@ -13,11 +13,12 @@ import pytest
 import yaml
 from conftest import SMALL
 from invited import ticket_in
+from streams import until
 
 from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import ConfigError, DirectoryError
+from diloco.errors import ConfigError, DirectoryError, PeerRefused
 from diloco.run.local import Connection
 from diloco.run.machine import host_towards, listen_host
 from diloco.run.peer import REOPENINGS, REOPENINGS_S, Peer
@@ -113,12 +114,16 @@ def test_peers_meet_at_a_name(peer_of: Callable[..., Peer], tmp_path: Path) -> N
     now, lifetime_s = os.stat(tmp_path).st_mtime, 1e6
     one = peer_of("one", "localhost", Ticket.issue(owner, [], now=now, lifetime_s=lifetime_s))
     two = peer_of("two", "127.0.0.1", Ticket.issue(owner, one.addresses, now=now, lifetime_s=lifetime_s))
-    for peer in (one, two):
-        peer.publish()
+    one.publish()
+    two.publish(expires_s=10.0)
     address = two.find_peers()[one.id]
     assert address.host == "localhost" and one.find_peers()[two.id].host == "127.0.0.1"
     stream = two._direct.connect(address, "hello", timeout_s=10.0)
-    assert one.plain.accept("hello", timeout_s=10.0).peer == two.id
+    accepted = one.plain.accept("hello", timeout_s=10.0)
+    assert accepted.peer == two.id
+    until(lambda: two.id not in one.find_peers())
+    with pytest.raises(PeerRefused):  # as one that has shaken hands while it had a record
+        one._direct.inbox.put("fetch", accepted)
     stream.close()
 
 

@@ -6,6 +6,7 @@ import time
 from contextlib import closing
 
 import pytest
+from events import told
 from launched import wait_until
 
 from diloco.bench.soak import measure
@@ -97,8 +98,8 @@ def test_a_stopped_island_cannot_work_until_it_proceeds(island):
     island.start(python("import time; time.sleep(600)"), {})
     assert not island.able  # it has not reported that it trains
     island.folder.mkdir()
-    (island.folder / "events.jsonl").write_text('{"event": "start", "time": 1}\n')
-    assert [event["event"] for event in island.events()] == ["start"] and island.able
+    (island.folder / "events.jsonl").write_text(json.dumps(told("start", at=1.0).plain()) + "\n")
+    assert [event.kind for event in island.events()] == ["start"] and island.able
     island.stop(daemon_too=True)
     assert not island.able and island.running
     island.proceed()

@@ -58,7 +58,7 @@ def test_refuses_the_rest_with_an_example(parse, text, complaint):
 def test_formats_for_reading():
     assert format_count(984_448) == "984k"
     assert format_count(12) == "12"
-    assert format_count(999_999) == "1M" and format_size(1_040_000) == "1020 KiB"  # never 1e+03
+    assert format_count(999_999) == "1M" and format_size(1_040_000) == "1016 KiB"  # never 1e+03
     assert format_rate(20e6) == "20 mbit/s"
     assert format_size(3 * 2**30) == "3 GiB"
     assert [format_duration(s) for s in (0.44, 48, 185, 7800)] == ["0.4 s", "48 s", "3:05 min", "2:10 h"]

@@ -5,6 +5,7 @@ What is taken here was signed by an island that the run's owner has invited, and
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 from diloco.comm.peers.admission import Admission, check_admission
@@ -14,6 +15,8 @@ from diloco.comm.peers.record import LIFETIME_LIMIT_S, PeerRecord, authenticate,
 from diloco.errors import IdentityError, RecordRefused, TicketError
 
 MAX_RECORDS = 1000  # of all peers together
+CLOCKS_APART_MS = 5000  # the run's clock is that of the first: it goes at another rate
+FORGET_S = 26 * 3600.0  # after which no record can be valid that was signed before
 
 
 class Noticeboard:
@@ -24,6 +27,8 @@ class Noticeboard:
         self._lock = threading.Lock()
         self._signed: dict[bytes, tuple[PeerRecord, bytes]] = {}  # by public key
         self._sequences: dict[bytes, int] = {}  # of records that have expired, too
+        self.is_member: Callable[[bytes], bool] = lambda key: False  # members have a place, whoever else has one
+        self.is_revoked: Callable[[Admission], bool] = lambda admission: False
 
     def take(self, raw: object, key: object = None) -> PeerRecord:
         """Return the record in these bytes and keep it, if it is valid now and of this run, and no newer one was seen.
@@ -42,6 +47,9 @@ class Noticeboard:
             self._refuse_one_too_many(record)
             self._signed[record.public_key] = record, raw
             self._sequences[record.public_key] = record.sequence
+            if len(self._sequences) > 2 * MAX_RECORDS:
+                oldest = 1000 * (RUN_CLOCK.now() - FORGET_S)
+                self._sequences = {key: last for key, last in self._sequences.items() if last > oldest}
         return record
 
     def peers(self) -> dict[bytes, PeerRecord]:
@@ -75,11 +83,14 @@ class Noticeboard:
             del self._signed[key]
 
     def _refuse_one_too_many(self, record: PeerRecord) -> None:
-        if record.public_key in self._signed:
+        if record.public_key in self._signed or self.is_member(record.public_key):
             return
-        invites = Counter(_admission_in(known).invite for known, _ in self._signed.values())
-        invite = _admission_in(record).invite
-        if len(self._signed) >= MAX_RECORDS or invites[invite] >= invite.islands:
+        admission = _admission_in(record)
+        if self.is_revoked(admission):
+            raise RecordRefused("revoked", "its ticket was revoked")
+        others = [known for key, (known, _) in self._signed.items() if not self.is_member(key)]
+        invites = Counter(_admission_in(known).invite for known in others)
+        if len(others) >= MAX_RECORDS or invites[admission.invite] >= admission.invite.islands:
             raise RecordRefused("one too many", "the places of its ticket are taken")
 
 
@@ -112,3 +123,5 @@ def check_times(record: PeerRecord) -> None:
     check_not_too_long(record, RUN_CLOCK.now())
     if record.expires_ms - record.sequence > 1000 * LIFETIME_LIMIT_S:  # by its own clock: no skew excuses it
         raise RecordRefused("expiry too far", "it is to be kept for longer than an hour")
+    if record.sequence > min(record.expires_ms, 1000 * RUN_CLOCK.now() + CLOCKS_APART_MS):
+        raise RecordRefused("from the future", "it was signed later than now")

@@ -15,6 +15,7 @@ Everything is bounded, and a visitor without an admission reads nothing but PROO
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,13 +27,14 @@ from diloco.comm.peers.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identi
 from diloco.comm.peers.noticeboard import MAX_RECORDS, Noticeboard
 from diloco.comm.peers.record import RECORD_LIMIT
 from diloco.comm.transport.direct import DirectTransport
-from diloco.comm.transport.transport import Frame, Stream
+from diloco.comm.transport.transport import Frame, Stream, closed_after
 from diloco.errors import FrameError, IdentityError, PeerRefused, RecordRefused, TicketError, TransportError, WrongPeer
 
 PROOF, SHOW, MEET, RECORDS, LEAVE, YES, NO = 1, 2, 3, 4, 5, 6, 7
 SERVING_CONTEXT, VISITING_CONTEXT = b"diloco rendezvous 1\0", b"diloco visitor 1\0"
 CONNECT_S = 3.0
 ASK_S = 10.0
+VISIT_S = 20.0  # for all of a visit: who answers byte by byte keeps nobody for longer
 AT_ONCE = 16  # visits
 TELL_ALL = 4  # of those who are visited together: enough to hear of everybody
 REASON_BYTES = 200
@@ -49,14 +51,18 @@ class Rendezvous:
     def __init__(
         self, direct: DirectTransport, identity: Identity, admission: Admission, board: Noticeboard, *,
         objection: Callable[[str, Admission], str] = lambda peer, admission: "",
-        is_cut: Callable[[str], bool] = lambda peer: False,
+        is_cut: Callable[[str], bool] = lambda peer: False, when_left: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
+        """`when_left` is called when a visitor has left its record: it is about to open streams, and looks into the
+        directory may have to wait for p2pd."""
+        self._when_left = when_left
         self._direct, self._identity, self._admission, self._board = direct, identity, admission.pack(), board
         self._objection, self._is_cut = objection, is_cut
         self._own_certificate = direct.address("").certificate_der
         self._proof = identity.sign(SERVING_CONTEXT + self._own_certificate)
         self.told: set[str] = set()  # of whom it has first heard on a visit, until it has visited them, too
         self.refusal = ""  # why another one did not let this one in, as it says itself
+        self.refused_by: dict[str, tuple[str, float]] = {}  # who has said so last, what, and when
         direct.serve_visitors(self._serve)
 
     # whoever wants to get in
@@ -73,14 +79,19 @@ class Rendezvous:
             let_in = {peer for peer, answer in zip(places, answers, strict=True) if answer}
         if let_in:
             self.refusal = ""
+            self.refused_by.clear()
         return let_in
 
     def _visit_anywhere(self, kind: int, peer: str, places: Sequence[HostPort]) -> bool:
+        deadline = time.monotonic() + VISIT_S
         for host, port in places:
+            if time.monotonic() > deadline:
+                break
             try:
                 self._visit(kind, peer, host, port)
             except PeerRefused as refused:
                 self.refusal = str(refused)
+                self.refused_by[peer] = self.refusal, time.monotonic()
                 return False
             except (TransportError, IdentityError, ValueError) as error:  # ValueError: bytes that are no records
                 log.info("%s does not let one in at %s:%d: %s", peer, host, port, error)
@@ -92,7 +103,7 @@ class Rendezvous:
         if self._is_cut(peer):
             raise TransportError("the link is cut")
         stream, certificate = self._direct.visit(peer, host, port, CONNECT_S)
-        with closing(stream):
+        with closing(stream), closed_after(stream, VISIT_S):
             proof = stream.receive(_nothing, timeout_s=ASK_S)
             if proof.kind != PROOF or not verify(public_key_in(peer), proof.head, SERVING_CONTEXT + certificate):
                 raise WrongPeer(f"{peer}: another one answers there")
@@ -120,10 +131,14 @@ class Rendezvous:
     # whoever lets others in
 
     def _serve(self, stream: Stream) -> None:
+        with closed_after(stream, VISIT_S):
+            self._receive(stream)
+
+    def _receive(self, stream: Stream) -> None:
         stream.send(PROOF, self._proof, timeout_s=ASK_S)
         try:
             shown = stream.receive(_nothing, timeout_s=ASK_S)
-            visitor = self._checked(shown)
+            key = self._checked(shown)
         except TicketError as error:
             stream.send(NO, str(error).encode()[:REASON_BYTES], timeout_s=ASK_S)
             raise PeerRefused(str(error)) from None
@@ -133,15 +148,15 @@ class Rendezvous:
         stream.send(RECORDS, now, pack_records(told), timeout_s=ASK_S)
         left = stream.receive(_one_record, timeout_s=ASK_S)  # most who only look hang up here
         try:
-            if peer_id_of(self._board.take(bytes(left.payload)).public_key) != visitor:
-                raise FrameError(f"{visitor} leaves a record that is not its own")
+            self._board.take(bytes(left.payload), key)  # its own and nobody else's
+            self._when_left()
         except RecordRefused as refused:
             stream.send(NO, str(refused).encode()[:REASON_BYTES], timeout_s=ASK_S)
         else:
             stream.send(YES, timeout_s=ASK_S)
 
-    def _checked(self, shown: Frame) -> str:
-        """Return the id of a visitor, if it holds the key that the run's owner has let in; else raise TicketError."""
+    def _checked(self, shown: Frame) -> bytes:
+        """Return the key of a visitor, if it holds it and the run's owner has let it in; else raise TicketError."""
         try:
             key, admission, signature = read_shown(shown.head)
         except packing.Malformed as error:
@@ -153,7 +168,7 @@ class Rendezvous:
             raise FrameError("the link is cut")
         if objection := self._objection(visitor, checked):
             raise TicketError(objection)
-        return visitor
+        return key
 
 
 def pack_shown(key: bytes, admission: bytes, signature: bytes) -> bytes:

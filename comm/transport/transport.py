@@ -252,6 +252,11 @@ class Inbox:
         for stream in streams:
             stream.close()
 
+    def peers(self) -> set[str]:
+        """Return with whom there are streams, accepted or not."""
+        with self._changed:
+            return {stream.peer for stream in self._open}
+
     def take(self, channel: str, timeout_s: float | None) -> Stream:
         """Wait for a stream on this channel and remove it.
 
@@ -341,10 +346,23 @@ def refusal(reason: str) -> bytes:
     return pack_header(HELLO, head, b"") + head
 
 
+@contextmanager
+def closed_after(stream: Stream, seconds: float) -> Iterator[None]:
+    """Close a stream that is still used after so many seconds: who sends byte by byte keeps nobody for longer."""
+    timer = threading.Timer(seconds, stream.close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def read_channel(stream: Stream, timeout_s: float) -> str:
     """Greet as the accepting side, once it knows who the other is, and return the channel that the other names."""
-    stream.send_reserved(HELLO, timeout_s=timeout_s)
-    return hear_channel(stream, timeout_s)
+    with closed_after(stream, timeout_s):
+        stream.send_reserved(HELLO, timeout_s=timeout_s)
+        return hear_channel(stream, timeout_s)
 
 
 def hear_channel(stream: Stream, timeout_s: float | None) -> str:

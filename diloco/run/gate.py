@@ -16,6 +16,7 @@ from diloco.elastic.protocol.state import RunState
 
 PLACE_S = 60.0  # for which one that is no member keeps its place after it was let in last
 TAKEN_OUT = "the run's owner has taken it out"  # islands of one version say so to each other
+MAX_REFUSED = 1000  # of whom it is remembered
 MEMBERS = (Right.CONTRIBUTE, Right.WITNESS)
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Gate:
         self._let_in.pop(peer, None)
         if self._refused.get(peer) != reason:
             self._refused[peer] = reason
+            if len(self._refused) > MAX_REFUSED:  # a ticket can make any number of keys
+                del self._refused[next(iter(self._refused))]
             log.warning("%s is kept out: %s", record.name, reason)
         return False
 
@@ -83,6 +86,11 @@ class Gate:
         """Tell whether a peer was ever a member: it may connect when its record has long expired."""
         state = self._state()
         return state is not None and peer in state.invites
+
+    def is_revoked(self, admission: Admission) -> bool:
+        """Return whether the owner has revoked the invite behind an admission."""
+        state = self._state()
+        return state is not None and admission.invite.key.hex() in state.revoked
 
     @property
     def kept_out(self) -> set[str]:

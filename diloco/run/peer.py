@@ -44,6 +44,8 @@ PUBLISH_S = 15.0
 EXPIRES_S = 60.0
 ASK_OTHERS_S = 15.0  # between questions to others; what is here is looked at every second
 OVERDUE_S = 2 * PUBLISH_S  # a record that was not renewed for so long: its peer is dialled
+REFUSED_S = 120.0  # for which a refusal counts: dials are a minute apart at most
+LINGER_S = 120.0  # that streams outlive the record of one that is no member
 REOPENINGS, REOPENINGS_S = 5, 60.0  # p2pd is started again so many times within so long
 SAY_AGAIN_S = 60.0
 
@@ -73,10 +75,15 @@ class Peer(LocalPeer):
         self._told_reached = ""
         self._gate = Gate(lambda: self.state())
         self._watchers: frozenset[str] = frozenset()
+        self._auto: AutoTransport | None = None
+        self._letting_in = threading.Lock()
+        self._allowed_at: dict[str, float] = {}  # when each that has streams was last allowed to
         self._redial = Redial()
         self._reopened_at: list[float] = []
         self._said: dict[str, float] = {}
         self._board, inbox = Noticeboard(self.run_id), Inbox()
+        self._board.is_member = lambda key: key == self.identity.public_key or self._gate.knows(peer_id_of(key))
+        self._board.is_revoked = self._gate.is_revoked
         inbox.may_open = self._may_open
         listen = listen_host(connection.host)
         if connection.port:  # said here and now: of a daemon that cannot listen, others hear only that nobody answers
@@ -85,7 +92,7 @@ class Peer(LocalPeer):
         self._direct = self._listen(listen, port + 1, inbox)
         self._rendezvous = Rendezvous(
             self._direct, self.identity, self.admission, self._board,
-            objection=self._objection, is_cut=connection.is_cut,
+            objection=self._objection, is_cut=connection.is_cut, when_left=self._let_known_in,
         )  # fmt: skip
         self._others = Neighbours(self.id, self._book, ticket, connection, self._board, self._rendezvous)
         try:
@@ -228,6 +235,16 @@ class Peer(LocalPeer):
             self.directory.peers(ask_others=ask_others)  # what they say is on the board then
         except DirectoryError as error:
             self._say_once("cannot look into the directory", error)
+        found = self._let_known_in()
+        self._drop_others()
+        return {peer: address_of(peer, record) for peer, record in found.items()}
+
+    def _let_known_in(self) -> dict[str, PeerRecord]:
+        """Let those connect whose records are on the board, and return these. Any thread may call it."""
+        with self._letting_in:
+            return self._let_in()
+
+    def _let_in(self) -> dict[str, PeerRecord]:
         found = {peer_id_of(key): record for key, record in self._board.peers().items()}
         found.pop(self.id, None)
         watchers = {peer: record for peer, record in found.items() if self._gate.may_watch(peer, record)}
@@ -239,14 +256,26 @@ class Peer(LocalPeer):
         self.records = {peer: record for peer, record in before.items() if self._gate.may_speak(peer, record)} | found
         self._keep_names({peer: record.name for peer, record in found.items()})
         self._watchers = frozenset(watchers)
-        self._auto.allow(address_of(peer, record) for peer, record in (self.records | watchers).items())
-        for peer in self._gate.kept_out:
-            self._direct.inbox.drop(peer)  # again and again: it may have been about to open another one
-        return {peer: address_of(peer, record) for peer, record in found.items()}
+        if self._auto is not None:  # else it is not open yet
+            self._auto.allow(address_of(peer, record) for peer, record in (self.records | watchers).items())
+        return found
+
+    def _drop_others(self) -> None:
+        """Close the streams of those who are kept out, and of those who have long had no record and are no members.
+
+        Again and again: one may have been about to open another one.
+        """
+        now, inbox = time.monotonic(), self._direct.inbox
+        open_to, kept_out = inbox.peers() - {self.id}, self._gate.kept_out
+        allowed = self.records.keys() | self._watchers
+        self._allowed_at = {peer: now if peer in allowed else self._allowed_at.get(peer, now) for peer in open_to}
+        for peer in open_to:
+            if peer in kept_out or now - self._allowed_at[peer] > LINGER_S:
+                inbox.drop(peer)
 
     def _may_open(self, peer: str, channel: str) -> bool:
-        """Tell whether a peer may open a stream: one that only watches may ask for the status, and nothing else."""
-        return channel == STATUS_CHANNEL or peer not in self._watchers
+        """Tell whether a peer may open a stream now: one that only watches may ask for the status, and nothing else."""
+        return peer in self.records or (channel == STATUS_CHANNEL and peer in self._watchers)
 
     def _is_member(self, peer: str) -> bool:
         state = self.state()
@@ -256,6 +285,16 @@ class Peer(LocalPeer):
         super().watch(know, fail)
         reachable = Reachability(self._relay, self._known, self.name_of, self._reached_otherwise)
         threading.Thread(target=reachable.watch, args=(self._stop,), name="reachable", daemon=True).start()
+        threading.Thread(target=self._look_for_lost, name="visits", daemon=True).start()
+
+    def _look_for_lost(self) -> None:
+        """Dial and visit on a thread of its own: who answers slowly must not keep this island from all others."""
+        while not self._stop.wait(LOOK_S):
+            try:
+                if self.reach_lost(time.monotonic()):
+                    self._publish_soon.set()  # they have not heard of us
+            except OSError as error:
+                self._say_once("cannot dial others", error)
 
     def _known(self) -> dict[str, PeerAddress]:
         return {peer: address_of(peer, record) for peer, record in self.records.items()}
@@ -279,11 +318,11 @@ class Peer(LocalPeer):
                 if (refusal := self._refusal) and refusal != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
-                if self._is_taken_out(refusal, since):
+                if self._is_taken_out(since):
                     fail(Evicted(EVICTED))
                     return
-                if self.reach_lost(time.monotonic()) or self._publish_soon.is_set():
-                    published = -PUBLISH_S  # they have not heard of us, or of our relay
+                if self._publish_soon.is_set():  # others have not heard of us, or of our relay
+                    published = -PUBLISH_S
                     self._publish_soon.clear()
                 if time.monotonic() - published > PUBLISH_S and self._publish_again():
                     published = time.monotonic()
@@ -318,11 +357,13 @@ class Peer(LocalPeer):
             self._said[text] = now
             log.warning("%s: %s", self.connection.name, text)
 
-    def _is_taken_out(self, refusal: str, since: float) -> bool:
-        """Tell whether the owner has taken this island out while it was away, as others say and none contradicts: a
-        liar alone could not keep those silent that would let it in."""
+    def _is_taken_out(self, since: float) -> bool:
+        """Tell whether the owner has taken this island out while it was away, as members have just said and none
+        contradicts: a liar alone could not keep those silent that would let it in."""
+        now, said = time.monotonic(), list(self._rendezvous.refused_by.items())
+        lately = [peer for peer, (reason, at) in said if reason == TAKEN_OUT and now - at < REFUSED_S]
         heard_at = max((since, *self._renewed_at.values()))
-        return refusal == TAKEN_OUT and time.monotonic() - heard_at > OVERDUE_S
+        return any(map(self._gate.knows, lately)) and now - heard_at > OVERDUE_S
 
     def reach_lost(self, now: float) -> bool:
         """Dial those whose records are overdue, as often as their turns come, and visit those of whom others have told;
