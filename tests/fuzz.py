@@ -21,7 +21,7 @@ import types
 import typing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -401,6 +401,26 @@ def amendments() -> Decoder:
     return Decoder(texts, read, (), 4 << 20, mutate_json, 0.5)
 
 
+def histories() -> Decoder:
+    """What a newcomer takes from a member, as far as to what people are shown of it."""
+    from diloco.checkpoint.log.history import ContributionHeader, RoundHeader, chain_of, headers_in
+    from diloco.cli.history import cells_of
+    from diloco.history.rounds import RunHistory
+    from diloco.run.names import Names
+
+    parts = (ContributionHeader("A", 10, 2, 10, 0.5, 7), ContributionHeader("B", 10, 2, 10, late=True))
+    made = RoundHeader("ab" * 32, "cd" * 32, 3, 1_800_000_000_000, 6, 0, 20, 60, 100, parts, 2, joined=("B",))
+    changed = replace(made, amendment=1, changes='{"inner.lr": 0.1}', left=("C",), silent=("C",), exchange_ms=9)
+
+    def read(raw: bytes) -> None:
+        found = RunHistory(chain_of(headers_in(raw)), Names({}), None)
+        for header in found.rounds:
+            " ".join(cells_of(found, header).values()).encode()
+        json.dumps(found.plain(), allow_nan=False)
+
+    return Decoder([made.line(), changed.line()], read, (), 4 << 20, mutate_json, 0.9)
+
+
 @cache
 def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory()  # it lives as long as the process
@@ -504,6 +524,7 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
     "states": states,
     "amendments": amendments,
     "genesis": genesis,
+    "histories": histories,
     "peer records": peer_records,
     "tickets": tickets,
     "admissions": admissions,

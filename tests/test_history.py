@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import pytest
 from alone import train
@@ -15,8 +16,10 @@ from diloco.checkpoint.log.history import (
     HistoryFile,
     RoundHeader,
     chain_of,
+    headers_in,
     read_headers,
 )
+from diloco.cli.history import show
 from diloco.history.rounds import RunHistory, history_of
 from diloco.report.tables import aligned
 from diloco.run.names import Names
@@ -69,6 +72,42 @@ def test_a_disk_that_refuses_loses_no_header_once_it_takes_them_again(tmp_path):
     (tmp_path / HISTORY).rmdir()
     file.append(header(2))
     assert rounds(read_headers(tmp_path)) == [1, 2]
+
+
+HOSTILE = {
+    "a loss of 400 digits": {"contributions": [{**asdict(header(1).contributions[0]), "loss": 10**400}]},
+    "tokens of 400 digits": {"tokens": 10**400},
+    "a loss that is no number": {"contributions": [{**asdict(header(1).contributions[0]), "loss": float("nan")}]},
+    "a loss without end": {"contributions": [{**asdict(header(1).contributions[0]), "loss": float("inf")}]},
+    "committed in a year that no calendar has": {"time_ms": 2**63 - 1},
+    "committed before there were people": {"time_ms": -(2**62)},
+    "a name that no terminal can be sent": {"joined": ["\ud800"]},
+    "no list of contributions": {"contributions": 7},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_header_that_a_peer_has_made_up_is_passed_over(what, tmp_path):
+    """Whoever joins takes headers from a member, and everybody may look at them for ever after."""
+    lines = header(1).line() + json.dumps({**asdict(header(2)), **HOSTILE[what]}).encode() + b"\n" + header(3).line()
+    assert headers_in(lines) == [header(1), header(3)]
+    (tmp_path / HISTORY).write_bytes(lines)
+    assert len(show(history_of([tmp_path]), tmp_path, "run")) > 2
+
+
+def test_lines_that_nest_without_end_are_passed_over():
+    assert headers_in(b"[" * 100_000 + b"\n" + header(1).line()) == [header(1)]
+
+
+def test_the_largest_figures_that_are_taken_can_be_shown(tmp_path):
+    most, part = 2**63 - 1, replace(header(1).contributions[0], tokens=2**63 - 1, weight=2**63 - 1, loss=9e18)
+    large = replace(
+        header(1), time_ms=2**47 - 1, tokens=most, total_tokens=most, size=most, step=most, contributions=(part,) * 9
+    )
+    assert headers_in(large.line()) == [large]
+    (tmp_path / HISTORY).write_bytes(large.line())
+    found = history_of([tmp_path])
+    assert len(show(found, tmp_path, "run")) > 2 and json.dumps(found.plain(), allow_nan=False)
 
 
 def test_the_chain_is_that_of_the_last_header():

@@ -7,7 +7,6 @@ the log. A line that is torn or no JSON is passed over. Nothing heavy is importe
 
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -19,6 +18,9 @@ HISTORY = "history.jsonl"  # in an island's log folder
 MOST_ISLANDS = 1 << 16
 GIVEN_BYTES = 8 << 20  # of the end of a history, to whoever joins
 DIGEST = re.compile(rb'^\{"digest": "([0-9a-f]{64})"')  # each line begins so
+SURROGATES = re.compile(r"[\ud800-\udfff]")  # no output takes them
+MOST = 2**63
+MOST_MS = 2**47  # since 1970: in the year 6429, which every calendar still has
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +75,19 @@ class RoundHeader:
 
 
 def header_in(line: object) -> RoundHeader | None:
-    """Return the header in a parsed line; None for what is none. Fields that are not known here are ignored."""
+    """Return the header in a parsed line; None for what is none. Fields that are not known here are ignored.
+
+    Others may have written the line: whatever it holds, nothing is raised, and what is returned can be shown.
+    """
     if not isinstance(line, dict):
         return None
     try:
         parts = tuple(ContributionHeader(**_known(ContributionHeader, part)) for part in line["contributions"])
-        return RoundHeader(**{**_known(RoundHeader, line), "contributions": parts})
+        found = RoundHeader(**{**_known(RoundHeader, line), "contributions": parts})
     except (TypeError, KeyError, AttributeError):
         return None
+    times = (found.time_ms, found.collect_ms, found.exchange_ms)
+    return found if all(0 <= each < MOST_MS for each in times) else None
 
 
 def _known(kind: type[ContributionHeader] | type[RoundHeader], line: dict[str, Any]) -> dict[str, Any]:
@@ -94,14 +101,16 @@ def _known(kind: type[ContributionHeader] | type[RoundHeader], line: dict[str, A
 
 def _fits(value: object, hint: Any) -> bool:
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    if hint in (str, bool):
-        return isinstance(value, hint)
-    if float in get_args(hint):
-        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str) and SURROGATES.search(value) is None
+    if float in get_args(hint):  # bounded before anything is computed: an integer may have hundreds of digits
+        return value is None or (isinstance(value, int | float) and abs(value) < MOST)
     if not isinstance(value, list) or len(value) > MOST_ISLANDS:
         return False
-    return str not in get_args(hint) or all(isinstance(each, str) for each in value)
+    return str not in get_args(hint) or all(_fits(each, str) for each in value)
 
 
 HINTS = {kind: get_type_hints(kind) for kind in (ContributionHeader, RoundHeader)}
@@ -178,8 +187,8 @@ def headers_in(raw: bytes) -> list[RoundHeader]:
     for line in raw.split(b"\n"):
         try:
             header = header_in(json.loads(line))
-        except ValueError:
-            continue  # torn, or the empty end
+        except (ValueError, RecursionError):
+            continue  # torn, nested without end, or the empty end
         if header is not None:
             found.append(header)
     return found
