@@ -8,6 +8,7 @@ from situations import BEGAN, Situation
 from diloco.report.events import IslandNews
 from diloco.report.status import IslandStatus, RunStatus
 from diloco.report.why import Facts, why_island, why_now, why_round
+from diloco.units import format_duration
 
 THREE = "islands A B C\nuntil A commits round 4\n"
 QUORUM = "islands A B C\npartition quorum\nuntil A commits round 3\n"
@@ -122,6 +123,14 @@ def test_each_round_has_its_sentence(situation):
     found = why_round(Situation(script).facts("A"), number)
     for part in expected:
         assert any(part in sentence for sentence in found), found
+
+
+def test_a_number_that_was_counted_twice_means_the_last_round_of_it():
+    """A run that was resumed with other settings counts anew: `diloco log` shows both, the later one below."""
+    rounds = Situation(THREE).facts("A").rounds
+    again = [replace(each, exchange_ms=90_000) for each in rounds]
+    said = why_round(Facts(rounds=[*rounds, *again]), 3)
+    assert any(f"{format_duration(90)} in the exchange" in sentence for sentence in said), said
 
 
 # what only the processes can measure

@@ -67,7 +67,8 @@ def why_island(facts: Facts, name: str) -> list[str]:
 
 def why_round(facts: Facts, number: int) -> list[str]:
     """Return why a round took as long as it did, who was missing in it, and what it changed."""
-    at = next((place for place, each in enumerate(facts.rounds) if each.round == number), None)
+    # a run that was resumed with other settings has counted anew: the last one of this number is meant
+    at = max((place for place, each in enumerate(facts.rounds) if each.round == number), default=None)
     if at is None:
         last = facts.rounds[-1].round if facts.rounds else 0
         return [f"round {number} is not known here: the last one is round {last}"]
