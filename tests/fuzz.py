@@ -418,7 +418,7 @@ def histories() -> Decoder:
             " ".join(cells_of(found, header).values()).encode()
         json.dumps(found.plain(), allow_nan=False)
 
-    return Decoder([made.line(), changed.line()], read, (), 4 << 20, mutate_json, 0.9)
+    return Decoder([made.line(), changed.line()], read, (), 4 << 20, mutate_json, 0.9, cost=10)
 
 
 @cache

@@ -14,10 +14,13 @@ from diloco.checkpoint.log.history import (
     HISTORY,
     ContributionHeader,
     HistoryFile,
+    Line,
+    Move,
     RoundHeader,
     chain_of,
     headers_in,
     read_headers,
+    read_history,
 )
 from diloco.cli.history import show
 from diloco.history.rounds import RunHistory, history_of
@@ -44,33 +47,33 @@ def rounds(found: list[RoundHeader]) -> list[int]:
 def test_what_is_written_is_read_back_and_nothing_is_there_twice(tmp_path):
     file = HistoryFile(tmp_path)
     for number in (1, 2, 2):
-        file.append(header(number))
+        file.append([header(number)])
     again = HistoryFile(tmp_path)
     assert not again.lacks(digest(2)) and again.lacks(digest(3))
-    again.append(header(2))
-    again.append(header(3))
+    again.append([header(2)])
+    again.append([header(3)])
     again.sync()
     assert read_headers(tmp_path) == [header(1), header(2), header(3)]
 
 
 def test_a_torn_line_is_cut_off_and_garbage_is_passed_over(tmp_path):
-    HistoryFile(tmp_path).append(header(1))
+    HistoryFile(tmp_path).append([header(1)])
     with (tmp_path / HISTORY).open("ab") as file:
         file.write(b"\0" * 100 + b"\n" + header(2).line()[:-20])
     assert rounds(read_headers(tmp_path)) == [1]
     file = HistoryFile(tmp_path)
-    file.append(header(2))
+    file.append([header(2)])
     assert rounds(read_headers(tmp_path)) == [1, 2]
 
 
 def test_a_disk_that_refuses_loses_no_header_once_it_takes_them_again(tmp_path):
     file = HistoryFile(tmp_path)
     (tmp_path / HISTORY).mkdir()  # no file can be written there, not even by root
-    file.append(header(1))
+    file.append([header(1)])
     with pytest.raises(OSError, match="1 headers could not be written"):
         file.sync()
     (tmp_path / HISTORY).rmdir()
-    file.append(header(2))
+    file.append([header(2)])
     assert rounds(read_headers(tmp_path)) == [1, 2]
 
 
@@ -113,6 +116,55 @@ def test_the_largest_figures_that_are_taken_can_be_shown(tmp_path):
 def test_the_chain_is_that_of_the_last_header():
     one, other = [header(number) for number in (1, 2, 3)], [header(2, "b", digest(1)), header(3, "b")]
     assert chain_of([*one, *other]) == [one[0], *other]
+
+
+def branched(tmp_path, *more: RoundHeader) -> list[Line]:
+    """Rounds 1 to 10, five of a branch that is undone, and the whole state of round 25 of another one."""
+    file = HistoryFile(tmp_path)
+    file.append([header(number) for number in range(1, 11)])
+    file.append([header(11, "b", digest(10)), *(header(number, "b") for number in range(12, 16))])
+    file.move(Move(digest(25), 25))
+    file.append(more)
+    return read_history(tmp_path)
+
+
+def test_rounds_that_a_branch_has_undone_are_not_shown_as_the_chain(tmp_path):
+    found = branched(tmp_path, header(26), header(27))
+    assert rounds(chain_of(found)) == [26, 27]
+    others = [header(number) for number in range(11, 26)]
+    assert chain_of(found, others) == [header(number) for number in range(1, 28)]
+
+
+def test_a_move_that_is_the_last_that_happened_ends_the_chain(tmp_path):
+    found = branched(tmp_path)
+    assert chain_of(found) == [] and rounds(chain_of(found, [header(25)])) == [25]
+
+
+def test_headers_that_are_given_afterwards_fill_the_gap_and_end_nothing(tmp_path):
+    found = branched(tmp_path, header(26), *(replace(header(number), added=True) for number in range(11, 26)))
+    assert rounds(chain_of(found)) == list(range(1, 27))
+    again = HistoryFile(tmp_path)
+    again.append([header(27)])
+    assert rounds(chain_of(read_history(tmp_path))) == list(range(1, 28))
+    assert sum(isinstance(line, Move) for line in read_history(tmp_path)) == 1
+
+
+def test_a_move_that_a_crash_has_cost_is_seen_by_the_parent_of_the_next_round(tmp_path):
+    HistoryFile(tmp_path).append([header(1), header(2)])
+    HistoryFile(tmp_path).append([header(6, "b")])
+    assert rounds(chain_of(read_history(tmp_path))) == [6]
+
+
+def test_going_back_to_an_own_record_undoes_what_came_after_it(tmp_path):
+    file = HistoryFile(tmp_path)
+    file.append([header(number) for number in (1, 2, 3)])
+    file.move(Move(digest(2), 2))
+    assert rounds(chain_of(read_history(tmp_path))) == [1, 2]
+
+
+def test_a_gap_is_never_bridged_to_a_round_with_more_tokens():
+    heavy = replace(header(2), total_tokens=1000)
+    assert rounds(chain_of([header(1), heavy, header(6), header(7)])) == [1, 6, 7]
 
 
 def test_a_gap_is_filled_by_others_or_stays_one():

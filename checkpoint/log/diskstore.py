@@ -11,12 +11,12 @@ After the disk has refused something, and after a move to another branch, there 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.log.history import HistoryFile, RoundHeader, end_of_history
+from diloco.checkpoint.log.history import HistoryFile, Move, RoundHeader, end_of_history
 from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.library import Item, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
@@ -45,7 +45,8 @@ class Job:
     moves: tuple[str, int] | None = None
     rotate: bool = False
     act: Callable[[], None] | None = None
-    header: RoundHeader | None = None
+    headers: tuple[RoundHeader, ...] = ()
+    branches: Move | None = None
 
 
 class DiskStore(Store):
@@ -119,13 +120,14 @@ class DiskStore(Store):
     def lacks_header(self, record: str) -> bool:
         return self._history.lacks(record)
 
-    def keep_header(self, header: RoundHeader) -> None:
-        self._hand_in(Job(header=header))
+    def keep_headers(self, headers: Sequence[RoundHeader]) -> None:
+        self._hand_in(Job(headers=tuple(headers)))
 
     def given_history(self) -> bytes | None:
         return end_of_history(self.folder)
 
     def follow(self, version: str, round: int) -> None:
+        self._hand_in(Job(branches=Move(version, round)))
         self._hand_in(Job(moves=(version, round), rotate=True))
 
     def record_digest(self, version: str, digest: str) -> None:
@@ -270,8 +272,11 @@ class DiskStore(Store):
                 job.act()
 
     def _write(self, job: Job) -> None:
-        if job.header is not None:
-            self._history.append(job.header)
+        if job.branches is not None:
+            self._history.move(job.branches)
+        if job.headers:
+            self._history.append(job.headers)
+        if job.branches is not None or job.headers:
             return
         if self._segment is None:
             self._keep_in_mind(job)

@@ -1,8 +1,9 @@
 """The headers of all rounds that an island has ever committed: a file that only grows, whatever is pruned of the log.
 
-Each line of `history.jsonl` is a `RoundHeader`. The log itself is what is durable; a header is written after its
-record, without waiting for the disk, and synced before the record is pruned. What a crash has cost is added again from
-the log. A line that is torn or no JSON is passed over. Nothing heavy is imported here: commands that only look read it.
+Each line of `history.jsonl` is a `RoundHeader`, or a `Move` to another branch. The log itself is what is durable; a
+header is written after its record, without waiting for the disk, and synced before the record is pruned. What a crash
+has cost is added again from the log. A line that is torn or no JSON is passed over. Nothing heavy is imported here:
+commands that only look read it.
 """
 
 import json
@@ -60,6 +61,7 @@ class RoundHeader:
     changes: str = ""  # what it changes, as it was signed
     collect_ms: int = 0  # from the commit before to its *begin*, as its coordinator measured; 0: not known
     exchange_ms: int = 0  # and from that to its commit
+    added: bool = False  # afterwards, out of order: by whoever gave it, or from the log
     v: int = 1
 
     @property
@@ -72,6 +74,24 @@ class RoundHeader:
     def line(self) -> bytes:
         """Return it as a line of the file."""
         return json.dumps(asdict(self)).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Move:
+    """Say that the chain goes on from another record than the last one that was written: a whole state was taken over.
+
+    Rounds that were written before may have been undone by that. Those that were not are found by parents.
+    """
+
+    moved_to: str  # the chain digest of a record
+    round: int
+
+    def line(self) -> bytes:
+        """Return it as a line of the file."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+Line = RoundHeader | Move
 
 
 def header_in(line: object) -> RoundHeader | None:
@@ -90,7 +110,17 @@ def header_in(line: object) -> RoundHeader | None:
     return found if all(0 <= each < MOST_MS for each in times) else None
 
 
-def _known(kind: type[ContributionHeader] | type[RoundHeader], line: dict[str, Any]) -> dict[str, Any]:
+def move_in(line: object) -> Move | None:
+    """Return the move in a parsed line; None for what is none."""
+    if not isinstance(line, dict):
+        return None
+    try:
+        return Move(**_known(Move, line))
+    except TypeError:
+        return None
+
+
+def _known(kind: type[ContributionHeader | RoundHeader | Move], line: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a line that are known; raise TypeError where one is not what it should be."""
     given = {each.name: line[each.name] for each in fields(kind) if each.name in line}
     for name, value in given.items():
@@ -113,7 +143,7 @@ def _fits(value: object, hint: Any) -> bool:
     return str not in get_args(hint) or all(_fits(each, str) for each in value)
 
 
-HINTS = {kind: get_type_hints(kind) for kind in (ContributionHeader, RoundHeader)}
+HINTS = {kind: get_type_hints(kind) for kind in (ContributionHeader, RoundHeader, Move)}
 
 
 class HistoryFile:
@@ -127,18 +157,38 @@ class HistoryFile:
         self._torn_at = end if end < len(whole) else None
         found = (DIGEST.match(line) for line in whole[:end].split(b"\n"))
         self._known = {match[1].decode() for match in found if match is not None}
-        self._waiting: list[RoundHeader] = []
+        in_order = (line for line in reversed(lines_in(whole[:end])) if isinstance(line, Move) or not line.added)
+        self._end = next((_digest(line) for line in in_order), "")  # where the chain ends
+        self._waiting: list[Line] = []
 
     def lacks(self, digest: str) -> bool:
         """Tell whether the header of a record is not there yet."""
         return digest not in self._known
 
-    def append(self, header: RoundHeader) -> None:
-        """Write a header, unless it is there."""
-        if header.digest in self._known:
+    def append(self, headers: Iterable[RoundHeader]) -> None:
+        """Write headers, unless they are there. If one does not follow the one before, that is written, too."""
+        for header in headers:
+            if header.digest not in self._known:
+                self._known.add(header.digest)
+                if not header.added:
+                    self._go_to(Move(header.parent, header.round - 1))
+                    self._end = header.digest
+                self._waiting.append(header)
+        self._write()
+
+    def move(self, to: Move) -> None:
+        """Write that the chain goes on from another record, unless it ends there."""
+        self._go_to(to)
+        self._write()
+
+    def _go_to(self, to: Move) -> None:
+        if self._end not in ("", to.moved_to):
+            self._waiting.append(to)
+        self._end = to.moved_to
+
+    def _write(self) -> None:
+        if not self._waiting:
             return
-        self._known.add(header.digest)
-        self._waiting.append(header)
         lines = b"".join(each.line() for each in self._waiting)
         try:
             with self._path.open("ab", buffering=0) as file:
@@ -150,7 +200,7 @@ class HistoryFile:
                     file.truncate(at)
                     return
         except OSError as error:
-            log.warning("%s: the header of round %d is not written yet: %s", self._path, header.round, error)
+            log.warning("%s: %d headers are not written yet: %s", self._path, len(self._waiting), error)
             return
         self._waiting.clear()
 
@@ -163,12 +213,22 @@ class HistoryFile:
                 os.fsync(file.fileno())
 
 
-def read_headers(folder: Path) -> list[RoundHeader]:
-    """Return all headers of a log's folder in the order in which they were written; none where there is no file."""
+def _digest(line: Line) -> str:
+    """Return where the chain is with this line."""
+    return line.moved_to if isinstance(line, Move) else line.digest
+
+
+def read_history(folder: Path) -> list[Line]:
+    """Return what the file of a log's folder says, in the order in which it was written; nothing without a file."""
     try:
-        return headers_in((folder / HISTORY).read_bytes())
+        return lines_in((folder / HISTORY).read_bytes())
     except FileNotFoundError:
         return []
+
+
+def read_headers(folder: Path) -> list[RoundHeader]:
+    """Return all headers of a log's folder in the order in which they were written; none where there is no file."""
+    return [line for line in read_history(folder) if isinstance(line, RoundHeader)]
 
 
 def end_of_history(folder: Path) -> bytes | None:
@@ -183,31 +243,54 @@ def end_of_history(folder: Path) -> bytes | None:
 
 def headers_in(raw: bytes) -> list[RoundHeader]:
     """Return the headers in these lines; what is none is passed over."""
-    found: list[RoundHeader] = []
+    return [line for line in lines_in(raw) if isinstance(line, RoundHeader)]
+
+
+def lines_in(raw: bytes) -> list[Line]:
+    """Return the headers and moves in these lines; what is neither is passed over."""
+    found: list[Line] = []
     for line in raw.split(b"\n"):
         try:
-            header = header_in(json.loads(line))
+            tree = json.loads(line)
         except (ValueError, RecursionError):
             continue  # torn, nested without end, or the empty end
-        if header is not None:
-            found.append(header)
+        if (known := header_in(tree) or move_in(tree)) is not None:
+            found.append(known)
     return found
 
 
-def chain_of(headers: Iterable[RoundHeader], others: Iterable[RoundHeader] = ()) -> list[RoundHeader]:
-    """Return the chain that ends with the last of these headers, oldest first.
+def chain_of(lines: Iterable[Line], others: Iterable[RoundHeader] = ()) -> list[RoundHeader]:
+    """Return the chain that ends where these lines end, oldest first.
 
-    What is missing in it, because a whole state was taken over, is taken from `others` where they have it; else the
-    chain goes on with the last round before the gap.
+    What is missing in it, because a whole state was taken over, is taken from `others` where they have it. Else it
+    begins after the gap: what was written before a move may be undone. Where there is a gap and no move, a line was
+    damaged, or written by an earlier diloco: there the chain goes on with the last round before it.
     """
-    own = list(headers)
-    if not own:
-        return []
-    known = {header.digest: header for header in (*others, *own)}
-    chain = [own[-1]]
-    while True:
-        first = chain[-1]
-        before = known.get(first.parent) or next((each for each in reversed(own) if each.round < first.round), None)
-        if before is None or before.round >= first.round:
-            return chain[::-1]
-        chain.append(before)
+    own = list(lines)
+    headers = [line for line in own if isinstance(line, RoundHeader)]
+    known = {header.digest: header for header in (*others, *sorted(headers, key=lambda header: not header.added))}
+    first, chain = _end_of(own, known), list[RoundHeader]()
+    places = {line.digest: place for place, line in enumerate(own) if isinstance(line, RoundHeader) and not line.added}
+    place = len(own)  # of the oldest line of its own in the chain
+    while first is not None and (not chain or first.round < chain[-1].round):
+        chain.append(first)
+        place = min(place, places.get(first.digest, place))
+        first = known.get(first.parent) or _before_gap(own[:place], first)
+    return chain[::-1]
+
+
+def _end_of(own: list[Line], known: dict[str, RoundHeader]) -> RoundHeader | None:
+    """Return with which round the chain of these lines ends, as far as that is known."""
+    in_order = [line for line in own if isinstance(line, Move) or not line.added]
+    last = (in_order or own)[-1] if own else None
+    return known.get(last.moved_to) if isinstance(last, Move) else last
+
+
+def _before_gap(own: list[Line], first: RoundHeader) -> RoundHeader | None:
+    """Return the last round before one whose parent is not known; None where a move lies between."""
+    for line in reversed(own):
+        if isinstance(line, Move):
+            return None
+        if not line.added and line.round < first.round and line.total_tokens <= first.total_tokens - first.tokens:
+            return line
+    return None

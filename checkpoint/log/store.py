@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -120,8 +120,8 @@ class Store:
         """Tell whether the history is to have the header of a record, by its digest, and does not yet."""
         return False
 
-    def keep_header(self, header: RoundHeader) -> None:
-        """Add the header of a committed record to the history, which stays when the record is pruned."""
+    def keep_headers(self, headers: Sequence[RoundHeader]) -> None:
+        """Add the headers of committed records to the history, which stay when the records are pruned."""
 
     def given_history(self) -> bytes | None:
         """Return the headers that are given to whoever joins; None where none are kept."""

@@ -5,11 +5,12 @@ folder was written by an earlier diloco, without a history: then its log is read
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.log.history import RoundHeader, chain_of, read_headers
+from diloco.checkpoint.log.history import Line, RoundHeader, chain_of, read_history
 from diloco.elastic.protocol.record import Amendment
 from diloco.history.find import names_of
 from diloco.run.folder import OUTER
@@ -74,24 +75,25 @@ def history_of(logs: list[Path]) -> RunHistory:
 
     What it lacks, because it joined late or took a whole state over, is taken from the others.
     """
-    found = {log: _headers_in(log) for log in logs}
+    found = {log: _lines_of(log) for log in logs}
     longest = max(logs, key=lambda log: _reach(found[log]))
-    others = [header for log in logs if log != longest for header in found[log]]
+    others = [line for log in logs if log != longest for line in found[log] if isinstance(line, RoundHeader)]
     chain = chain_of(found[longest], others)
-    earlier = [header for part in _earlier(longest.parent) for header in chain_of(read_headers(part))]
+    earlier = [header for part in _earlier(longest.parent) for header in chain_of(read_history(part))]
     return RunHistory([*earlier, *chain], names_of(logs), _states(longest, chain), len(earlier))
 
 
-def _headers_in(log: Path) -> list[RoundHeader]:
-    if found := read_headers(log):
+def _lines_of(log: Path) -> Sequence[Line]:
+    if found := read_history(log):
         return found
     from diloco.history.log import headers  # torch: an earlier diloco wrote this folder
 
     return headers(log)
 
 
-def _reach(found: list[RoundHeader]) -> tuple[int, int]:
-    return (found[-1].total_tokens, found[-1].round) if found else (-1, -1)
+def _reach(found: Sequence[Line]) -> tuple[int, int]:
+    chain = chain_of(found)
+    return (chain[-1].total_tokens, chain[-1].round) if chain else (-1, -1)
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """How an island gets a state and a store, from its own disk or from others, and then takes part in rounds."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.history import GIVEN_BYTES, headers_in
 from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
@@ -58,14 +56,11 @@ from diloco.train.sync import samples_ahead
 
 SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
-HISTORY_S = 30.0
 PUBLISH_AGAIN_S = 3.0
 GENESIS_BYTES = 8 << 20
 FRAGMENTS_BYTES = 8 << 20
 
 Answer = TypeVar("Answer")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,7 @@ class Start:
     origin: Origin
     store: DiskStore
     returns: bool  # from its own disk
+    donors: tuple[str, ...] = ()  # who gave the state, if others did
 
 
 def known_genesis(folder: Path, peer: LocalPeer, search: Search = Search()) -> Genesis:
@@ -144,7 +140,7 @@ def find_start(
 ) -> Start:
     """Restore the state that this island's own disk ends with, from which the others help it to catch up; without one,
     fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
-    config, fragments = part.config, part.fragments
+    config, fragments, donors = part.config, part.fragments, tuple[str, ...]()
     store = open_store(peer, genesis, config, part.events)
     own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.report)
     if own is not None:
@@ -174,7 +170,7 @@ def find_start(
                 raise
             raise JoinRefused(f"{refused} This island founded it and has no state of it: --fresh starts over") from None
         givers = sum(size > 0 for size in snapshot.donors.values())
-        take_history(peer, store, snapshot.state.head.digest, list(snapshot.donors))
+        donors = tuple(snapshot.donors)
         promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
         origin, giver = Origin(snapshot.state, snapshot.vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
@@ -182,29 +178,7 @@ def find_start(
     store.report("joined", f"state of round {head.round} from {giver}")
     device = part.place.outer_device(config.island)
     vectors = {name: vector.to(device) for name, vector in origin.vectors.items()}
-    return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None)
-
-
-def take_history(peer: LocalPeer, store: DiskStore, head: str, donors: list[str]) -> None:
-    """Fetch the headers of the rounds that led to a state, from the first of these peers that has them.
-
-    They are for people: a peer could say anything of rounds before this island came, but not of those that it sees.
-    """
-    addresses = peer.find_peers()
-    for donor in (donor for donor in donors if donor in addresses):
-        try:
-            raw = request(peer.plain, addresses[donor], "history", limit=GIVEN_BYTES, timeout_s=HISTORY_S)
-        except (TransferFailed, TransportError, MessageRefused) as error:
-            log.info("%s gives no history: %s", donor, error)
-            continue
-        known = {header.digest: header for header in headers_in(raw)}
-        chain = []
-        while (header := known.pop(head, None)) is not None:
-            chain.append(header)
-            head = header.parent
-        for header in reversed(chain):
-            store.keep_header(header)
-        return
+    return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None, donors=donors)
 
 
 def ask_members(
@@ -326,6 +300,8 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
     peer.report = lambda what, other, text: report(Note(what, other, text))
     publish(peer)
     driver.know(peer.find_peers())
+    if start.donors:
+        driver.take_history(origin.state.head.digest, start.donors)
     peer.watch(refresh, driver.fail)
     keeper = StatusKeeper(Path(config.dir), driver, peer, part)
     stack.callback(keeper.close)  # before the driver and the store are closed

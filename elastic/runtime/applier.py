@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class Applier:
         self.store.append(entry, rotate=self.run.wants_snapshot_of(state, record))
         header = header_of(logged, before.roster, state.head.tokens, self.run.result_bytes(record))
         self.headers.append(header)
-        self.store.keep_header(header)
+        self.store.keep_headers([header])
         self.log.append(entry)
         self.records.append(record)
         self._to_apply.put(lambda: self._apply(record, payload, state))
@@ -135,14 +135,15 @@ class Applier:
         """
         whole = not any(self.store.lacks_header(entry.digest) for entry in known)
         records = [decode(LoggedRecord, entry.header) for entry in (known[-LAST_RECORDS:] if whole else known)]
+        lacking = [self.store.lacks_header(each.record.digest) for each in records]
         total, roster = state.head.tokens - sum(each.record.proposal.tokens for each in records), tuple[str, ...]()
-        for logged in records:
+        for place, logged in enumerate(records):
             proposal = logged.record.proposal
             total += proposal.tokens
             header = header_of(logged, roster, total, self.run.result_bytes(logged.record))
             self.headers.append(header)
-            if self.store.lacks_header(header.digest):
-                self.store.keep_header(header)
+            if lacking[place]:  # where later ones are there, a line in the middle was damaged
+                self.store.keep_headers([replace(header, added=not all(lacking[place:]))])
             roster = proposal.roster
 
     def holds(self, payload: str) -> bool:
@@ -168,6 +169,7 @@ class Applier:
         self.store.follow(state.head.digest, state.head.round)
         self.log.replace([])
         self.records.clear()
+        self.headers.clear()
 
         def work() -> None:
             with self.replica.reading():

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import encode
 from diloco.elastic.runtime.applier import Applier, RunContext, Vectors
 from diloco.elastic.runtime.fetching import FetchedState, fetch_bytes, fetch_missed, fetch_state, tensor_of
+from diloco.elastic.runtime.headers import take_history
 from diloco.elastic.runtime.mailbox import Input, Mailbox, Network
 from diloco.elastic.runtime.reducing import Attempt, Outcome, reduction_of, stall_after
 from diloco.elastic.runtime.restoring import Origin, read_back
@@ -304,6 +305,13 @@ class Driver:
             self.note("behind", f"could not catch up yet: {error}")
             self.post(partial(self.node.catch_up_failed, peer))
 
+    def take_history(self, head: str, donors: Iterable[str]) -> None:
+        """Fetch the headers that led to a state, in the background, from whoever gave it, else from others."""
+        order = dict.fromkeys([*donors, *self.addresses])
+        known = {peer: self.addresses[peer] for peer in order if peer in self.addresses}
+        work = partial(take_history, self.network.plain, known, head, self.store)
+        threading.Thread(target=work, name="history", daemon=True).start()
+
     def _missed(
         self, peer: str, donors: Addresses, since: str, **options: Any
     ) -> Iterator[tuple[LoggedRecord, Tensor]]:
@@ -361,6 +369,7 @@ class Driver:
         head, own = snapshot.state.head, self.node.state.head
         if self.node.would_move_to(snapshot.state) or (self.node.own.diverged and head >= own):
             self._take_over(snapshot)
+            self.take_history(head.digest, snapshot.donors)
             size = sum(snapshot.donors.values())
             text = f"the whole state of round {head.round} from peers: {size} bytes"
             self.note("caught up", text)

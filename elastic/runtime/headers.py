@@ -1,9 +1,20 @@
 """What stays of a record for ever: its header, for people and for the file of the run's history."""
 
+import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from diloco.checkpoint.log.history import ContributionHeader, RoundHeader
+from diloco.checkpoint.log.history import GIVEN_BYTES, ContributionHeader, RoundHeader, headers_in
+from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.transfer.fetch import request
+from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.record import Contribution, LoggedRecord
+from diloco.errors import MessageRefused, TransferFailed, TransportError
+
+HISTORY_S = 60.0  # for all donors together
+
+log = logging.getLogger(__name__)
 
 
 def header_of(logged: LoggedRecord, before: Sequence[str], total_tokens: int, size: int) -> RoundHeader:
@@ -41,3 +52,34 @@ def _contribution(given: Contribution) -> ContributionHeader:
     return ContributionHeader(
         given.island, offer.tokens, offer.steps, given.weight, offer.loss or None, offer.step_ms, offer.late
     )
+
+
+def take_history(transport: Transport, donors: Addresses, head: str, store: Store, limit_s: float = HISTORY_S) -> None:
+    """Fetch the headers of the rounds that led to a state, from the first donor that has them. Runs on a thread.
+
+    They are for people: a peer could say anything of rounds that this island has not seen, and nothing depends on it.
+    So whatever goes wrong here, the run goes on without them.
+    """
+    try:
+        deadline = time.monotonic() + limit_s
+        for donor, address in donors.items():
+            timeout_s = (deadline - time.monotonic()) / 2  # one that is slow leaves time for the next
+            try:
+                raw = request(transport, address, "history", limit=GIVEN_BYTES, timeout_s=max(0.0, timeout_s))
+            except (TransferFailed, TransportError, MessageRefused) as error:
+                log.info("%s gives no history: %s", donor, error)
+                continue
+            if chain := _leading_to(head, headers_in(raw)):
+                store.keep_headers([replace(header, added=True) for header in chain])
+                return
+    except Exception:
+        log.exception("the headers of earlier rounds could not be taken from others")
+
+
+def _leading_to(head: str, headers: Sequence[RoundHeader]) -> list[RoundHeader]:
+    """Return the headers of the chain that ends with this record, oldest first, as far back as there is no gap."""
+    known, chain = {header.digest: header for header in headers}, list[RoundHeader]()
+    while (header := known.pop(head, None)) is not None:
+        chain.append(header)
+        head = header.parent
+    return chain[::-1]
