@@ -113,6 +113,55 @@ def test_the_largest_figures_that_are_taken_can_be_shown(tmp_path):
     assert len(show(found, tmp_path, "run")) > 2 and json.dumps(found.plain(), allow_nan=False)
 
 
+@pytest.mark.parametrize("block", [7, 100, 1000, 1 << 20])
+def test_of_a_long_history_only_the_end_is_read_back(tmp_path, monkeypatch, block):
+    """As far as the log reaches, and no further; blocks that end anywhere in a line lose nothing."""
+    HistoryFile(tmp_path).append([header(number) for number in range(1, 31)])
+    with (tmp_path / HISTORY).open("ab") as file:
+        file.write(header(31).line()[:-9])
+    monkeypatch.setattr("diloco.checkpoint.log.history.BLOCK", block)
+    again = HistoryFile(tmp_path, logged={digest(number) for number in range(25, 31)})
+    assert not any(again.lacks(digest(number)) for number in range(25, 31))
+    assert again.lacks(digest(1)) == (block < 1 << 20) and again.lacks(digest(31))
+    again.append([header(31)])
+    assert read_history(tmp_path) == [header(number) for number in range(1, 32)]
+
+
+def test_what_is_kept_in_mind_does_not_grow_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.log.history.KNOWN", 10)
+    file = HistoryFile(tmp_path)
+    for number in range(1, 31):
+        file.append([header(number)])
+    assert [file.lacks(digest(number)) for number in (1, 20, 21, 30)] == [True, True, False, False]
+    assert rounds(read_headers(tmp_path)) == list(range(1, 31))
+
+
+def test_a_line_that_was_torn_and_written_over_does_not_count(tmp_path):
+    (tmp_path / HISTORY).write_bytes(header(1).line() + header(2).line()[:-30] + b"\n")
+    file = HistoryFile(tmp_path)
+    assert file.lacks(digest(2))
+    file.append([header(2), header(3)])
+    assert rounds(chain_of(read_history(tmp_path))) == [1, 2, 3]
+
+
+def test_a_disk_that_fills_up_leaves_no_half_line_and_is_told_once(tmp_path):
+    """In a process of its own: a limit on the size of files is that of a disk, and writes part of a line."""
+    program = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from test_history import HistoryFile, header, read_headers\n"
+        "folder = Path(sys.argv[1]); file = HistoryFile(folder); file.append([header(1)])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3 * len(header(1).line()) // 2, resource.RLIM_INFINITY))\n"
+        "for number in (2, 3, 4): file.append([header(number)])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "file.append([header(5)]); print(*[each.round for each in read_headers(folder)])"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=os.path.dirname(__file__))
+    assert done.stdout.split() == ["1", "2", "3", "4", "5"], done.stderr
+    assert done.stderr.count("cannot be written now") == 1
+
+
 def test_the_chain_is_that_of_the_last_header():
     one, other = [header(number) for number in (1, 2, 3)], [header(2, "b", digest(1)), header(3, "b")]
     assert chain_of([*one, *other]) == [one[0], *other]

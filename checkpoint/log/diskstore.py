@@ -66,7 +66,7 @@ class DiskStore(Store):
             if trouble.torn is not None:
                 cut(trouble.path, trouble.torn)
             report("torn" if trouble.torn is not None else "damaged", str(trouble))
-        self._history = HistoryFile(folder)
+        self._history = HistoryFile(folder, self.journal.entries)
         self.durable = 0  # the highest round that this folder gives back after a crash
         self.failing = ""  # why nothing is durable at present
         self._keep, self._segment_bytes = keep, segment_bytes

@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -20,6 +21,8 @@ MOST_ISLANDS = 1 << 16
 GIVEN_BYTES = 8 << 20  # of the end of a history, to whoever joins
 DIGEST = re.compile(rb'^\{"digest": "([0-9a-f]{64})"')  # each line begins so
 SURROGATES = re.compile(r"[\ud800-\udfff]")  # no output takes them
+BLOCK = 1 << 20  # of a file that is read from its end
+KNOWN = 1 << 16  # the last rounds, at least, that are not written twice
 MOST = 2**63
 MOST_MS = 2**47  # since 1970: in the year 6429, which every calendar still has
 
@@ -149,17 +152,35 @@ HINTS = {kind: get_type_hints(kind) for kind in (ContributionHeader, RoundHeader
 class HistoryFile:
     """Append headers to the file of a log's folder, each once. A disk that refuses is tried again with the next."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read which rounds the file has. A last line that is torn is cut off before anything is added."""
+    def __init__(self, folder: Path, logged: Collection[str] = ()) -> None:
+        """Read from the end which of these rounds the file has, at least those of its last block.
+
+        `logged` are the digests of the records that the log still holds. A last line that is torn is cut off before
+        anything is added.
+        """
         self._path = folder / HISTORY
-        whole = self._path.read_bytes() if self._path.exists() else b""
-        end = whole.rfind(b"\n") + 1
-        self._torn_at = end if end < len(whole) else None
-        found = (DIGEST.match(line) for line in whole[:end].split(b"\n"))
-        self._known = {match[1].decode() for match in found if match is not None}
-        in_order = (line for line in reversed(lines_in(whole[:end])) if isinstance(line, Move) or not line.added)
-        self._end = next((_digest(line) for line in in_order), "")  # where the chain ends
-        self._waiting: list[Line] = []
+        self._torn_at: int | None = None
+        self._end = ""  # where the chain ends
+        self._waiting, self._refused = list[bytes](), False
+        found = self._read_back(set(logged)) if self._path.exists() else []
+        self._known = dict.fromkeys(reversed(found))  # oldest first
+        self._most = max(KNOWN, len(found))
+
+    def _read_back(self, missing: set[str]) -> list[str]:
+        """Return the digests of the last rounds, newest first, until none is missing and the chain's end is known."""
+        found = list[str]()
+        for number, lines in enumerate(_blocks_back(self._path)):
+            if not number and lines[0]:
+                self._torn_at = self._path.stat().st_size - len(lines[0])
+            for line in lines if number else lines[1:]:
+                if not self._end and (known := lines_in(line)) and (isinstance(known[0], Move) or not known[0].added):
+                    self._end = _digest(known[0])
+                if (match := DIGEST.match(line)) is not None and line.endswith(b"}"):
+                    found.append(match[1].decode())
+            missing.difference_update(found)
+            if self._end and not missing:
+                break
+        return found
 
     def lacks(self, digest: str) -> bool:
         """Tell whether the header of a record is not there yet."""
@@ -169,11 +190,13 @@ class HistoryFile:
         """Write headers, unless they are there. If one does not follow the one before, that is written, too."""
         for header in headers:
             if header.digest not in self._known:
-                self._known.add(header.digest)
+                self._known[header.digest] = None
                 if not header.added:
                     self._go_to(Move(header.parent, header.round - 1))
                     self._end = header.digest
-                self._waiting.append(header)
+                self._waiting.append(header.line())
+        for oldest in list(islice(self._known, max(0, len(self._known) - self._most))):
+            del self._known[oldest]
         self._write()
 
     def move(self, to: Move) -> None:
@@ -183,26 +206,28 @@ class HistoryFile:
 
     def _go_to(self, to: Move) -> None:
         if self._end not in ("", to.moved_to):
-            self._waiting.append(to)
+            self._waiting.append(to.line())
         self._end = to.moved_to
 
     def _write(self) -> None:
         if not self._waiting:
             return
-        lines = b"".join(each.line() for each in self._waiting)
+        lines = b"".join(self._waiting)
         try:
             with self._path.open("ab", buffering=0) as file:
                 if self._torn_at is not None:
                     file.truncate(self._torn_at)
-                    self._torn_at = None
-                at = file.seek(0, os.SEEK_END)
+                self._torn_at = file.seek(0, os.SEEK_END)  # if anything fails from here on, half a line may be there
                 if file.write(lines) < len(lines):
-                    file.truncate(at)
-                    return
+                    raise OSError("only a part of them was written")
+                self._torn_at = None
         except OSError as error:
-            log.warning("%s: %d headers are not written yet: %s", self._path, len(self._waiting), error)
+            if not self._refused:
+                log.warning("%s: headers cannot be written now: %s; they wait", self._path, error)
+            self._refused = True
             return
         self._waiting.clear()
+        self._refused = False
 
     def sync(self) -> None:
         """Wait until everything is on the disk; raise OSError if something is not even written."""
@@ -211,6 +236,20 @@ class HistoryFile:
         if self._path.exists():
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _blocks_back(path: Path) -> Iterator[list[bytes]]:
+    """Yield a file's lines from the last one to the first, some at a time; the first of all is what follows the last
+    end of a line."""
+    with path.open("rb") as file:
+        at, rest = file.seek(0, os.SEEK_END), b""
+        while at:
+            size = min(at, BLOCK)
+            at -= size
+            file.seek(at)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if whole := lines if at else [rest, *lines]:
+                yield whole[::-1]
 
 
 def _digest(line: Line) -> str:
