@@ -293,6 +293,49 @@ def test_the_log_of_an_island_alone_is_copied_too(small, tmp_path):
     assert list((tmp_path / "far").glob("*/*/log-*.seg")) or list((tmp_path / "far").glob("*/log-*.seg"))
 
 
+def with_history(folder: Path, size: int) -> None:
+    island(folder, chain(5))
+    (folder / HISTORY).write_bytes(os.urandom(size))
+
+
+@pytest.mark.parametrize("size", [1, 99, 100, 101, 250, 300])
+def test_a_history_is_copied_in_pieces_and_only_the_last_one_again(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("diloco.checkpoint.transfer.mirror.HISTORY_PIECE", 100)
+    own, far = tmp_path / "A", tmp_path / "far"
+    with_history(own, size)
+    remote = Remote(f"file://{far}")
+    mirror = mirror_of(own, remote)
+    mirror.copy(finished=True)
+    before = {path.name: path.stat().st_mtime_ns for path in (far / "A").glob(f"{HISTORY}*")}
+    with (own / HISTORY).open("ab") as file:
+        file.write(os.urandom(120))
+    mirror.close()
+    after = {path.name: path.stat().st_mtime_ns for path in (far / "A").glob(f"{HISTORY}*")}
+    assert len(after) == -(-(size + 120) // 100)
+    assert len([name for name, at in before.items() if after[name] == at]) == size // 100
+    assert restore(tmp_path / "new", remote, Told()) is not None
+    assert (tmp_path / "new" / HISTORY).read_bytes() == (own / HISTORY).read_bytes()
+
+
+class Fading(Remote):
+    """One in which an object goes while somebody restores."""
+
+    def pull(self, name: str, local: Path) -> None:
+        if name.endswith(f"{HISTORY}.1"):
+            self.remove(name)
+        super().pull(name, local)
+
+
+def test_a_history_that_cannot_be_read_does_not_keep_a_state_from_being_restored(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.checkpoint.transfer.mirror.HISTORY_PIECE", 100)
+    with_history(tmp_path / "A", 250)
+    remote, story = Fading(f"file://{tmp_path}/far", tries=1), Told()
+    mirror_of(tmp_path / "A", remote).close()
+    assert restore(tmp_path / "new", remote, story) is not None
+    assert [what for what, _ in story] == ["remote failing", "restored"] and f"{HISTORY}.1" in story[0][1]
+    assert not [path.name for path in (tmp_path / "new").iterdir() if "history" in path.name]
+
+
 @pytest.fixture(params=["s3", "file"])
 def far(request, endpoint, tmp_path, monkeypatch) -> str:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

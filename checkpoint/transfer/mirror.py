@@ -3,19 +3,21 @@
 Snapshots are the same bytes on every island, so all islands share them and whoever is first uploads one; a manifest
 comes after its shards, so a snapshot that has one is whole. Each island's log lies in a folder of its own
 (`URL/ISLAND/log-….seg`). Only segments that are closed are copied: what a remote store lacks is the log since the last
-one. The run's genesis (`genesis.json`) lies beside them; keys never leave their machine.
+one. A history is copied with them in pieces, of which only the last one is copied again. The run's genesis
+(`genesis.json`) lies beside them; keys never leave their machine.
 
 Whoever can write to a store may not write to our disk: what is restored keeps inside its folder, so names there are
 refused unless they are as plain as those that we give.
 """
 
+import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +36,8 @@ FIRST_WAIT_S = 0.5  # doubled each time
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # each part of a name: neither hidden nor `..`
 OF_SNAPSHOT = re.compile(rf"snapshot-[0-9]+-[0-9a-z]+/{re.escape(MANIFEST)}")
 OF_LOG = re.compile(r"[^/]+/log-[0-9]+\.seg")
-OF_HISTORY = re.compile(rf"[^/]+/{re.escape(HISTORY)}")
+OF_HISTORY = re.compile(rf"([^/]+)/{re.escape(HISTORY)}(?:\.([0-9]{{1,9}}))?")
+HISTORY_PIECE = 4 << 20  # of a history, in bytes: the first one is called as the file, the others have a number
 OF_SHARD = re.compile(r"[A-Za-z0-9_]+-[0-9]+\.safetensors")
 HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "NoSuchBucket", "InvalidAccessKeyId", "AccessDenied")
 
@@ -102,6 +105,10 @@ class Remote:
     def push(self, local: Path, name: str) -> None:
         """Upload a file as this object, in several tries; raise RemoteError when they have all failed."""
         self._do(f"take {name}", lambda: self._files.put_file(str(local), f"{self._root}/{name}"))
+
+    def push_bytes(self, data: bytes, name: str) -> None:
+        """Upload these bytes as this object, as `push` does a file."""
+        self._do(f"take {name}", lambda: self._files.pipe_file(f"{self._root}/{name}", data))
 
     def pull(self, name: str, local: Path) -> None:
         """Download an object to a file that appears at once."""
@@ -180,7 +187,7 @@ class Mirror:
         for path in closed:
             self._push(path, f"{self._island}/{path.name}", there)
         if finished or any(f"{self._island}/{path.name}" not in there for path in closed):
-            self._push(self._folder / HISTORY, f"{self._island}/{HISTORY}", there)
+            self._push_history(there)
         self._prune(there, {path.name for path in here}, {path.name for path in segments})
 
     def _push_snapshot(self, snapshot: Path, there: dict[str, int]) -> None:
@@ -206,6 +213,23 @@ class Mirror:
         except OSError:
             if path.exists():
                 raise RemoteError(f"{path} cannot be read: it was not copied to {self._remote.url}") from None
+
+    def _push_history(self, there: dict[str, int]) -> None:
+        """Upload what the store lacks of the history: it only grows, so pieces of it that are whole stay."""
+        path = self._folder / HISTORY
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                for number, at in enumerate(range(0, size, HISTORY_PIECE)):
+                    name = f"{self._island}/{HISTORY}" + f".{number}" * (number > 0)
+                    length = min(HISTORY_PIECE, size - at)
+                    if there.get(name) != length:
+                        file.seek(at)
+                        self._remote.push_bytes(file.read(length), name)
+        except FileNotFoundError:
+            return  # no round was committed yet
+        except OSError:
+            raise RemoteError(f"{path} cannot be read: it was not copied to {self._remote.url}") from None
 
     def _prune(self, there: dict[str, int], kept: set[str], segments: set[str]) -> None:
         """Remove snapshots older than all that are here, and segments that are gone here. A manifest goes first."""
@@ -241,8 +265,10 @@ def restore(folder: Path, remote: Remote, report: Report) -> Manifest | None:
             report("damaged", str(damaged))
             continue
         rounds = _pull_log(folder, remote, there, manifest)
-        if histories := list(filter(OF_HISTORY.fullmatch, there)):
-            remote.pull(max(histories, key=lambda name: there[name]), folder / HISTORY)
+        try:
+            _pull_history(folder, remote, there)
+        except RemoteError as error:  # a state without its past is still one
+            report("remote failing", f"{error}; the headers of earlier rounds are not restored")
         report("restored", f"round {manifest.round + rounds} from {remote.url}: {name} and {rounds} rounds after it")
         return manifest
     return None
@@ -288,6 +314,24 @@ def _pull_log(folder: Path, remote: Remote, there: dict[str, int], manifest: Man
         best = _take_over(folder, Journal.read(draft), manifest, best)
     shutil.rmtree(draft, ignore_errors=True)
     return best
+
+
+def _pull_history(folder: Path, remote: Remote, there: dict[str, int]) -> None:
+    """Download the longest history, piece after piece, as far as there is no gap."""
+    pieces: dict[str, dict[int, str]] = {}
+    for match in filter(None, map(OF_HISTORY.fullmatch, there)):
+        pieces.setdefault(match[1], {})[int(match[2] or 0)] = match[0]
+    if not pieces:
+        return
+    longest = max(pieces.values(), key=lambda parts: sum(there[name] for name in parts.values()))
+    piece = folder / "history.part"
+    try:
+        with appearing(folder / HISTORY) as draft, draft.open("wb") as whole:
+            for number in takewhile(longest.__contains__, count()):
+                remote.pull(longest[number], piece)
+                whole.write(piece.read_bytes())
+    finally:
+        piece.unlink(missing_ok=True)
 
 
 def _take_over(folder: Path, journal: Journal, manifest: Manifest, best: int) -> int:
