@@ -58,6 +58,21 @@ def test_an_archive_is_never_written_over(tmp_path):
     assert (tmp_path / "there").read_text() == "mine" and about()["diloco"]
 
 
+def test_of_a_long_file_whole_lines_go_in_so_that_no_half_of_a_secret_does(tmp_path, monkeypatch):
+    (tmp_path / "ticket").write_text("diloco2-" + "S" * 40)
+    (tmp_path / "diloco.log").write_text(f"joined with {(tmp_path / 'ticket').read_text()} today\nround 7\n")
+    monkeypatch.setattr("diloco.history.bundle.LAST_BYTES", 30)
+    pack(tmp_path, tmp_path / "b.tar.gz", {})
+    assert contents(tmp_path / "b.tar.gz")[f"{tmp_path.name}/diloco.log"] == b"round 7\n"
+
+
+def test_an_archive_that_could_not_be_finished_is_not_left_behind(tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UnicodeEncodeError):
+        pack(tmp_path / "run", tmp_path / "b.tar.gz", {"status.txt": "\ud800"})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_text_without_secrets_stays_as_it_is():
     text = b"round 7 of island-1 at http://example.com/a?page=3 in diloco-runs"
     assert without_secrets(text, []) == text

@@ -7,6 +7,7 @@ run itself, taken out. Of long files the end goes in.
 import base64
 import io
 import json
+import os
 import platform
 import re
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from diloco.atomic import appearing
 from diloco.errors import SaveError
 from diloco.version import PROTOCOL, __version__
 
@@ -40,7 +42,7 @@ def pack(folder: Path, out: Path, texts: dict[str, str]) -> list[str]:
     islands = [folder, *sorted(folder.glob("island-*"))]
     secrets = sorted(set(_secrets(islands)), key=len, reverse=True)
     name, packed = folder.resolve().name, list[str]()
-    with tarfile.open(out, "w:gz") as archive:
+    with appearing(out) as draft, tarfile.open(draft, "w:gz") as archive:
         for path in [island / file for island in islands for file in FILES if (island / file).is_file()]:
             inside = f"{name}/{path.relative_to(folder)}"
             _add(archive, inside, without_secrets(_end_of(path), secrets))
@@ -81,9 +83,11 @@ def _secrets(islands: Iterable[Path]) -> Iterator[bytes]:
 
 
 def _end_of(path: Path) -> bytes:
+    """Return the last lines of a file, whole ones only: half a secret would not be known as one."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        return file.read()
+        skip = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
+        file.seek(skip)
+        return file.read().partition(b"\n")[2] if skip else file.read()
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
