@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -85,3 +87,24 @@ def test_every_word_for_what_happens_to_an_island_is_explained():
     assert len(words_noted()) > 20
     assert words_noted() - NO_NEWS <= NEWS.keys() | {"elastic"}
     assert IslandNews.kind == "elastic"
+
+
+def test_part_of_a_line_that_a_full_disk_took_leaves_no_hole(tmp_path):
+    """In a process of its own: a limit on the size of files is that of a disk, and writes part of a line."""
+    program = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from diloco.report.events import Note\n"
+        "from diloco.report.sinks import JsonLines\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "path = Path(sys.argv[1]); path.write_text('of an earlier run'); file = JsonLines(path)\n"
+        "file.emit(Note(time=1.0, text='first')); size = path.stat().st_size\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))\n"
+        "file.emit(Note(time=2.0, text='second')); assert path.stat().st_size == size\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "file.emit(Note(time=3.0, text='third'))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "events.jsonl")], check=True)
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(each["event"], each.get("text", each.get("events"))) for each in told] == [
+        ("note", "first"), ("lost", 1), ("note", "third"),
+    ]  # fmt: skip

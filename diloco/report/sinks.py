@@ -1,6 +1,7 @@
 """Emit each event of a run once: every event goes to every sink (file, terminal, trackers)."""
 
 import json
+import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,7 +50,9 @@ class JsonLines:
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._file = path.open("ab", buffering=0)  # what is cut off leaves no hole: each write goes to the end
+        if not append:
+            self._file.truncate(0)
         self._lost = 0
         self._lock = threading.Lock()
 
@@ -63,7 +66,7 @@ class JsonLines:
     def _write(self, event: Event) -> bool:
         """Return whether the whole line was written; part of a line is cut off again."""
         line = json.dumps(event.plain()).encode() + b"\n"
-        at = self._file.tell()
+        at = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) == len(line):
                 return True
