@@ -168,7 +168,8 @@ class Mailbox:
                 frame = stream.receive(_message)
                 heard = True  # who hangs up before that was only looking whether we live
                 self._hear(stream.peer)
-                self._came[stream.peer] = self._came.get(stream.peer, 0) + len(frame.payload)
+                with self._lock:  # a peer may have two streams for a while
+                    self._came[stream.peer] = self._came.get(stream.peer, 0) + len(frame.payload)
                 if self.node.peers.banned(stream.peer, time.monotonic()):
                     continue  # its bytes are not even unpacked
                 self.post(partial(self.node.receive, stream.peer, decode_message(bytes(frame.payload))))
