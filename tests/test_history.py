@@ -23,7 +23,7 @@ from diloco.checkpoint.log.history import (
     read_history,
 )
 from diloco.cli.history import show
-from diloco.history.rounds import RunHistory, history_of
+from diloco.history.rounds import history_of
 from diloco.report.tables import aligned
 from diloco.run.names import Names
 
@@ -273,12 +273,6 @@ def test_a_folder_of_an_earlier_version_has_the_rounds_that_its_log_still_has(lo
     folder, _ = log
     (folder / HISTORY).unlink()
     assert rounds(history_of([folder]).rounds) == list(range(1, ROUNDS + 1))
-
-
-def test_a_round_lasts_from_the_commit_before_it():
-    first, second = header(1), header(2)
-    found = RunHistory([first, second], Names({}), None)
-    assert found.seconds(second) == 1.0 and found.seconds(first) is None
 
 
 def test_where_two_share_a_name_the_key_stands_beside_it():

@@ -32,12 +32,6 @@ class RunHistory:
     states: tuple[int, int] | None  # the first and the last round whose states can be had; None: no snapshot is left
     part: int = 0  # at which place of `rounds` the part begins that the states are of
 
-    def seconds(self, header: RoundHeader) -> float | None:
-        """Return how long after the round before it a round was committed; None for the first of a stretch."""
-        before = next((each for each in self.rounds if each.digest == header.parent), None)
-        known = before is not None and before.time_ms and header.time_ms
-        return (header.time_ms - before.time_ms) / 1000 if before is not None and known else None
-
     def has_state(self, at: int) -> bool:
         """Tell whether the state after the round at this place can be had."""
         first, last = self.states or (1, 0)
