@@ -12,17 +12,17 @@ from logs import opened, settle
 
 from diloco.bench.bare import BareConfig
 from diloco.checkpoint.log.diskstore import DiskStore
-from diloco.checkpoint.log.history import RoundHeader, chain_of, read_headers, read_history
+from diloco.checkpoint.log.history import RoundHeader, chain_of, headers_in, read_headers, read_history
 from diloco.checkpoint.log.library import Library
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
-from diloco.elastic.protocol.record import Head, LoggedRecord
+from diloco.elastic.protocol.record import Head, LoggedRecord, Phases
 from diloco.elastic.protocol.state import RunState
 from diloco.elastic.runtime.applier import Applier
 from diloco.elastic.runtime.fetching import FetchedState
-from diloco.elastic.runtime.headers import take_history
+from diloco.elastic.runtime.headers import header_of, take_history
 from diloco.history.rounds import history_of
 
 
@@ -115,6 +115,20 @@ def test_a_store_that_fails_does_not_end_the_run(members, caplog):
     members.add(lines(1))
     take_history(members.me, {"member-0": PeerAddress("member-0")}, digest(1), Broken())
     assert "could not be taken" in caplog.text and "out of memory" in caplog.text
+
+
+def test_figures_that_a_peer_has_made_up_in_a_record_do_not_cost_its_header():
+    """Times and losses of a record are what others say, and a model that diverges has any loss."""
+    record, _ = following(BareConfig(100).beginning(("A",)).state, 100)
+    (part,) = record.proposal.contributions
+    for loss in (1e300, float("inf"), float("nan"), 2.5):
+        said = replace(part, offer=replace(part.offer, loss=loss))
+        made_up = replace(record, proposal=replace(record.proposal, contributions=(said,)))
+        for time_ms in (2**62, -5, 1000):
+            logged = LoggedRecord(made_up, ("A",), time_ms, Phases(time_ms, time_ms))
+            (found,) = headers_in(header_of(logged, ("A",), 100, 400).line())
+            assert found.time_ms == found.exchange_ms == (1000 if time_ms == 1000 else 0)
+            assert found.loss == (2.5 if loss == 2.5 else None)
 
 
 def test_after_a_move_to_another_branch_nothing_that_it_undid_is_told(tmp_path):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diloco.checkpoint.log.history import GIVEN_BYTES, ContributionHeader, RoundHeader, headers_in
+from diloco.checkpoint.log.history import GIVEN_BYTES, MOST, MOST_MS, ContributionHeader, RoundHeader, headers_in
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.fetch import request
 from diloco.comm.transport.transport import Addresses, Transport
@@ -29,7 +29,7 @@ def header_of(logged: LoggedRecord, before: Sequence[str], total_tokens: int, si
         digest=record.digest,
         parent=proposal.key.parent,
         round=proposal.key.round,
-        time_ms=logged.time_ms,
+        time_ms=_time_ms(logged.time_ms),
         step=proposal.step,
         fragment=proposal.fragment,
         tokens=proposal.tokens,
@@ -42,16 +42,22 @@ def header_of(logged: LoggedRecord, before: Sequence[str], total_tokens: int, si
         silent=tuple(peer for peer in before if answered and peer not in answered),
         amendment=0 if amendment is None else amendment.number,
         changes="" if amendment is None else amendment.changes,
-        collect_ms=logged.phases.collect_ms,
-        exchange_ms=logged.phases.exchange_ms,
+        collect_ms=_time_ms(logged.phases.collect_ms),
+        exchange_ms=_time_ms(logged.phases.exchange_ms),
     )
 
 
 def _contribution(given: Contribution) -> ContributionHeader:
     offer = given.offer
+    loss = offer.loss if 0 < abs(offer.loss) < MOST else None
     return ContributionHeader(
-        given.island, offer.tokens, offer.steps, given.weight, offer.loss or None, offer.step_ms, offer.late
-    )
+        given.island, offer.tokens, offer.steps, given.weight, loss, offer.step_ms, offer.late
+    )  # fmt: skip
+
+
+def _time_ms(said: int) -> int:
+    """Return a time that a peer has said; 0 (not known) for one that no header takes, so that the round stays."""
+    return said if 0 <= said < MOST_MS else 0
 
 
 def take_history(transport: Transport, donors: Addresses, head: str, store: Store, limit_s: float = HISTORY_S) -> None:
