@@ -25,7 +25,7 @@ from diloco.run.invites import TICKET
 from diloco.run.launched import Launched
 from diloco.run.local import Connection
 from diloco.run.machine import host_towards, own_name
-from diloco.run.signals import LEFT, Stop, exit_on_signal, heeds_sigterm, stop_on_sigterm
+from diloco.run.signals import LEFT, Stop, exit_on_signals_while_joining, stop_on_sigterm
 from diloco.run.start import RunEntry
 from diloco.train.user_loop import Run
 from diloco.units import parse_link, parse_rate
@@ -76,29 +76,27 @@ def connect(
     told = None if alone or attach is not None else Launched.given()
     if attach is not None:
         told = Launched("", str(attach), dir=None if dir is None else str(dir), host=host)
-    with ExitStack() as stack:
-        if told is not None and heeds_sigterm():  # while it gets in there is nothing to save
-            stack.enter_context(exit_on_signal(LEFT))
-        place = stack.enter_context(joined_processes(device_of(model)))
-        own = OwnModel.of(model, place)
-        chosen = _optimizer(optimizer, optimizer_options or {}, own)
-        where = _read_together(told.config if told is not None and told.config else where, place)
-        events = Events()
-        stack.callback(events.close)
+    stop = Stop()
+    with stop_on_sigterm(stop), ExitStack() as stack:  # while it closes what it holds, too
+        with exit_on_signals_while_joining(LEFT if told is not None else None):
+            place = stack.enter_context(joined_processes(device_of(model)))
+            own = OwnModel.of(model, place)
+            chosen = _optimizer(optimizer, optimizer_options or {}, own)
+            where = _read_together(told.config if told is not None and told.config else where, place)
+            events = Events()
+            stack.callback(events.close)
 
-        def enter(connection: Connection | None) -> RunEntry:
-            build = partial(Run, model=own, optimizer=chosen, events=events)
-            return RunEntry(place, events, stack, connection, build, view=False, stop=stop)
+            def enter(connection: Connection | None) -> RunEntry:
+                build = partial(Run, model=own, optimizer=chosen, events=events)
+                return RunEntry(place, events, stack, connection, build, view=False, stop=stop)
 
-        stop = Stop()
-        if told is not None:
-            run = _attach(enter, told, connection, where, own)
-        elif isinstance(where, str):
-            run = _join(enter, place, connection, where, dir)
-        else:
-            here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
-            run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
-        stack.enter_context(stop_on_sigterm(stop))
+            if told is not None:
+                run = _attach(enter, told, connection, where, own)
+            elif isinstance(where, str):
+                run = _join(enter, place, connection, where, dir)
+            else:
+                here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
+                run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
         run.should_stop = lambda: stop.asked
         run.begin()
         with closing(run.saver):

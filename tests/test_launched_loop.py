@@ -100,6 +100,48 @@ def test_a_loop_that_waits_for_the_run_leaves_when_asked(tmp_path: Path) -> None
         assert wait_for_end(process) == [LEFT]
 
 
+SIGNALLED = """
+import signal
+import diloco
+from own_loops import DATA, made, train
+
+
+class Late:  # closed with the run's events, when its block has been left
+    def emit(self, event):
+        pass
+
+    def close(self):
+        signal.raise_signal(signal.SIGTERM)
+        print("closed", flush=True)
+
+
+model = made()
+with diloco.connect({where!r}, model, "SGD", optimizer_options={{"lr": 0.01}}, attach={secret!r}) as run:
+    run.events.attach(Late())
+    signal.signal(signal.SIGUSR1, lambda *_: print("the loop's own handler", flush=True))
+    for batch in run.batches(DATA, 4):
+        run.step(loss=train(model, run.optimizer, batch))
+        if run.step_count == 3:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            signal.raise_signal(signal.SIGUSR1)
+print("finished", run.finished, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_launched_loop_that_trains_has_its_own_signals_and_one_that_closes_is_not_disturbed(tmp_path: Path) -> None:
+    with Attached(tmp_path, 1, inner={"steps": 12, "warmup": 0}) as run:
+        text = SIGNALLED.format(where=str(run.config), secret=str(run.secret("island-0")))
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+        loop = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env={**os.environ, **paths})
+        printed = [line for line in loop.stdout.splitlines() if "takes part" not in line]
+        assert printed == ["interrupted", "the loop's own handler", "closed", "finished True"], loop.stderr
+        assert loop.returncode == 0
+
+
 @pytest.mark.soak
 def test_the_example_of_a_launched_loop_survives_sigterm_and_ends_with_equal_states(tmp_path: Path) -> None:
     tree = yaml.safe_load((ROOT / "examples" / "own_loop.yaml").read_text())

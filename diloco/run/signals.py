@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -34,9 +34,11 @@ def signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install a handler for SIGINT, SIGTERM and PAUSE, for as long as this is open."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, PAUSE)}
+def handled(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, PAUSE)
+) -> Iterator[None]:
+    """Install a handler for these signals, for as long as this is open."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -124,4 +126,22 @@ def exit_on_signal(code: int) -> Iterator[None]:
         raise SystemExit(code)
 
     with handled(on_signal):
+        yield
+
+
+@contextmanager
+def exit_on_signals_while_joining(code: int | None) -> Iterator[None]:
+    """Exit with this code at a signal while a loop of somebody's own gets into its run: nothing is trained yet.
+
+    Without a code only SIGTERM is handled, and ends the process as it would end any. Where that is not ours to handle,
+    nothing is changed.
+    """
+    if not heeds_sigterm():
+        yield
+        return
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number if code is None else code)
+
+    with handled(on_signal, (signal.SIGTERM,)) if code is None else handled(on_signal):
         yield
