@@ -407,6 +407,22 @@ def test_islands_here_are_started_again_and_finish(tmp_path: Path) -> None:
     assert processes_with(str(tmp_path)) == [] and list((run / "launch" / "jobs").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_what_was_launched_is_stopped_as_a_run_and_as_an_island_and_is_not_started_again(tmp_path: Path) -> None:
+    path = write_config(tmp_path, launch={"port": free_ports(2)}, **LONG)
+    run = tmp_path / "run"
+    launch(str(path), "--islands", "2")
+    try:
+        assert wait_until(lambda: len(contributors(run / "island-1")) > 1 and len(contributors(run / "island-0")) > 1)
+        assert "continues it" in diloco("stop", str(run / "island-1"))
+        assert processes_with(str(run / "island-1")) == [] and processes_with(str(run / "island-0"))
+        assert "continues it" in diloco("stop", str(run))
+        assert processes_with(str(tmp_path)) == []
+        assert diloco("stop", str(run)) == f"{run} is not running\n"
+    finally:
+        launch("--stop", str(run))
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(not can_serve(), reason=MISSING)
 def test_islands_on_two_machines_by_ssh_leave_nothing_behind(tmp_path: Path) -> None:

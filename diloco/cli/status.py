@@ -193,17 +193,20 @@ def _listed(path: Path, islands: "list[LocalIsland]", status: "RunStatus | None"
 
 def stop(
     run: RunName,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the end.")] = LEAVE_S,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the end of islands that were not launched.")] = LEAVE_S,
 ) -> None:
     """Ask a run, or one island of it, to stop in good order.
 
-    It is what Ctrl-C does where it was started: islands finish their step, save, and can be continued. Exits with 1 if
-    one is still there when the time is over.
+    It is what Ctrl-C does where it was started: islands finish their step, save, and can be continued. Islands that
+    `diloco launch` has started are ended by that, as with `--stop`, wherever they are: they would be started again.
+    Exits with 1 if one is still there when the time is over.
     """
     from diloco.history.present import find_islands
     from diloco.history.present import stop as ask_to_stop
     from diloco.report.terminal import names
 
+    if _end_launched(run):
+        return
     islands = find_islands(run)
     going = [island.folder.name for island in islands if island.running]
     if not going:
@@ -218,6 +221,26 @@ def stop(
             raise SystemExit(1)
         time.sleep(WATCH_S / 4)
     say(f"{run} has stopped")
+
+
+def _end_launched(run: str) -> bool:
+    """End the jobs of a run, or of one island of it, that was launched; return False if none is at work."""
+    from diloco.launch import launching
+    from diloco.launch.backend import LAUNCH, STATE, Launch
+
+    folder = _folder_of(run).resolve()
+    top = next((place for place in (folder, folder.parent) if (place / LAUNCH / STATE).is_file()), None)
+    if top is None:
+        return False
+    launch = Launch.read(top)
+    jobs = launching.states_of(launch)
+    asked = [island for island in launch.islands if folder in (top, top / island.name)]
+    if not any(island.name in jobs and jobs[island.name].state in ("running", "waiting") for island in asked):
+        return False
+    say(f"asking {run}, which was launched, to leave: it has {launch.config.launch.grace_s:.0f} s")
+    launching.end(launch, asked)
+    say(f"{run} has stopped; the same `diloco launch` command continues it")
+    return True
 
 
 def bundle(

@@ -137,7 +137,7 @@ def stop(islands: list[LocalIsland]) -> list[int]:
             raise SaveError(f"{status.folder} is trained in on {status.host}: stop it there")
     pids = {top_process(status.pid) if len(islands) > 1 else status.pid for status in running}
     for pid in pids:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)  # which loops of people's own heed, too
     return sorted(pids)
 
 

@@ -101,7 +101,6 @@ class RunStatus:
     quorum: Annotated[bool, "Every round needs a quorum."] = False
     pid: Annotated[int, "The island's process."] = 0
     pid_started: Annotated[int, "When that was started, by the kernel's count; 0: not known."] = 0
-    supervisor: Annotated[int, "The process that started the island and restarts it; 0: none."] = 0
     host: Annotated[str, "The machine's name."] = ""
     folder: Annotated[str, "The island's folder."] = ""
     diloco: Annotated[str, "Its version."] = ""

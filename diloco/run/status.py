@@ -182,11 +182,10 @@ def say_starting(folder: Path, run: str, me: str, name: str) -> None:
 
 
 def with_process(status: RunStatus, folder: Path) -> RunStatus:
-    """Return a status with what is known of this process and of who has started it."""
-    supervised = bool(os.environ.get("DILOCO_SUPERVISED"))
+    """Return a status with what is known of this process."""
     return replace(
-        status, pid=os.getpid(), pid_started=started_at(os.getpid()), supervisor=os.getppid() if supervised else 0,
-        host=socket.gethostname(), folder=str(folder.resolve()), diloco=__version__,
+        status, pid=os.getpid(), pid_started=started_at(os.getpid()), host=socket.gethostname(),
+        folder=str(folder.resolve()), diloco=__version__,
     )  # fmt: skip
 
 
