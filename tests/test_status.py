@@ -22,13 +22,16 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
+from diloco.cli.status import facts_of, why
 from diloco.errors import PeerLost, SaveError
 from diloco.history.present import find_islands, only_run, status_of, top_process
+from diloco.report.events import IslandNews
 from diloco.report.shown import status_lines
+from diloco.report.sinks import EVENTS
 from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
 from diloco.report.why import Facts, why_island, why_now
 from diloco.run.gate import Gate
-from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at
+from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at, write_status
 
 ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
 STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
@@ -45,6 +48,9 @@ def test_a_status_survives_its_way_through_json():
     [
         b"", b"[]", b"{}", b"[" * 100_000, b'{"islands": 3}', b'{"run": "r", "me": "x", "at": "noon", "islands": []}',
         json.dumps({**asdict(STATUS_OF_ONE), "round": True}).encode(),
+        json.dumps({**asdict(STATUS_OF_ONE), "round": 10**400}).encode(),
+        json.dumps({**asdict(STATUS_OF_ONE), "round": -1}).encode(),
+        json.dumps({**asdict(STATUS_OF_ONE), "islands": [{"island": "x", "bytes_sent": 2**63}]}).encode(),
         json.dumps({**asdict(STATUS_OF_ONE), "islands": [{"island": 7}]}).encode(),
         json.dumps({**asdict(STATUS_OF_ONE), "islands": [{"island": "x", "waiting_for": "all"}]}).encode(),
     ],
@@ -59,8 +65,33 @@ def test_what_is_long_or_infinite_is_cut():
     long = replace(ME, name="x" * 10_000)
     found = decode_status(replace(STATUS_OF_ONE, islands=(long,)).encode())
     assert found is not None and len(found.islands[0].name) == 1000
-    hostile = json.dumps({**asdict(STATUS_OF_ONE), "at": float("inf")}).encode()
-    assert (found := decode_status(hostile)) is not None and found.at == 0.0
+    for at in (float("inf"), float("nan"), 10**400, -(10**400), 1e300):
+        hostile = json.dumps({**asdict(STATUS_OF_ONE), "at": at, "phase_since": at, "eta_s": at}).encode()
+        assert (found := decode_status(hostile)) is not None and found.at == 0.0
+        assert status_lines(found) and why_now(Facts(found))
+
+
+def test_what_a_peer_calls_itself_gives_a_terminal_no_orders():
+    evil = "\x1b[2J\r\n\x9b\ud800"
+    island = replace(ME, name=f"two{evil}", disk=evil, state="waiting", waiting_for=(evil,), told_by=evil)
+    found = decode_status(replace(STATUS_OF_ONE, run=f"r{evil}", islands=(ME, island)).encode())
+    assert found is not None and found.run == "r\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
+    for line in (*status_lines(found), *why_now(Facts(found)), *why_island(Facts(found), found.islands[1].name)):
+        assert not any(each < " " or "\x7f" <= each < "\xa0" for each in line)
+        line.encode()
+
+
+def test_news_of_peers_give_a_terminal_no_orders_either(tmp_path, capsys):
+    others = (ME, replace(ME, island="id-2", name="two", told_by="two", member=False))
+    say_starting(tmp_path, "r", "id-1", "one")
+    write_status(tmp_path, replace(read_status(tmp_path), at=time.time(), islands=others))
+    (tmp_path / EVENTS).write_text(
+        json.dumps(IslandNews(what="kept out", island="two", text="\x1b[2J", time=time.time()).plain()) + "\n"
+    )
+    assert "\x1b" in why_island(facts_of(str(tmp_path)), "two")[0]
+    why(str(tmp_path), "two")
+    printed = capsys.readouterr().out
+    assert "\ufffd[2J" in printed and "\x1b" not in printed
 
 
 def test_each_island_is_believed_about_itself_and_nobody_else():

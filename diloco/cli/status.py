@@ -105,6 +105,7 @@ def why(
     run that is going on.
     """
     from diloco.report import why as reasons
+    from diloco.report.tables import harmless
 
     facts = facts_of(run, island)
     if island is None and run is not None and facts.status is not None and facts.status.run != run:
@@ -116,7 +117,7 @@ def why(
     if as_json:
         print(json.dumps(found))
     else:
-        say(*found)
+        say(*map(harmless, found))  # events and headers have texts of peers, too
 
 
 def facts_of(run: str | None, island: str | None = None) -> "Facts":

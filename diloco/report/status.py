@@ -1,8 +1,8 @@
 """What a run and its islands do right now: data for `diloco status`, `diloco why` and whoever watches from elsewhere.
 
 A running island refreshes `status.json` in its folder every second and answers with the same over the network. It
-comes from other machines too, so that reading it checks every field, and texts in it are nothing but text. Its fields
-only ever grow; a reader ignores those that it does not know.
+comes from other machines too, so that reading it checks every field; control characters in its texts are replaced. Its
+fields only ever grow; a reader ignores those that it does not know.
 """
 
 import json
@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+from diloco.report.tables import harmless
+
 STATUS = "status.json"  # in an island's folder
 ASKED = "status.asked"  # beside it: touched by whoever wants to know what other islands say of themselves
 REFRESH_S = 1.0
 STALE_S = 5.0  # a status that is older says what was, not what is
 MAX_TEXT, MAX_ISLANDS = 1000, 4096
+MAX_COUNT, MAX_NUMBER = 2**63, 1e15  # what is larger counts nothing, and is no time or rate
 
 STATES = {
     "starting": "it has not got the run's state yet",
@@ -48,7 +51,7 @@ class IslandStatus:
     """Describe one island: as it says itself, or as another one sees it."""
 
     island: Annotated[str, "Its peer id."]
-    name: Annotated[str, "What it is called, as text from a peer: show it as text."] = ""
+    name: Annotated[str, "What it is called."] = ""
     state: Annotated[str, "One of the states below."] = "starting"
     since: Annotated[
         float,
@@ -139,7 +142,7 @@ def decode_status(raw: bytes) -> RunStatus | None:
         listed = plain["islands"][:MAX_ISLANDS]
         islands = tuple(_checked(IslandStatus, each) for each in listed)
         return _checked(RunStatus, {**plain, "islands": islands})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError):
         return None
 
 
@@ -191,11 +194,12 @@ def _informed(each: IslandStatus, leader: IslandStatus) -> IslandStatus:
 
 
 Kind = TypeVar("Kind", IslandStatus, RunStatus)
+HINTS = {kind.__name__: get_type_hints(kind) for kind in (IslandStatus, RunStatus)}  # once: it takes long
 
 
 def _checked(kind: type[Kind], plain: Mapping[str, Any]) -> Kind:
     """Make a status of what was read: fields that are not known are ignored, others must have their type."""
-    hints = get_type_hints(kind)
+    hints = HINTS[kind.__name__]
     given = {each.name: plain[each.name] for each in fields(kind) if each.name in plain}
     return kind(**{name: _fitting(value, hints[name]) for name, value in given.items()})
 
@@ -208,16 +212,22 @@ def _fitting(value: Any, hint: Any) -> Any:
     if hint is bool:
         return _of_type(value, bool)
     if hint is int or int in get_args(hint):
-        return _of_type(value, int)
+        return _count(value)
     if hint is float or float in get_args(hint):
-        number = float(_of_type(value, (int, float)))
-        return number if math.isfinite(number) else 0.0
+        number = _of_type(value, (int, float))
+        return float(number) if -MAX_NUMBER < number < MAX_NUMBER else 0.0
     items = _of_type(value, (list, tuple))
     return tuple(each if isinstance(each, IslandStatus) else _text(each) for each in items[:MAX_ISLANDS])
 
 
 def _text(value: Any) -> str:
-    return str(_of_type(value, str))[:MAX_TEXT]
+    return harmless(_of_type(value, str)[:MAX_TEXT])
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _of_type(value, int) < MAX_COUNT:
+        raise ValueError("no number of anything")
+    return int(value)
 
 
 def _of_type(value: Any, kind: Any) -> Any:

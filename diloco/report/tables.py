@@ -2,8 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-# what a peer calls itself may hold anything, and a terminal would obey
-HARMLESS = dict.fromkeys({*range(32), *range(127, 160)}, "\ufffd")
+# what a peer calls itself may hold anything, and a terminal would obey; half a surrogate cannot be printed at all
+HARMLESS = dict.fromkeys({*range(32), *range(127, 160), *range(0xD800, 0xE000)}, "\ufffd")
+
+
+def harmless(text: str) -> str:
+    """Return a text of one line with every control character replaced, so that a terminal can show it."""
+    return text.translate(HARMLESS)
 
 
 def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Iterable[str] = ()) -> list[str]:
@@ -11,7 +16,7 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Iter
 
     Columns are aligned to the right, but those named in `left` and the last one. Control characters are replaced.
     """
-    cells = [list(head), *([str(cell).translate(HARMLESS) for cell in row] for row in rows)]
+    cells = [list(head), *([harmless(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
     to_left = {at for at, name in enumerate(head) if name in set(left) or at == len(head) - 1}
     return ["  ".join(_padded(row, widths, to_left)).rstrip() for row in cells]
