@@ -1,7 +1,7 @@
 """What an island sees of its run and of the others, worked out from its protocol node. Pure, so that simulated islands
 are asked the same way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from diloco.checkpoint.log.history import ContributionHeader, RoundHeader
 from diloco.elastic.protocol.node import Node
@@ -22,7 +22,9 @@ def view_of(node: Node, headers: Sequence[RoundHeader], name: Name, *, now: floa
     own = node.own
     lately = Lately(headers)
     rounds = lately.rounds
-    seen = [_other(node, peer, lately, name, now=now, at=at) for peer in _shown(node, now)]
+    term = own.term  # whose coordinator knows who is ready: found once, since a run may have many islands
+    ready = set(term.offers(own.due)) if term is not None and term.begin is None else set[str]()
+    seen = [_other(node, peer, lately, name, ready, now=now, at=at) for peer in _shown(node, now)]
     me = _me(node, lately, name, now=now)
     phase, since = _phase(own, now)
     round_s = own.seen_round_s
@@ -137,20 +139,22 @@ def waits_for(node: Node, now: float) -> tuple[list[str], str]:
     return [own.follows] if own.follows and own.follows != own.me else [], "round"
 
 
-def _other(node: Node, peer: str, lately: Lately, name: Name, *, now: float, at: float) -> IslandStatus:
+def _other(
+    node: Node, peer: str, lately: Lately, name: Name, ready: Set[str], *, now: float, at: float
+) -> IslandStatus:
+    """Return another island's status. For whom it waits is the coordinator's to say, of itself (`status.merged`)."""
     own, view = node.own, node.own.peers.views.get(peer) or PeerView(0.0)
-    state, since, text = _state_of(node, peer, view, now)
+    state, since, text = _state_of(node, peer, view, ready, now)
     round_number = view.head.round if view.head is not None else 0
     return IslandStatus(
         peer, name(peer), state, since=at - since if since is not None else 0.0, told_by=name(own.me), text=text,
-        waiting_for=_ready_waits_for(own, peer, name) if state == "waiting" else (),
         cause="round" if state == "waiting" else "", member=peer in own.state.places, leads=view.leading,
         round=round_number, write_s=view.write_s, reaches_me=node.liveness.hear_each_other(peer, now),
         **lately.figures(peer),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def _state_of(node: Node, peer: str, view: PeerView, now: float) -> tuple[str, float | None, str]:
+def _state_of(node: Node, peer: str, view: PeerView, ready: Set[str], now: float) -> tuple[str, float | None, str]:
     """Return another island's state, since how many seconds it has it, and more about it."""
     own = node.own
     if peer in own.state.evicted:
@@ -170,15 +174,6 @@ def _state_of(node: Node, peer: str, view: PeerView, now: float) -> tuple[str, f
     current, term = own.current, own.term
     if current is not None and current.reducing and peer in current.begin.members:
         return "sending", now - current.since, ""
-    if term is not None and term.begin is None and peer in term.offers(own.due):
+    if term is not None and peer in ready:
         return "waiting", now - term.ready_at[peer] if peer in term.ready_at else None, ""
     return "training", None, ""
-
-
-def _ready_waits_for(own: ProtocolState, peer: str, name: Name) -> tuple[str, ...]:
-    """Return for whom an island waits that is ready, as its coordinator knows."""
-    term = own.term
-    if term is None:
-        return ()
-    ready = term.offers(own.due)
-    return tuple(name(other) for other in term.promised() if other not in ready and other not in own.state.witnesses)
