@@ -22,16 +22,13 @@ from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
-from diloco.cli.status import facts_of, why
 from diloco.errors import PeerLost, SaveError
 from diloco.history.present import find_islands, only_run, status_of, top_process
-from diloco.report.events import IslandNews
 from diloco.report.shown import status_lines
-from diloco.report.sinks import EVENTS
 from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
 from diloco.report.why import Facts, why_island, why_now
 from diloco.run.gate import Gate
-from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at, write_status
+from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at
 
 ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
 STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
@@ -79,19 +76,6 @@ def test_what_a_peer_calls_itself_gives_a_terminal_no_orders():
     for line in (*status_lines(found), *why_now(Facts(found)), *why_island(Facts(found), found.islands[1].name)):
         assert not any(each < " " or "\x7f" <= each < "\xa0" for each in line)
         line.encode()
-
-
-def test_news_of_peers_give_a_terminal_no_orders_either(tmp_path, capsys):
-    others = (ME, replace(ME, island="id-2", name="two", told_by="two", member=False))
-    say_starting(tmp_path, "r", "id-1", "one")
-    write_status(tmp_path, replace(read_status(tmp_path), at=time.time(), islands=others))
-    (tmp_path / EVENTS).write_text(
-        json.dumps(IslandNews(what="kept out", island="two", text="\x1b[2J", time=time.time()).plain()) + "\n"
-    )
-    assert "\x1b" in why_island(facts_of(str(tmp_path)), "two")[0]
-    why(str(tmp_path), "two")
-    printed = capsys.readouterr().out
-    assert "\ufffd[2J" in printed and "\x1b" not in printed
 
 
 def test_each_island_is_believed_about_itself_and_nobody_else():
@@ -178,13 +162,18 @@ def test_who_only_watches_is_answered_on_one_channel_and_refused_on_all_others()
     member, watcher, liar = (network.transport(name) for name in ("id-1", "watcher", "id-9"))
     member.inbox.may_open = lambda peer, channel: channel == CHANNEL or peer != "watcher"
     with closing(member), closing(watcher), closing(liar):
-        server = StatusServer(member, STATUS_OF_ONE.encode)
-        assert ask(watcher, PeerAddress("id-1")) == STATUS_OF_ONE
+        server = StatusServer(member, lambda: (STATUS_OF_ONE.encode(), 2.0))
+        before = time.time()
+        found = ask(watcher, PeerAddress("id-1"))
+        assert found is not None and before - 2 <= found.at <= time.time() - 2  # by the watcher's clock
+        assert replace(found, at=1000.0, phase_since=0.0) == STATUS_OF_ONE
+        assert found.at - found.phase_since == pytest.approx(1000.0)
         for channel in ("control", "fetch", "pool"):
             with pytest.raises(PeerLost, match="may not open"):
                 watcher.connect(PeerAddress("id-1"), channel, timeout_s=1)
-        false = StatusServer(liar, STATUS_OF_ONE.encode)  # it passes for somebody else
-        assert ask_all(watcher, {"a": PeerAddress("id-1"), "b": PeerAddress("id-9")}) == [STATUS_OF_ONE]
+        false = StatusServer(liar, lambda: (STATUS_OF_ONE.encode(), 0.0))  # it passes for somebody else
+        (found,) = ask_all(watcher, {"a": PeerAddress("id-1"), "b": PeerAddress("id-9")})
+        assert found.me == "id-1"
         server.close()
         assert ask(watcher, PeerAddress("id-1")) is None
         false.close()

@@ -194,7 +194,10 @@ def _listed(path: Path, islands: "list[LocalIsland]", status: "RunStatus | None"
 
 def stop(
     run: RunName,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the end of islands that were not launched.")] = LEAVE_S,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long to wait for the end of islands that were not launched."),
+    ] = LEAVE_S,
 ) -> None:
     """Ask a run, or one island of it, to stop in good order.
 

@@ -29,7 +29,7 @@ class LocalIsland:
     @property
     def running(self) -> bool:
         """Tell whether its process is there: on another machine, whether it has spoken lately."""
-        if self.status is None or self.status.ended:
+        if self.status is None or self.status.is_over:
             return False
         if self.status.host != socket.gethostname():
             return not self.status.is_stale(time.time())
@@ -102,10 +102,18 @@ def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
     text = f"its process {here.status.pid} is there, and has said nothing since: it is stopped, or starved"
     state = "silent"
     if not here.is_silent:
-        state, text = "ended", "it left in good order" if here.status.ended else "its process is gone without a goodbye"
+        state, text = "ended", _how_it_ended(here.status)
     return replace(
         each, state=state, since=here.status.at, told_by=each.name, text=text, waiting_for=(), cause="", leads=False
     )
+
+
+def _how_it_ended(status: RunStatus) -> str:
+    if status.ended:
+        return "it left in good order"
+    if status.failed:
+        return "it ended by an error, or by a signal while it joined: see what it printed"
+    return "its process is gone without a goodbye"
 
 
 def ask_remote(islands: list[LocalIsland]) -> None:

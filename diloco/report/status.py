@@ -108,6 +108,7 @@ class RunStatus:
     folder: Annotated[str, "The island's folder."] = ""
     diloco: Annotated[str, "Its version."] = ""
     ended: Annotated[bool, "The process has left in good order."] = False
+    failed: Annotated[bool, "The process has left by an error, or by a signal while it joined."] = False
     finished: Annotated[bool, "The run is over."] = False
     islands: Annotated[tuple[IslandStatus, ...], "The teller first, then all that it knows."] = field(default=())
 
@@ -129,6 +130,11 @@ class RunStatus:
             return json.dumps(plain, allow_nan=False).encode()
         except ValueError:  # a loss that is no number
             return json.dumps(_finite(plain)).encode()
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the process has said that it takes part no longer."""
+        return self.ended or self.failed
 
     def is_stale(self, now: float) -> bool:
         """Tell whether it says what was, not what is."""
@@ -152,6 +158,13 @@ def read_status(folder: Path) -> RunStatus | None:
         return decode_status((folder / STATUS).read_bytes())
     except OSError:
         return None
+
+
+def redated(status: RunStatus, at: float) -> RunStatus:
+    """Return a status of another machine with its times by this one's clock, by which it was told at this time."""
+    ahead = status.at - at
+    islands = [replace(each, since=each.since - ahead) if each.since else each for each in status.islands]
+    return replace(status, at=at, phase_since=status.phase_since - ahead, islands=tuple(islands))
 
 
 def merged(view: RunStatus, reports: Iterable[RunStatus]) -> RunStatus:

@@ -8,11 +8,12 @@ asked for only while somebody wants to see it, and travels on streams of its own
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import FrameError, StreamClosed, TransportError, TransportTimeout
 from diloco.report.events import End, Event, IslandNews, Start, Step, Validation, WitnessStart
-from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, decode_status, merged
+from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, decode_status, merged, redated
 from diloco.run.seeing import view_of
 from diloco.version import __version__
 
@@ -34,31 +35,43 @@ if TYPE_CHECKING:
 CHANNEL = "status"
 LAST_SPEEDS = 15
 ASK, ANSWER = 1, 2
+AGE = struct.Struct("<d")  # the head of an answer: how many seconds old it is. Clocks of machines may differ
+MAX_AGE_S = 3600.0
 ASKED_S = 10.0  # for so long after somebody has looked, others are asked
 ASK_TIMEOUT_S, AT_ONCE = 2.0, 8
-MAX_STREAMS, IDLE_S, WAIT_S = 16, 60.0, 2.0
+MAX_STREAMS, IDLE_S, WAIT_S, LOOK_S = 16, 60.0, 2.0, 0.2
 MAX_STATUS_BYTES = 4 << 20
 
 log = logging.getLogger(__name__)
 
 
 class StatusKeeper:
-    """Refresh an island's status while it takes part in a run, and answer those who ask for it. An event sink, too."""
+    """Refresh an island's status while it takes part in a run, and answer those who ask for it. An event sink, too.
+
+    Nothing here can hold the island up or end it: a view that fails is logged, and the file grows old.
+    """
 
     def __init__(self, folder: Path, driver: "Driver", peer: "LocalPeer", part: "Entrant") -> None:
         self._folder, self._driver, self._peer, self._part = folder, driver, peer, part
         self._step: Step | None = None
         self._speeds: deque[float] = deque(maxlen=LAST_SPEEDS)  # tokens/s: one report alone is noise
         self._validation: float | None = None
-        self._device, self._finished = "", False
+        self._device = ""
+        self._end: End | None = None
         self._news: dict[str, str] = {}  # the last words about each island, by name
         self._states: dict[str, tuple[str, float]] = {}  # by island: its state, and since when
-        self._reports: dict[str, RunStatus] = {}
-        self._now = b""
+        self._last: RunStatus | None = None
+        self._now, self._taken = b"", time.monotonic()
+        self._reports: list[RunStatus] = []  # what others said of themselves
+        self._lock = threading.Lock()  # of the file
         self._stop = threading.Event()
-        self._server = StatusServer(peer.plain, lambda: self._now)
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-        self._thread.start()
+        self._server = StatusServer(peer.plain, lambda: (self._now, time.monotonic() - self._taken))
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("status", self._refresh), ("status-asker", self._ask_others))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def emit(self, event: Event) -> None:
         """Take in what the island reports."""
@@ -69,7 +82,7 @@ class StatusKeeper:
             case Validation():
                 self._validation = event.validation_loss
             case End():
-                self._finished = event.finished
+                self._end = event
             case Start():
                 self._device = event.device
             case WitnessStart():
@@ -78,41 +91,51 @@ class StatusKeeper:
                 self._news[event.island] = f"{event.what}: {event.text}" if event.text else event.what
 
     def close(self) -> None:
-        """Write a last status, that the island has left, and stop."""
+        """Write a last status and stop: that the island has left, or, where it has not said so, that it failed."""
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(WAIT_S)
         self._server.close()
-        if (last := decode_status(self._now)) is not None:
-            self._write(replace(last, at=time.time(), ended=True, finished=self._finished))
+        if self._driver.failure is None:
+            self._look()
+        if self._last is not None:
+            left, finished = self._end is not None, self._end is not None and self._end.finished
+            self._write(replace(self._last, at=time.time(), ended=left, failed=not left, finished=finished))
 
-    def _run(self) -> None:
-        while True:
-            try:
-                view = self._view()
-            except TimeoutError:  # its driver has ended, or has much to do: the file grows old, and that says it
-                view = None
-            if view is not None:
-                self._now = view.encode()
-                self._write(merged(view, self._asked()))
-            if self._stop.wait(REFRESH_S):
-                return
+    def _refresh(self) -> None:
+        while not self._stop.is_set():
+            if self._look():
+                self._write()
+            self._stop.wait(REFRESH_S)
+
+    def _look(self) -> bool:
+        """Take a view of the run; return False if none could be had."""
+        try:
+            view = self._view()
+            self._now, self._taken, self._last = view.encode(), time.monotonic(), view
+        except TimeoutError:  # its driver has ended, or has much to do: the file grows old, and that says it
+            return False
+        except Exception:
+            log.exception("no status can be told")
+            return False
+        return True
 
     def _view(self) -> RunStatus:
         """Return what the node sees, with what only this process knows; the node is asked on its own thread."""
-        driver, found, asked = self._driver, list[RunStatus](), threading.Event()
+        driver, answer = self._driver, Future[RunStatus]()
 
         def look(now: float) -> list[object]:
-            headers = list(driver.applier.headers)
-            found.append(view_of(driver.node, headers, self._peer.name_of, now=now, at=time.time()))
-            asked.set()
+            try:
+                headers = list(driver.applier.headers)
+                answer.set_result(view_of(driver.node, headers, self._peer.name_of, now=now, at=time.time()))
+            except Exception as error:  # noqa: BLE001  # raised where it is waited for: the driver goes on
+                answer.set_exception(error)
             return []
 
         driver.post(look)  # type: ignore[arg-type]
-        if not asked.wait(WAIT_S):
-            raise TimeoutError
-        return self._completed(found[0])
+        return self._completed(answer.result(WAIT_S))
 
     def _completed(self, view: RunStatus) -> RunStatus:
         config, driver, own, step = self._part.config, self._driver, view.own, self._step
@@ -148,20 +171,34 @@ class StatusKeeper:
         self._states[each.island] = each.state, since
         return each if each.since else replace(each, since=since)
 
-    def _asked(self) -> Iterable[RunStatus]:
-        """Return what others say of themselves, if somebody has looked lately."""
-        try:
-            wanted = time.time() - (self._folder / ASKED).stat().st_mtime < ASKED_S
-        except OSError:
-            return ()
-        if not wanted:
-            return ()
-        alive = self._driver.node.liveness.alive(time.monotonic())
-        addresses = {peer: address for peer, address in list(self._driver.addresses.items()) if peer in alive}
-        return ask_all(self._peer.plain, addresses)
+    def _ask_others(self) -> None:
+        """Ask what others say of themselves, while somebody looks."""
+        asked_at = -REFRESH_S
+        while not self._stop.wait(LOOK_S):
+            if time.monotonic() - asked_at < REFRESH_S or not self._is_wanted():
+                continue
+            asked_at = time.monotonic()
+            try:
+                alive = self._driver.node.liveness.alive(asked_at)
+                known = {peer: address for peer, address in list(self._driver.addresses.items()) if peer in alive}
+                self._reports = ask_all(self._peer.plain, known, self._stop.is_set)
+            except Exception:  # the node is another thread's: it may have changed meanwhile
+                log.exception("others were not asked for their status")
+            self._write()
 
-    def _write(self, status: RunStatus) -> None:
-        write_status(self._folder, status)
+    def _is_wanted(self) -> bool:
+        try:
+            return time.time() - (self._folder / ASKED).stat().st_mtime < ASKED_S
+        except OSError:
+            return False
+
+    def _write(self, last: RunStatus | None = None) -> None:
+        """Write the view as it is now, with what others have said lately; or the very last one, after which none is."""
+        with self._lock:
+            if last is None and self._last is not None and not self._stop.is_set():
+                last = merged(self._last, self._reports)
+            if last is not None:
+                write_status(self._folder, last)
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
@@ -199,11 +236,11 @@ def started_at(pid: int) -> int:
 
 def is_running(status: RunStatus) -> bool:
     """Tell whether the process that wrote a status on this machine is still there."""
-    if status.ended or not status.pid or status.host != socket.gethostname():
+    if status.is_over or not status.pid or status.host != socket.gethostname():
         return False
     try:
         os.kill(status.pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -213,7 +250,8 @@ def is_running(status: RunStatus) -> bool:
 class StatusServer:
     """Answer peers that ask for this island's status, members and watchers alike, on a channel of its own."""
 
-    def __init__(self, transport: Transport, status: Callable[[], bytes]) -> None:
+    def __init__(self, transport: Transport, status: Callable[[], tuple[bytes, float]]) -> None:
+        """Begin to answer; `status` returns what to say, and how many seconds old that is."""
         self._transport, self._status = transport, status
         self._closed = False
         self._places = threading.Semaphore(MAX_STREAMS)
@@ -243,7 +281,8 @@ class StatusServer:
         try:
             while not self._closed:
                 stream.receive(_no_payload, timeout_s=IDLE_S)
-                stream.send(ANSWER, b"", self._status(), timeout_s=ASK_TIMEOUT_S)
+                said, age_s = self._status()
+                stream.send(ANSWER, AGE.pack(age_s), said, timeout_s=ASK_TIMEOUT_S)
         except (TransportError, FrameError) as over:
             log.debug("%s does not ask any more: %s", stream.peer, over)
         finally:
@@ -260,19 +299,29 @@ def ask(transport: Transport, address: PeerAddress, timeout_s: float = ASK_TIMEO
         return None
     try:
         stream.send(ASK, timeout_s=timeout_s)
-        status = decode_status(bytes(stream.receive(_status_only, timeout_s=timeout_s).payload))
+        answer = stream.receive(_status_only, timeout_s=timeout_s)
+        status, received = decode_status(bytes(answer.payload)), time.time()
     except (TransportError, FrameError) as error:
         log.info("%s does not say its status: %s", address.identity, error)
         return None
     finally:
         stream.close()
-    return status if status is not None and status.me == address.identity else None
+    if status is None or status.me != address.identity:
+        return None
+    return redated(status, received - min(max(0.0, *AGE.unpack(answer.head)), MAX_AGE_S))
 
 
-def ask_all(transport: Transport, addresses: Mapping[str, PeerAddress]) -> list[RunStatus]:
-    """Return what these peers say of themselves; those who do not answer in time are left out."""
+def ask_all(
+    transport: Transport, addresses: Mapping[str, PeerAddress], given_up: Callable[[], bool] = lambda: False
+) -> list[RunStatus]:
+    """Return what these peers say of themselves; those who do not answer in time are left out, and all that are still
+    to be asked once it is given up."""
+
+    def ask_one(address: PeerAddress) -> RunStatus | None:
+        return None if given_up() else ask(transport, address)
+
     with ThreadPoolExecutor(AT_ONCE, "ask") as pool:
-        return [said for said in pool.map(lambda each: ask(transport, each), addresses.values()) if said is not None]
+        return [said for said in pool.map(ask_one, addresses.values()) if said is not None]
 
 
 def _no_payload(kind: int, head: bytes, length: int) -> memoryview:
@@ -282,6 +331,6 @@ def _no_payload(kind: int, head: bytes, length: int) -> memoryview:
 
 
 def _status_only(kind: int, head: bytes, length: int) -> memoryview:
-    if kind != ANSWER or head or length > MAX_STATUS_BYTES:
+    if kind != ANSWER or len(head) != AGE.size or length > MAX_STATUS_BYTES:
         raise FrameError(f"a frame of kind {kind} with {length} bytes, a status was due")
     return memoryview(bytearray(length))
