@@ -227,6 +227,7 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
         seen = decode_status(afar.stdout.encode())
         assert seen is not None, afar.stderr
         assert {each.name for each in seen.islands} == {"island-1", "island-2"}
+        assert (seen.pid, seen.host, seen.folder) == (0, "", "") and str(tmp_path) not in afar.stdout
         refused = diloco("join", tmp_path / "watch", cwd=tmp_path)
         assert refused.returncode == 2 and "lets one watch only" in refused.stderr
 

@@ -360,7 +360,7 @@ def closed_after(stream: Stream, seconds: float) -> Iterator[None]:
 
 def read_channel(stream: Stream, timeout_s: float) -> str:
     """Greet as the accepting side, once it knows who the other is, and return the channel that the other names."""
-    with closed_after(stream, timeout_s):
+    with closed_after(stream, 2 * timeout_s):
         stream.send_reserved(HELLO, timeout_s=timeout_s)
         return hear_channel(stream, timeout_s)
 

@@ -114,7 +114,8 @@ class StatusKeeper:
         """Take a view of the run; return False if none could be had."""
         try:
             view = self._view()
-            self._now, self._taken, self._last = view.encode(), time.monotonic(), view
+            told = replace(view, pid=0, pid_started=0, host="", folder="")  # of the machine others need nothing
+            self._now, self._taken, self._last = told.encode(), time.monotonic(), view
         except TimeoutError:  # its driver has ended, or has much to do: the file grows old, and that says it
             return False
         except Exception:
