@@ -7,8 +7,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from diloco import errors
 from diloco.checkpoint.log.library import MAX_MANIFEST_BYTES, MAX_NAME_BYTES, ItemManifest
 from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, DESCRIBE, READY, REFUSALS, SLICE_S, WHOLE
 from diloco.comm.peers import packing
-from diloco.comm.transport.transport import BufferFor, Frame, PeerAddress, Stream, Transport
+from diloco.comm.transport.transport import BufferFor, Frame, PeerAddress, Stream, Transport, closed_after
 from diloco.comm.transport.wire import Deadline, as_bytes, deadline_in, seconds_to
 
 MAX_WORKERS = 8
@@ -55,7 +55,7 @@ def _one_answer(
 
     def attempt() -> Frame:
         stream = transport.connect(address, CHANNEL, timeout_s=seconds_to(deadline) or 0.0)
-        with _closed_at(deadline, stream):
+        with closing(stream), closed_after(stream, seconds_to(deadline) or 0.0):
             hear(stream, READY, up_to(0), name)
             stream.send(kind, request)
             return hear(stream, BYTES, up_to(limit), name)
@@ -65,19 +65,6 @@ def _one_answer(
     except errors.TransportError as error:
         reason = str(error) if seconds_to(deadline) else f"not all of it came within {timeout_s} s"
         raise errors.TransferFailed(f"{name!r} of {address.identity}: {reason}", {address.identity: reason}) from None
-
-
-@contextmanager
-def _closed_at(deadline: Deadline, stream: Stream) -> Iterator[None]:
-    """Close the stream at the deadline: however slowly a peer sends, that ends a frame that has begun."""
-    timer = threading.Timer(seconds_to(deadline) or 0.0, stream.close)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        stream.close()
 
 
 def unless_busy(attempt: Callable[[], T], deadline: Deadline, over: threading.Event) -> T:

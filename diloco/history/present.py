@@ -14,7 +14,7 @@ from diloco.errors import SaveError
 from diloco.history.find import RUNS
 from diloco.report.status import ASKED, STATUS, IslandStatus, RunStatus, merged, read_status
 from diloco.run.folder import has_log
-from diloco.run.status import is_running
+from diloco.run.status import is_running, parent_of
 
 FRESH_S, LOOK_S = 3.0, 0.1  # how long to wait for what remote islands say of themselves
 
@@ -151,16 +151,9 @@ def stop(islands: list[LocalIsland]) -> list[int]:
 
 def top_process(pid: int) -> int:
     """Return the diloco process that has started this one, directly or not; itself where none has."""
-    while (parent := _parent(pid)) > 1 and _is_diloco(parent):
+    while (parent := parent_of(pid)) > 1 and _is_diloco(parent):
         pid = parent
     return pid
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _is_diloco(pid: int) -> bool:

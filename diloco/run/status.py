@@ -118,7 +118,7 @@ class StatusKeeper:
             self._now, self._taken, self._last = told.encode(), time.monotonic(), view
         except TimeoutError:  # its driver has ended, or has much to do: the file grows old, and that says it
             return False
-        except Exception:
+        except Exception:  # a bug in what people see must not end the thread, nor the island
             log.exception("no status can be told")
             return False
         return True
@@ -229,8 +229,18 @@ def with_process(status: RunStatus, folder: Path) -> RunStatus:
 
 def started_at(pid: int) -> int:
     """Return when a process was started, by the kernel's count; 0 where it is gone or the kernel does not say."""
+    return _stat_of(pid, 19)
+
+
+def parent_of(pid: int) -> int:
+    """Return which process started this one; 0 where it is gone or the kernel does not say."""
+    return _stat_of(pid, 1)
+
+
+def _stat_of(pid: int, field: int) -> int:
+    """Read one of the numbers that Linux tells of a process, counted from behind its name, which may be anything."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field])
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -78,7 +78,7 @@ def take_history(transport: Transport, donors: Addresses, head: str, store: Stor
             if chain := _leading_to(head, headers_in(raw)):
                 store.keep_headers([replace(header, added=True) for header in chain])
                 return
-    except Exception:
+    except Exception:  # the thread's outermost frame: history is for people, a round never waits for it
         log.exception("the headers of earlier rounds could not be taken from others")
 
 
