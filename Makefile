@@ -34,8 +34,8 @@ soak: install  ## what takes minutes by its nature: hundreds of disasters, many 
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
 	$(BIN)/python tests/prove.py --only 'faults of every kind'
 
-cluster: install sshd  ## islands on a real Slurm of virtual nodes, by ssh and on Kubernetes (half an hour; root, Debian)
-	$(BIN)/pytest tests/test_slurm.py tests/test_kubernetes.py tests/test_launch.py
+cluster: install sshd  ## islands on a real Slurm of virtual nodes, by ssh, and of several processes (half an hour; root, Debian)
+	$(BIN)/pytest -m cluster
 
 browser:  ## Debian's chromium, where it is missing and may be installed: a test opens a report in it
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \

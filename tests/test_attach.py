@@ -123,8 +123,8 @@ def test_islands_that_all_start_at_once_are_one_run_every_time(tmp_path: Path, s
     start_all_at_once(tmp_path, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("with_mark", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("with_mark", [True, False])
 def test_a_founder_whose_folder_is_lost_joins_its_run(tmp_path: Path, with_mark: bool) -> None:
     with Attached(tmp_path, 3, inner={"steps": 60}, elastic={"min_islands": 3}) as run:
         processes = {name: run.start(name, *SLOW) for name in run.names}
@@ -160,7 +160,7 @@ def test_a_founder_that_lost_everything_does_not_begin_again_while_another_is_to
         run.check_one_run()
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_an_island_that_is_asked_to_stop_exits_with_75_and_comes_back(tmp_path: Path) -> None:
     key = {"environment": {"WANDB_API_KEY": "s3cr3t"}}
     with Attached(tmp_path, 2, inner={"steps": 250}, elastic={"min_islands": 2}, launch=key) as run:

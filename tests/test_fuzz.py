@@ -17,7 +17,7 @@ from diloco.comm.transport.transport import Stream
 from diloco.comm.transport.wire import WireCarrier
 from diloco.errors import TransportError
 
-INPUTS = int(os.environ.get("DILOCO_FUZZ", "2000"))
+INPUTS = int(os.environ.get("DILOCO_FUZZ", "1000"))
 
 
 @pytest.mark.parametrize("name", fuzz.DECODERS)

@@ -23,7 +23,7 @@ FRAMEWORKS = {  # the package, the example, where it founds its run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["hf", pytest.param("lightning", marks=pytest.mark.cluster)])
 def test_two_programs_learn_together_and_hold_the_same(tmp_path, framework):
     package, example, run = FRAMEWORKS[framework]
     pytest.importorskip(package)

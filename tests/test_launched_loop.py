@@ -64,7 +64,7 @@ def test_a_loop_that_gets_sigterm_leaves_its_block_and_resumes(tmp_path: Path, a
     )
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_loops_with_secrets_found_join_and_come_back_in_any_order(tmp_path: Path) -> None:
     with Attached(tmp_path, 2, inner={"steps": 120, "warmup": 0}, elastic={"min_islands": 2}) as run:
 

@@ -64,9 +64,10 @@ def torchrun(tmp_path):
         yield Torchrun(stack, tmp_path)
 
 
-BOTH_KINDS = [((2, 1), (1, 2)), pytest.param((2, 2), (2, 2), marks=pytest.mark.soak)]
+BOTH_KINDS = [((2, 1), (1, 2)), ((2, 2), (2, 2))]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("one", "two"), BOTH_KINDS)
 def test_two_islands_match_the_built_in_trainer(small, tmp_path, torchrun, one, two):
     """The same samples: outer parameters of five rounds, and what each process holds of them."""

@@ -120,7 +120,7 @@ def test_under_torchrun_the_processes_name_a_stopped_one_themselves_and_go_on_af
         assert [event["what"] for event in events if event["event"] == "elastic"] == ["joined"]  # by its own disk
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_in_a_stuck_collective_the_process_is_named_that_lives_and_does_not_enter_it():
     worker = str(Path(__file__).parent / "hang_worker.py")
     done = subprocess.run([sys.executable, *TORCHRUN[:-2], worker], capture_output=True, text=True, timeout=300)
@@ -131,7 +131,7 @@ def test_in_a_stuck_collective_the_process_is_named_that_lives_and_does_not_ente
     assert "process 0, in inner step 1 (all_reduce in distributed_c10d.py:" in lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_an_island_that_somebody_else_restarts_ends_with_the_name_of_the_process(tmp_path):
     with island(tmp_path, supervised=True) as mesh:
         mesh.trains(life=1)
@@ -152,7 +152,7 @@ def test_what_is_refused_is_not_started_again(tmp_path):
 UNSHARED = 'mkdir -p "$0/machine-$RANK" && cd "$0/machine-$RANK" && exec "$1" -m diloco run "$0/run.yaml"'
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_an_island_of_several_machines_without_a_shared_folder_is_refused_before_its_first_step(tmp_path):
     """The two processes stand in different folders, as on two machines with disks of their own."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**LONG_RUN, "checkpoint": {"dir": "run"}}))

@@ -80,7 +80,9 @@ def test_links_can_be_cut_and_islands_stopped_in_virtual_time_too():
     assert len({life.node.state.head for life in churn.world.lives.values()}) == 1
 
 
-@pytest.mark.parametrize("setting", [FEW, replace(CHURN, mtbf_s=60.0, seconds=800.0)])
+@pytest.mark.parametrize(
+    "setting", [FEW, pytest.param(replace(CHURN, mtbf_s=60.0, seconds=800.0), marks=pytest.mark.soak)]
+)
 def test_a_run_that_stands_still_is_told_of_whoever_fails_meanwhile(setting, monkeypatch):
     monkeypatch.setattr(Reductions, "_finish", lambda reductions, reduction, member: None)
     assert "no round from 0 s" in simulate(setting).standstill
