@@ -24,7 +24,7 @@ INPUTS = int(os.environ.get("DILOCO_FUZZ", "1000"))
 def test_mutated_bytes_are_taken_or_refused_by_name(name, monkeypatch):
     for limit in ("MAX_HEAD", "MAX_PAYLOAD"):
         monkeypatch.setattr(frame, limit, getattr(frame, limit))  # the harness sets them low
-    found = fuzz.feed(name, INPUTS // fuzz.DECODERS[name]().cost, seed=7)
+    found = fuzz.joined([fuzz.feed(name, INPUTS // fuzz.DECODERS[name]().cost, seed=7)])
     assert not found.failure, f"{found.failure}: {found.input}"
     assert found.inputs and not found.skipped
 
