@@ -261,7 +261,8 @@ def codec(name: str) -> Decoder:
     from diloco.errors import CodecError
 
     one, count, key = codec_named(name), 700, NoiseKey(1, 0, "a")
-    samples = [bytes(one.encode(torch.randn(count) * 10.0**power, key).numpy()) for power in (-30, -3, 0, 37)]
+    values = torch.randn(count, generator=torch.Generator().manual_seed(7))
+    samples = [bytes(one.encode(values * scale, key).numpy()) for scale in (1e-30, 1e-3, 1.0, one.largest / 10)]
     total = torch.zeros(count)
 
     def add(raw: bytes) -> None:
