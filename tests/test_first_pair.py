@@ -23,8 +23,10 @@ CONFIG = {
 
 def contributors(island: Path, since_s: float) -> list[list[str]]:
     """Who contributed to each round after so many seconds of the run, as an island has it."""
-    events = read_events(island / "events.jsonl")
-    began = read_events(island.parent / "island-1" / "events.jsonl")[0]["time"]
+    events, first = (read_events(each / "events.jsonl") for each in (island, island.parent / "island-1"))
+    if not first:  # its file is there before its first event is
+        return []
+    began = first[0]["time"]
     rounds = [event for event in events if event["event"] == "round" and event["time"] - began > since_s]
     return [event["contributors"] for event in rounds]
 
