@@ -28,8 +28,8 @@ COMMANDS = [
     "sample", "plan", "doctor", "ticket", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "mesh", "join", "soak", "checkpoint",
-    "virtual", "mutants", "overlap", "plan", "quality", "link",
+    "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join", "soak",
+    "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
 ]  # fmt: skip
 
 

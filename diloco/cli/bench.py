@@ -138,6 +138,22 @@ def ranks(
     return {"every_s": every, "faults": faults}
 
 
+@benchmark("memory --modes classic --large 50000000")
+def memory(
+    modes: Annotated[
+        str, typer.Option(help="Which of classic, overlapped and streaming.")
+    ] = "classic,overlapped,streaming",
+    small: Annotated[int, typer.Option(min=1, help="Parameters of the smaller model.")] = 20_000_000,
+    large: Annotated[int, typer.Option(min=1, help="Parameters of the larger model.")] = 100_000_000,
+    rounds: Annotated[int, typer.Option(min=12, help="Rounds of each run.")] = 20,
+) -> Mapping[str, Any]:
+    """Measure the memory of an island's outer part (30 minutes).
+
+    Real islands of two sizes train, save, make snapshots and serve a newcomer.
+    """
+    return {"modes": tuple(modes.split(",")), "small": small, "large": large, "rounds": rounds}
+
+
 @benchmark("mesh --json")
 def mesh(
     preset: Annotated[str, typer.Option(help="Model size.")] = "150m",
