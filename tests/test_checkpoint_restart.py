@@ -93,9 +93,8 @@ def test_the_state_from_disk_is_that_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(("rounds", "story"), [(4, "rounds"), (10, "the whole state of round")])
-def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path, monkeypatch, rounds, story):
+def test_who_was_away_takes_its_own_disk_and_from_others_what_it_lacks(tmp_path, rounds, story):
     """From their disks: nobody has that much in memory. Where that is more than the whole state, it takes that."""
-    monkeypatch.setattr("diloco.checkpoint.log.library.KEEP_PAYLOADS", 2)
     with living(tmp_path, pace_s=0.15) as (network, team):
         at_round(team, 3)
         away = team.pop()

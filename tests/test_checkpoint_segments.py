@@ -159,11 +159,18 @@ def test_old_results_are_read_back_for_peers_and_checked(tmp_path):
     (path,) = segment_paths(tmp_path)
     raw = path.read_bytes()
     store, told = opened(tmp_path, records[1][0].digest, 2)
-    assert bytes(store.item(records[0][0].payload).data) == records[0][1]
+    item = store.item(records[0][0].payload)
+    assert bytes(item.data) == records[0][1] and item.sha256 == records[0][0].payload
     assert store.item("f" * 64) is None
     path.write_bytes(raw.replace(b"payload 2", b"PAYLOAD 2", 1))
     assert store.item(records[1][0].payload) is None and not store.has(records[1][0].payload)
     assert [what for what, _ in told] == ["damaged"]
+    path.write_bytes(raw.replace(b"payload 1", b"PAYLOAD 1", 1))  # after its digests were taken
+    with pytest.raises(OSError, match="other bytes"):
+        item.chunk(0)
+    path.write_bytes(raw[: raw.index(b"payload 1") + 3])
+    with pytest.raises(OSError, match="shorter"):
+        item.chunk(0)
     store.close()
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from diloco.bench import plan as bench_plan
 from diloco.bench.simulated import Seen
 from diloco.bench.speed import measure
-from diloco.checkpoint.log.library import KEEP_PAYLOADS
+from diloco.checkpoint.log.library import FRESH_PAYLOADS
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS, codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth
@@ -109,7 +109,7 @@ def test_activations_are_about_what_a_backward_pass_keeps():
 
 
 def test_what_the_host_keeps_is_what_the_log_and_the_session_keep():
-    assert (memory.KEPT_RESULTS, memory.KEPT_CONTRIBUTIONS_BYTES) == (KEEP_PAYLOADS, KEEP_BYTES)
+    assert (memory.KEPT_RESULTS, memory.KEPT_CONTRIBUTIONS_BYTES) == (FRESH_PAYLOADS, KEEP_BYTES)
 
 
 def test_the_host_keeps_as_many_contributions_as_phases_fit_into_the_run():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diloco.checkpoint.log.history import HistoryFile, Move, RoundHeader, end_of_history
 from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
-from diloco.checkpoint.log.library import Item, payload_name
+from diloco.checkpoint.log.library import StoredItem, payload_name
 from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
 from diloco.checkpoint.log.snapshot import DAMAGED, SnapshotContents, clean, manifests, remove, write_snapshot
 from diloco.checkpoint.log.store import PartialDownload, Store
@@ -28,7 +28,7 @@ from diloco.comm.transport.frame import Buffer
 KEEP = 2  # snapshots, and the log since the older one
 SEGMENT_BYTES = 256 << 20
 RETRY_S = 5.0  # after the disk has refused
-CACHED = 4  # results of long ago: a peer asks for one chunk after the other
+CACHED = 16  # results whose digests are known: a peer asks for one chunk after the other
 
 log = logging.getLogger(__name__)
 Report = Callable[[str, str], None]  # what happened, in which words
@@ -78,7 +78,7 @@ class DiskStore(Store):
         self._memory = self.journal.memory
         self._retry_at = 0.0
         self._changed = threading.Condition()
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, StoredItem] = {}
         self._jobs: list[Job] = []
         self._contents: SnapshotContents | None = None
         self._pace = WritePace()
@@ -201,19 +201,22 @@ class DiskStore(Store):
             entry = self.journal.entries.get(record)
             return entry is not None and self.journal.has(entry.payload)
 
-    def item(self, payload: str) -> Item | None:
-        """Return a result, read back and checked; None where it is missing, or damaged, which is reported."""
+    def item(self, payload: str) -> StoredItem | None:
+        """Return a result, to be read from its file; None where it is missing, or damaged, which is reported."""
         with self._changed:
             item, place = self._items.get(payload), self.journal.payloads.get(payload)
         if item is not None or place is None:
             return item
-        if (raw := self.journal.payload(payload)) is None:
+        try:
+            item = StoredItem(payload_name(payload), place)
+        except OSError:
+            item = None
+        if item is None or item.sha256 != payload:
             with self._changed:
                 self.journal.payloads.pop(payload, None)
             if place.path.exists():
                 self.report("damaged", f"{place.path.name}: the bytes of result {payload[:12]} are damaged")
             return None
-        item = Item(payload_name(payload), raw)
         with self._changed:
             self._items[payload] = item
             for oldest in list(self._items)[:-CACHED]:

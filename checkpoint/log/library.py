@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from diloco.checkpoint.log.journal import Entry
+from diloco.checkpoint.log.segments import ByteRange, read_part
 from diloco.comm.peers import packing
 from diloco.comm.peers.packing import Malformed, Reader
 from diloco.comm.transport.frame import Buffer
@@ -25,7 +26,8 @@ MAX_CHUNKS = 1 << 17  # half a terabyte in the largest chunks, and a description
 MAX_NAME_BYTES = 255
 DIGEST_BYTES = 32
 MAX_MANIFEST_BYTES = 2 + MAX_NAME_BYTES + 8 + 4 + MAX_CHUNKS * DIGEST_BYTES
-KEEP_PAYLOADS = 16
+KEEP_PAYLOADS = 16  # results of the last records, where they are not stored
+FRESH_PAYLOADS = 1  # where they are: what everybody may be asking for
 KEEP_HEADERS = 10_000
 MAX_AFTER = 4 << 20  # bytes of headers in one answer: who lacks more asks again
 
@@ -92,9 +94,8 @@ class Item:
     """Hold an item's bytes. A chunk's digest is computed when it is first asked for: gigabytes take seconds."""
 
     def __init__(self, name: str, data: Buffer, chunk_bytes: int | None = None) -> None:
-        self.name = name
-        self.data = as_bytes(data).toreadonly()
-        self.size = len(self.data)
+        self.name, self._data = name, as_bytes(data).toreadonly()
+        self.size = len(self._data)
         self.chunk_bytes = usual_chunk_bytes(self.size) if chunk_bytes is None else chunk_bytes
         self.count = chunk_count(name, self.size, self.chunk_bytes)
         self._digests: list[bytes | None] = [None] * self.count
@@ -108,11 +109,48 @@ class Item:
 
     def chunk(self, number: int) -> memoryview:
         """Return the bytes of a chunk, as a view of the item."""
-        return self.data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+        return self._data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+
+    @property
+    def data(self) -> memoryview:
+        """Return all of its bytes."""
+        return self._data
 
     def description(self) -> ItemManifest:
         """Build the item's manifest; this computes every digest that is not known yet."""
         return ItemManifest(self.name, self.size, self.chunk_bytes, tuple(map(self.digest, range(self.count))))
+
+
+class StoredItem(Item):
+    """Stand for an item whose bytes lie in a file, and read no more of it than a chunk at a time."""
+
+    def __init__(self, name: str, place: ByteRange) -> None:
+        """Read the bytes once, for their digests; raise OSError where that fails."""
+        self.name, self.size, self._place = name, place.length, place
+        self.chunk_bytes = usual_chunk_bytes(self.size)
+        self.count = chunk_count(name, self.size, self.chunk_bytes)
+        self._digests, whole = [], hashlib.sha256()
+        for number in range(self.count):
+            part = self._read(number)
+            whole.update(part)
+            self._digests.append(hashlib.sha256(part).digest())
+        self.sha256 = whole.hexdigest()
+
+    def _read(self, number: int) -> bytes:
+        begin = number * self.chunk_bytes
+        return read_part(self._place, begin, min(self.chunk_bytes, self.size - begin))
+
+    def chunk(self, number: int) -> memoryview:
+        """Read a chunk; raise OSError where the file has other bytes by now."""
+        part = self._read(number)
+        if hashlib.sha256(part).digest() != self._digests[number]:
+            raise OSError(f"{self._place.path.name} has other bytes than it had")
+        return memoryview(part)
+
+    @property
+    def data(self) -> memoryview:
+        """Read all of it into memory."""
+        return memoryview(b"".join(map(self.chunk, range(self.count))))
 
 
 class Library:
@@ -183,8 +221,12 @@ class OuterLog:
             self._drop_old_payloads()
 
     def _drop_old_payloads(self) -> None:
-        """Drop all but the last records' results from the library, those of failed attempts, too."""
-        kept = {payload_name(entry.payload) for entry in self._entries[-KEEP_PAYLOADS:]}
+        """Drop all but the last records' results from the library, those of failed attempts, too. What is stored is
+        served from there."""
+        last = self._entries[-KEEP_PAYLOADS:]
+        older, fresh = last[:-FRESH_PAYLOADS], last[-FRESH_PAYLOADS:]
+        kept = {payload_name(entry.payload) for entry in older if not self._stored(entry.payload)}
+        kept |= {payload_name(entry.payload) for entry in fresh}
         for name in self._library.names():
             if name.startswith(payload_name("")) and name not in kept:
                 self._library.drop(name)

@@ -150,6 +150,15 @@ def read_body(place: ByteRange) -> bytes | None:
     return None
 
 
+def read_part(place: ByteRange, offset: int, length: int) -> bytes:
+    """Read a part of a frame's body; raise OSError where the file is shorter by now."""
+    with place.path.open("rb") as file:
+        part = b"".join(_parts(file.fileno(), place.offset + offset, length))
+    if len(part) < length:
+        raise OSError(f"{place.path.name} is shorter than it was")
+    return part
+
+
 class SegmentWriter:
     """Write the next segment of a folder. Any OSError ends its use: `abandon` then takes back what was not synced."""
 

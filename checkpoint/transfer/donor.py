@@ -125,7 +125,11 @@ class Donor:
     def _answer(self, stream: Stream, request: Frame) -> None:
         reader = Reader(request.head)
         item = self._library.get(reader.text(MAX_NAME_BYTES))
-        kind, head, payload = _answer_to(request.kind, reader, item)
+        try:
+            kind, head, payload = _answer_to(request.kind, reader, item)
+        except OSError as error:  # of a file that has it
+            log.warning("%s cannot be given what it asks for: %s", stream.peer, error)
+            kind, head, payload = NOT_HERE, b"", b""
         started = time.monotonic()
         stream.send(kind, head, payload, timeout_s=IDLE_S)
         if request.kind == CHUNK:

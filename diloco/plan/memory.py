@@ -6,8 +6,8 @@ from diloco.config.schema import Config
 from diloco.plan.predict import Workload, phase_steps
 
 FP32 = 4
-KEPT_RESULTS = 16  # the log's last ones stay in memory
-KEPT_CONTRIBUTIONS_BYTES = 2 << 30  # of all fragments at most, in case that a heavier branch lacks them
+KEPT_RESULTS = 1  # of the log: the others are read from its files
+KEPT_CONTRIBUTIONS_BYTES = 64 << 20  # of all fragments at most, in case that a heavier branch lacks them
 # Bytes of a token that a block keeps for its backward pass, for each unit of its width and of its feed-forward;
 # counted in our model. Then the logits of a token: as computed, in fp32, and their gradient.
 KEPT_WIDTH = {"bf16": 37, "fp32": 57}
@@ -75,15 +75,15 @@ def _activations(work: Workload, config: Config, dtype: str) -> float:
 def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
     """Return the bytes that the leader keeps on its host.
 
-    They are: the outer state; the anchor that progress is measured from, what was read from the accelerators, the last
-    base; a cut and a decoded mean of the largest fragment; what encoding lost; the contributions and results that are
-    kept, and what others have sent for one round.
+    They are: the outer state; the anchor that progress is measured from, and what was read from the accelerators; a cut
+    and a decoded mean of the largest fragment; what encoding lost; the contributions and results that are kept, and
+    what others have sent for one round.
     """
     from diloco.train.optimizers import optimizer_named  # brings torch, which a plan of no CONFIG does without
 
     sync, values = config.sync, work.trained
     counts = work.fragments(sync.fragments, sync.pattern)
-    vectors = len(optimizer_named(config.outer.optimizer).vectors) + 3 + (1 if sync.feeds_back else 0)
+    vectors = len(optimizer_named(config.outer.optimizer).vectors) + 2 + (1 if sync.feeds_back else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
     rounds = max(1.0, config.inner.steps / phase_steps(sync, step_s))  # of each fragment in the whole run
     kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * rounds) for size in encoded)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco.config.schema import SyncConfig
-from diloco.elastic.runtime.session import at_once
+from diloco.elastic.runtime.session import Update, at_once
 from diloco.elastic.runtime.work import StepsDone
 from diloco.island.flat import Shards
 from diloco.island.layout import names_of
@@ -54,8 +54,9 @@ class Exchange:
         self.fragments = fragments
         self._cuts: dict[int, Cut] = {}
         self.anchor, self._local = self._vector(), self._vector()
-        if rounds is not None and self.anchor is not None:
-            self.anchor.copy_(rounds.base)
+        if rounds is not None:
+            for fragment in range(len(fragments)):
+                rounds.session.apply_result(fragment, self.anchor)
         self._shards.write(self.anchor)
         self._written = at_once  # returns when the device no longer reads these vectors
 
@@ -64,8 +65,10 @@ class Exchange:
         pinned for a GPU, so that copies block nothing."""
         if self.rounds is None:
             return None
-        pinned = self._place.device.type == "cuda" and self.rounds.base.device.type == "cpu"
-        return torch.empty_like(self.rounds.base, pin_memory=pinned)
+        with self.rounds.driver.replica.reading() as vectors:
+            like = vectors["parameters"]
+        pinned = self._place.device.type == "cuda" and like.device.type == "cpu"
+        return torch.empty_like(like, pin_memory=pinned)
 
     def launch(self, fragment: int, done: StepsDone, *, step_ms: int = 0) -> None:
         """Contribute what was trained since this fragment's last cut.
@@ -103,13 +106,14 @@ class Exchange:
         """Move the island to the fragment's new outer parameters, plus its progress that they do not contain and what
         it has trained in `steps` since the last cut."""
         self._finish_cut(fragment)
-        update = self.rounds.session.apply_result(fragment, self.rounds.base) if self.rounds is not None else None
-        seen = (AppliedResult(update.step, update.owed_steps), update.owed is None) if update is not None else None
-        taken, contained = self._place.share(seen)
-        if launched and contained and self._sync.apply == "eager":
+        previewed = launched and self._sync.apply == "eager"
+        update = self._take(fragment, moves=not previewed)
+        contained = self._place.share(update.owed is None if update is not None else None)
+        if previewed and not contained:
+            update = self._take(fragment, moves=True)
+        taken = self._place.share(AppliedResult(update.step, update.owed_steps) if update is not None else None)
+        if previewed and contained:
             return taken  # the phase that goes on started from a preview of it
-        if update is not None:
-            self._move_anchor(fragment, update.owed)
         if launched and self._sync.apply == "mix":
             self._update(fragment, partial(_mixed, alpha=self._sync.alpha), self.anchor)
         elif not steps:  # it is where the anchor was
@@ -122,16 +126,21 @@ class Exchange:
         if (cut := self._cuts.pop(fragment, None)) is not None:
             cut.finish()
 
-    def _move_anchor(self, fragment: int, owed: Tensor | None) -> None:
-        """Move the anchor to the outer parameters, less what they do not contain; `_local` keeps where it was."""
-        assert self.rounds is not None and self.anchor is not None and self._local is not None
+    def _take(self, fragment: int, *, moves: bool) -> Update | None:
+        """Take the last result; `moves`: move the anchor to the outer parameters, less what they do not contain, while
+        `_local` keeps where it was. None except on the leader."""
+        if self.rounds is None or self.anchor is None or self._local is None:
+            return None
+        if not moves:
+            return self.rounds.session.apply_result(fragment, None)
         self._written()
         for lo, hi in self.fragments.ranges[fragment]:
             self._local[lo:hi].copy_(self.anchor[lo:hi])
-            self.anchor[lo:hi].copy_(self.rounds.base[lo:hi])
-        if owed is not None:
-            for lo, hi, part in self.fragments.pieces(owed, fragment):
+        update = self.rounds.session.apply_result(fragment, self.anchor)
+        if update.owed is not None:
+            for lo, hi, part in self.fragments.pieces(update.owed, fragment):
                 self.anchor[lo:hi].sub_(part.to(self.anchor.device))
+        return update
 
     def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])

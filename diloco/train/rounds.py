@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from diloco.comm.codec.registry import result_codec_for
@@ -55,10 +54,8 @@ class Rounds:
         self.session = Session(driver, self.fragments, config.sync.codec, feedback=feedback, spill=spill)
         self.name_of = names  # of islands, for people
         self._config = AmendedConfig(config)
-        with driver.replica.reading() as vectors:
-            self.base = torch.empty_like(vectors["parameters"])  # as last taken, fragment by fragment
         for fragment in range(len(self.fragments)):
-            self.session.apply_result(fragment, self.base)
+            self.session.apply_result(fragment, None)
         self._reported, self._roster = self.session.state.head.round, self.session.state.roster
         self.contributors: tuple[str, ...] = ()  # by name, to the last reported round that had any
 

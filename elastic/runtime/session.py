@@ -60,6 +60,7 @@ class Session:
         self._residuals = threading.Lock()  # the trainer's thread and the encoding one change them
         if feedback is not None:
             self._feedback = [ErrorFeedback(self.codec, count, feedback) for count in fragments.counts]
+        self._encoding = ThreadPoolExecutor(1, "encode")
         self.works = [self._work(fragment) for fragment in range(len(fragments))]
         self.state = driver.applied  # as last seen
         driver.contribution = self._contribution
@@ -67,7 +68,6 @@ class Session:
         self._wanted, self._late = driver.node.own.want, 0  # samples to train on, and those behind late progress
         self._offered_at = [("", 0)] * len(fragments)
         self._offers: dict[int, Offer] = {}  # by fragment: the last one
-        self._encoding = ThreadPoolExecutor(1, "encode")
         self._encoded: list[Future[None]] = []  # the last one
 
     def _work(self, fragment: int) -> PendingProgress:
@@ -94,11 +94,14 @@ class Session:
         keep_bytes = KEEP_BYTES // len(self.fragments)
         work = partial(
             PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill,
-            measure=partial(self.codec.norm, count=count),
+            measure=partial(self.codec.norm, count=count), later=self._later,
         )  # fmt: skip
         if feedback is None:
             return work(plain, decode)
         return work(feeding_back, decode, join=plain, on_loss=on_loss)
+
+    def _later(self, act: Callable[[], None]) -> None:
+        self._encoding.submit(self.driver.guarded, act)
 
     def owes(self, fragment: int = 0) -> bool:
         """Return whether progress of earlier phases is not contained yet.
@@ -206,14 +209,15 @@ class Session:
             if self.driver.applied.head == self.state.head:
                 self.driver.changed.wait(seconds)
 
-    def apply_result(self, fragment: int, base: Tensor) -> Update:
-        """Write a fragment's outer parameters to their place in `base`, and return what it still owes.
+    def apply_result(self, fragment: int, into: Tensor | None) -> Update:
+        """Write a fragment's outer parameters to their place in a vector, if one is given; return what it still owes.
 
         What was on offer is withdrawn: it is contained now, or owed.
         """
         with self.driver.replica.reading() as vectors, self.driver.changed:
-            for lo, hi in self.fragments.ranges[fragment]:
-                base[lo:hi].copy_(vectors["parameters"][lo:hi])
+            if into is not None:
+                for lo, hi in self.fragments.ranges[fragment]:
+                    into[lo:hi].copy_(vectors["parameters"][lo:hi])
             self.state = self.driver.applied
         version = self.state.version(fragment)
         self._taken[fragment] = version.digest

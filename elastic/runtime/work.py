@@ -23,7 +23,7 @@ from diloco.elastic.protocol.record import Offer
 MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
 CARRIED = (-1, -1)  # among the cuts of payloads: what is carried to the next one
-KEEP_BYTES = 2 << 30  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
+KEEP_BYTES = 64 << 20  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class EncodedCut:
     vector: Tensor | None  # until it is encoded
     _encoded: Encoded | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    spilled: bool = False  # its bytes are in a file, and mapped
+    file: Path | None = None  # that has its bytes, which are mapped
+    wanted: bool = True  # False: whoever writes it to a file need not, or removes that
     carried: Tensor | None = None  # progress of an earlier piece that did not count, to be encoded with it
 
     def encoded(self, encode: Callable[[Tensor, int], Encoded]) -> Encoded:
@@ -84,14 +85,23 @@ class EncodedCut:
             return self._encoded
 
     def spill(self, path: Path) -> None:
-        """Move the bytes of an encoded piece from memory to a file."""
+        """Move the bytes of an encoded piece from memory to a file, unless nobody wants it any more."""
         with self._lock:
+            if not self.wanted:
+                return
             assert self._encoded is not None
             payload, norm = self._encoded
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(memoryview(payload.numpy()))  # type: ignore[arg-type]
             self._encoded = Encoded(torch.from_file(str(path), size=payload.numel(), dtype=torch.uint8), norm)
-            self.spilled = True
+            self.file = path
+
+    def forget(self) -> None:
+        """Remove the file that has its bytes, or keep it from being written."""
+        with self._lock:
+            self.wanted = False
+            if self.file is not None:
+                self.file.unlink(missing_ok=True)
 
 
 class PendingProgress:
@@ -99,7 +109,7 @@ class PendingProgress:
 
     `encode`, `decode` and `measure`, the norm of what bytes decode to, are the codec's; two late pieces are joined in
     one offer. Contained pieces are kept until nothing can undo them; those beyond `keep_bytes` go to the folder
-    `spill`, or are lost where there is none.
+    `spill`, written by `later` (another thread, say), or are lost where there is none.
 
     With error feedback, joined pieces are encoded by `join` instead, and what that lost is handed to `on_loss` when the
     state contains them: whether a joined offer ever enters the log is not known before.
@@ -117,11 +127,13 @@ class PendingProgress:
         measure: Callable[[Tensor], float] | None = None,
         keep_bytes: int = KEEP_BYTES,
         spill: Path | None = None,
+        later: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
         self._decode, self._measure = decode, measure or (lambda raw: float(torch.linalg.vector_norm(decode(raw))))
         self._encode, self._join, self._on_loss = self._measured(encode), self._measured(join or encode), on_loss
-        self._keep_bytes, self._spill = keep_bytes, spill
+        self._keep_bytes, self._spill, self._later = keep_bytes, spill, later
+        self._spilling: set[tuple[int, int]] = set()
         self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
         self._scales: dict[tuple[int, int], float] = {}  # of joined offers
@@ -251,7 +263,9 @@ class PendingProgress:
             for piece in contained:
                 self._drop(piece)
             return
-        in_memory = [piece for piece in contained if not piece.spilled]
+        for piece in [piece for piece in contained if not piece.wanted]:
+            self._drop(piece)
+        in_memory = [piece for piece in contained if piece.wanted and (piece.lo, piece.hi) not in self._spilling]
         size = sum(piece.encoded(self._encode).payload.numel() for piece in in_memory)
         while in_memory and size > self._keep_bytes:
             oldest = in_memory.pop(0)
@@ -260,21 +274,24 @@ class PendingProgress:
 
     def _make_room(self, piece: EncodedCut) -> None:
         if self._spill is None:
-            self.pieces.remove(piece)
+            self._drop(piece)
             return
-        try:
-            piece.spill(self._path(self._spill, piece))
-        except OSError as error:
-            log.warning("progress %d..%d cannot be kept for another branch: %s", piece.lo, piece.hi, error.strerror)
-            self.pieces.remove(piece)
+        path = self._spill / f"{self.incarnation}-{self.fragment}-{piece.lo}-{piece.hi}"
+
+        def spill() -> None:
+            try:
+                piece.spill(path)
+            except OSError as error:
+                log.warning("progress %d..%d cannot be kept for another branch: %s", piece.lo, piece.hi, error.strerror)
+                piece.forget()  # and goes the next time
+
+        self._spilling.add((piece.lo, piece.hi))
+        self._later(spill)
 
     def _drop(self, piece: EncodedCut) -> None:
         self.pieces.remove(piece)
-        if piece.spilled and self._spill is not None:
-            self._path(self._spill, piece).unlink(missing_ok=True)
-
-    def _path(self, folder: Path, piece: EncodedCut) -> Path:
-        return folder / f"{self.incarnation}-{self.fragment}-{piece.lo}-{piece.hi}"
+        self._spilling.discard((piece.lo, piece.hi))
+        piece.forget()
 
 
 def _on_pages(vector: Tensor, pages: Ranges) -> Tensor:
