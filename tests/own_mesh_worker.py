@@ -67,7 +67,7 @@ def follow(job, mesh) -> dict:
     """Train on given batches. Keeps the outer parameters after each round."""
     config = parse_config(job["config"])
     model = decoder(config, mesh)
-    optimizer = build_optimizer(model, config.inner, torch.device("cpu"))
+    optimizer = build_optimizer(model, config.inner)
     batches, outer = torch.load(job["batches"]), []
     ranks, rank = mesh["fsdp"].size(), mesh["fsdp"].get_local_rank()
     with diloco.connect(job.get("ticket") or config, model, optimizer, name=job["name"], dir=job["dir"]) as run:

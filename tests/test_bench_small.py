@@ -1,11 +1,17 @@
 """What other benches count: real processes and real files, scaled down. What they measure depends on the machine."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
+from diloco.bench.team import trainer_of
 from diloco.island.mesh import ProcessMesh
+from diloco.island.parallel import local
+from diloco.run.join import alone
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +48,42 @@ def test_a_mesh_that_is_forced_on_one_process_computes_what_the_process_does_wit
         plain_s, forced_s, losses = mesh.compare(config, ProcessMesh(0, 1, cpu, None), forced, blocks=1)
     assert len(plain_s) == len(forced_s) == 1
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Count how often a value is read from the device, for which a GPU would have to finish all its work."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_on_a_mesh_reads_nothing_from_the_device_and_skips_there_what_is_not_finite(optimizer):
+    config = mesh.config_of("tiny", batch=2, sequence=16, vocab=256, steps=40)
+    config = config.model_copy(update={"inner": config.inner.model_copy(update={"optimizer": optimizer})})
+    with (
+        mesh.forced_mesh(torch.device("cpu"), "gloo") as forced,
+        trainer_of(config, forced) as (trainer, _),
+        alone(trainer),
+    ):
+        island = trainer.island
+        trainer.advance()
+        with Reads() as reads:
+            trainer.advance()
+        assert reads.count == 0
+        assert island.skipped == 0
+        held = {name: local(parameter).clone() for name, parameter in island.parameters.items()}
+        hook = island.module.register_forward_hook(lambda module, inputs, logits: logits * float("inf"))
+        trainer.advance()
+        hook.remove()
+        assert island.skipped == 1
+        assert all(torch.equal(held[name], local(parameter)) for name, parameter in island.parameters.items())
+        trainer.advance()
+        assert island.skipped == 1
+        assert not any(torch.equal(held[name], local(parameter)) for name, parameter in island.parameters.items())
 
 
 @pytest.mark.soak

@@ -66,7 +66,7 @@ def test_only_matrices_of_blocks_follow_muon():
 def test_two_steps_equal_the_equations(device):
     config = InnerConfig(optimizer="muon", momentum=0.8, weight_decay=0.3, betas=(0.7, 0.9))
     module, expected = toy(device), toy()
-    optimizer = build_optimizer(module, config, torch.device(device))
+    optimizer = build_optimizer(module, config)
     weight = expected.blocks[0]["wide"].weight
     rest = [p for p in expected.parameters() if p is not weight]
     groups = [
@@ -100,7 +100,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_with_infinite_gradients_changes_nothing(device):
     module = toy(device)
-    optimizer = build_optimizer(module, InnerConfig(**MUON), torch.device(device))
+    optimizer = build_optimizer(module, InnerConfig(**MUON))
     set_gradients(module, 0)
     step_if_finite(optimizer, torch.tensor(1.0, device=device), 0.1)
     before = [p.clone() for p in module.parameters()]

@@ -50,7 +50,7 @@ class Island:
         if island.compile:
             _refuse_missing_compiler(place.device)
             self._compile(blocks_of(self.module, network.anatomy))
-        self.optimizer = build_optimizer(self.module, inner, place.device)
+        self.optimizer = build_optimizer(self.module, inner)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.shards = Shards(self.parameters, place)
         self.layout = self.shards.layout
@@ -79,6 +79,7 @@ class Island:
         self._clip = inner.clip
         set_weight_decay(self.optimizer, inner.weight_decay)
 
+    @torch.no_grad()
     def _update(self, lr: float) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = gradient_norm(gradients)

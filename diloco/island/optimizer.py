@@ -19,7 +19,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
-def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.Optimizer:
+def build_optimizer(module: nn.Module, config: InnerConfig) -> "Muon | LocalAdamW":
     """Create the inner optimizer with its parameter groups. Matrices decay, norms and biases do not; fused kernels
     refuse to mix meshes, so each mesh has groups of its own."""
     hidden = {id(matrix) for matrix in hidden_matrices(module)} if config.optimizer == "muon" else set()
@@ -35,9 +35,7 @@ def build_optimizer(module: nn.Module, config: InnerConfig, device: torch.device
     shared: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "muon":
         return Muon(made, momentum=config.momentum, **shared)
-    optimizer = torch.optim.AdamW(made, fused=device.type in ("cuda", "cpu"), **shared)
-    make_state(optimizer)
-    return optimizer
+    return LocalAdamW(made, **shared)
 
 
 def named_optimizer(name: str, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -60,49 +58,43 @@ def named_optimizer(name: str, parameters: Iterable[Any], **options: Any) -> tor
         raise ConfigError(f"torch.optim.{short} refuses its options: {error}") from None
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer its (zero) state now, so that a save before the first step holds it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    optimizer.zero_grad()
-
-
 def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Set the decay of matrices, as `build_optimizer` has grouped them; norms and biases do not decay."""
     for group in optimizer.param_groups:
         group["weight_decay"] = decay if group["params"][0].ndim >= 2 else 0.0
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, lr: float) -> Tensor:
+def step_if_finite(optimizer: "Muon | LocalAdamW", norm: Tensor, lr: float) -> Tensor:
     """Step unless the gradient norm is infinite or NaN.
 
-    Return 1 if the step was skipped, else 0, as a tensor that is not read from the device where possible.
+    Return 1 if the step was skipped, else 0, as a tensor that is not read from the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    bad = (~torch.isfinite(norm)).float()
-    if _skips_on_device(optimizer):
-        optimizer.found_inf = bad  # type: ignore[attr-defined]  # the fused kernel then leaves everything as it was
-        optimizer.step()
-    elif not bad.item():
-        optimizer.step()
-    return bad
+    optimizer.found_inf = (~torch.isfinite(norm)).float()  # the step then leaves everything as it was
+    optimizer.step()
+    return optimizer.found_inf
 
 
-def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    if isinstance(optimizer, Muon):
-        return True
-    first = optimizer.param_groups[0]
-    return bool(first.get("fused")) and not isinstance(first["params"][0], DTensor)
+class LocalAdamW(torch.optim.AdamW):
+    """Update the parts of parameters that this process holds by torch's fused AdamW, without DTensors' dispatch.
+
+    A step with `found_inf` at 1 changes nothing.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, fused=True, **defaults)
+        self.found_inf: Tensor | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = _fresh_state("adamw", parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients. `closure` is ignored."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            update_by_adamw(self, group, parameters, self.found_inf)
 
 
 class Muon(torch.optim.Optimizer):
@@ -130,7 +122,7 @@ class Muon(torch.optim.Optimizer):
             if group["rule"] == "muon":
                 self._muon(group, parameters)
             else:
-                self._adamw(group, parameters)
+                update_by_adamw(self, group, parameters, self.found_inf)
 
     def _muon(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Update matrices by Muon. On a mesh as many at a time as there are processes, equally large ones together."""
@@ -158,26 +150,29 @@ class Muon(torch.optim.Optimizer):
         """Return 1, or 0 in a step that is to change nothing; which of them, only the device knows."""
         return torch.ones((), device=device) if self.found_inf is None else 1 - self.found_inf
 
-    def _adamw(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Update local parts by AdamW; they may be of different meshes, and the step may be skipped on the device."""
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+
+def update_by_adamw(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[nn.Parameter], found_inf: Tensor | None
+) -> None:
+    """Update local parts by AdamW; they may be of different meshes, and the step may be skipped on the device."""
+    states = [optimizer.state[parameter] for parameter in parameters]
+    adamw(
+        [local(parameter) for parameter in parameters],
+        [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
@@ -119,11 +121,28 @@ def retie(module: nn.Module, ties: list[list[str]]) -> None:
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm over all gradients, as a plain tensor that is equal on every process."""
-    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
+    by_mesh: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    norms = [whole(get_total_norm(group)) for group in by_mesh.values()]
+        by_mesh[cut_over(gradient)].append(local(gradient))
+    norms = []
+    for (mesh, dimensions), group in by_mesh.items():
+        norm = get_total_norm(group)
+        if mesh is not None and dimensions:
+            norm = norm.square()
+            for dimension in dimensions:
+                dist.all_reduce(norm, group=mesh.get_group(dimension))
+            norm = norm.sqrt()
+        norms.append(norm)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def cut_over(tensor: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return a tensor's mesh, and those of its dimensions along which processes hold different parts of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    assert not any(way.is_partial() for way in tensor.placements), "FSDP2 reduces gradients before anybody sees them"
+    dimensions = (dimension for dimension, way in enumerate(tensor.placements) if not way.is_replicate())
+    return tensor.device_mesh, tuple(dimensions)
 
 
 def whole(tensor: Tensor) -> Tensor:
