@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
 from diloco.bench.team import trainer_of
+from diloco.data.batches import validation_batches
 from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import local
 from diloco.run.join import alone
@@ -84,6 +85,23 @@ def test_a_step_on_a_mesh_reads_nothing_from_the_device_and_skips_there_what_is_
         trainer.advance()
         assert island.skipped == 1
         assert not any(torch.equal(held[name], local(parameter)) for name, parameter in island.parameters.items())
+
+
+def test_what_a_mesh_has_gathered_for_an_evaluation_is_not_used_after_a_write():
+    config = mesh.config_of("tiny", batch=2, sequence=16, vocab=256, steps=40)
+    with (
+        mesh.forced_mesh(torch.device("cpu"), "gloo") as forced,
+        trainer_of(config, forced) as (trainer, _),
+        trainer_of(config, ProcessMesh(0, 1, torch.device("cpu"), None)) as (plain, _),
+    ):
+        batches = list(validation_batches(trainer.samples, config.island, forced, 4))
+        before = trainer.island.evaluate(batches)
+        new = torch.randn(trainer.island.layout.size, generator=torch.Generator().manual_seed(1)) * 0.1
+        for island in (trainer.island, plain.island):
+            island.shards.write(new, [name for name in island.parameters if name.startswith("blocks.")])
+        after = trainer.island.evaluate(batches)
+        assert after != pytest.approx(before, rel=1e-3)
+        assert after == pytest.approx(plain.island.evaluate(batches), rel=1e-5)
 
 
 @pytest.mark.soak

@@ -1,8 +1,9 @@
 """Measure what a mesh costs a step: FSDP2 over NCCL, forced on one GPU, over the same step without FSDP2.
 
 Both are compiled as a run compiles them, train the same model on the same samples and take turns of a few steps, so
-that whatever else the machine does hits both. On a mesh of 1 x 1 no bytes travel: what is left are FSDP2's hooks and
-copies, NCCL's calls, DTensors in the optimizer, and compilation that is cut into blocks.
+that whatever else the machine does hits both. On a mesh of 1 x 1 no bytes travel, and torch gathers by plain copies
+instead of NCCL: what is left are FSDP2's hooks, casts and copies, and compilation that is cut into blocks. Blocks stay
+gathered for the backward pass there, which they do not where FSDP2 really cuts them.
 """
 
 from collections.abc import Iterator

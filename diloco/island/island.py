@@ -26,7 +26,7 @@ from diloco.errors import DeviceError
 from diloco.island.flat import Shards
 from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
-from diloco.island.parallel import blocks_of, gradient_norm, local, retie, shard, tied_names, whole
+from diloco.island.parallel import blocks_of, gradient_norm, local, norms_of, retie, shard, tied_names, whole
 from diloco.model.build import Network
 from diloco.model.frozen import FrozenDigests, buffers_of, tensor_digest
 
@@ -49,7 +49,7 @@ class Island:
         self._loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
         if island.compile:
             _refuse_missing_compiler(place.device)
-            self._compile(blocks_of(self.module, network.anatomy))
+            self._compile([*blocks_of(self.module, network.anatomy), *norms_of(self.module, network.anatomy)])
         self.optimizer = build_optimizer(self.module, inner)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.shards = Shards(self.parameters, place)
@@ -100,8 +100,9 @@ class Island:
             self.place.activity.count()
             with self._computing():
                 losses.append(whole(self._loss_of(self.module, tokens)))
-        if isinstance(self.module, FSDPModule):
-            self.module.reshard()  # without a backward pass the root keeps what it gathered: old values, after a write
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # what was gathered stays without a backward pass: old values, after a write
         self.module.train()
         return self.place.mean(torch.stack(losses).mean())
 
@@ -158,14 +159,14 @@ class Island:
             stack.enter_context(loss_parallel())
         return stack
 
-    def _compile(self, blocks: list[nn.Module]) -> None:
-        """Compile the whole computation with its loss on one process; on a mesh, each block between FSDP's hooks, and
+    def _compile(self, parts: list[nn.Module]) -> None:
+        """Compile the whole computation with its loss on one process; on a mesh, each part between FSDP's hooks, and
         the loss, whose logits are large (not with tensor parallelism, which splits the vocabulary)."""
         if self.place.mesh is None:
             self._loss_of = torch.compile(next_token_loss)
             return
-        for block in blocks:
-            block.compile()
+        for part in parts:
+            part.compile()
         if self.place.mesh["tp"].size() == 1:
             self._loss_of = partial(next_token_loss, loss=torch.compile(cross_entropy))
 

@@ -50,8 +50,9 @@ def shard(module: nn.Module, anatomy: Anatomy, place: ProcessMesh, compute_dtype
             module.get_parameter(name).requires_grad_(False)
     # inputs stay as they are: the residual stream already has the compute type, and rotary angles must not lose theirs
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    frees = place.mesh["fsdp"].size() > 1  # else nothing has to be gathered anew for the backward pass
     for block in blocks_of(module, anatomy):
-        fully_shard(block, mesh=place.mesh["fsdp"], mp_policy=policy)
+        fully_shard(block, mesh=place.mesh["fsdp"], mp_policy=policy, reshard_after_forward=frees)
     fully_shard(module, mesh=place.mesh["fsdp"], mp_policy=policy)
 
 
@@ -100,6 +101,13 @@ def check_tensor_parallel(module: nn.Module, anatomy: Anatomy, tp: int) -> None:
 def blocks_of(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
     """Return the transformer blocks in order, which are sharded, checkpointed or compiled one by one."""
     return list(module.get_submodule(anatomy.blocks).children())
+
+
+def norms_of(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
+    """Return the small parts with parameters that stand beside the blocks, the embedding and the head: norms."""
+    beside = (f"{anatomy.blocks}.", f"{anatomy.embed}.", f"{anatomy.head}.")
+    owners = {name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)}
+    return [module.get_submodule(name) for name in sorted(owners) if name and not f"{name}.".startswith(beside)]
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
