@@ -32,6 +32,7 @@ def contributors(island: Path, since_s: float) -> list[list[str]]:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(2700)
 def test_a_cut_between_the_first_two_costs_no_more_than_one_between_the_last_two(tmp_path):
     """Exchanges of 20 s over 2.4 Mbit/s, eight islands for a quarter of an hour, which mostly wait for bytes."""
     runs, environment = [], {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
