@@ -356,6 +356,9 @@ def test_a_run_comes_back_from_its_copy_and_goes_on_under_a_new_key(small, tmp_p
     assert max(point.end.head for point in points_of(back / OUTER, Journal.read(back / OUTER))) == head
     assert "already exists" in command.refused("restore", far, back)
     assert command("log", back, "--verify").code == 0
+    assert f"of step {config.inner.steps}, round {head.round}, as qwen3" in command("export", back, "exported").out
+    assert command("sample", back, "def", "--tokens", "4").out == command("sample", own, "def", "--tokens", "4").out
+    assert sorted(path.name for path in back.iterdir()) == ["config.yaml", OUTER]  # looking changes nothing
     command("rewind", back, head.round, tmp_path / "on", "--set", "inner.steps=16")
     again = load_config(tmp_path / "on" / "config.yaml", [])
     outcome = train_in(again, Connection("127.0.0.1", name="island-1"), resume=True)

@@ -11,7 +11,7 @@ from trained_run import TEXT, byte_pairs, train
 
 from diloco.checkpoint.save.facts import saves
 from diloco.config.file import parse_config
-from diloco.errors import SaveError
+from diloco.errors import ModelError, SaveError
 from diloco.history import export as exporting
 from diloco.history import load as loading
 from diloco.history.export import as_qwen3
@@ -65,6 +65,28 @@ def test_a_run_goes_out_and_comes_back(command, small, tmp_path):
     again = train(small(model=model, checkpoint={"dir": str(tmp_path / "again")}, inner={"steps": 3}))
     assert again[0] == pytest.approx(losses[-1], abs=1e-4)
     assert abs(losses[-1] - losses[0]) > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_can_be_written_in_half_the_bytes(command, run, dtype):
+    assert command("export", run, "whole").code == 0
+    said = command("export", run, "half", "--dtype", dtype)
+    assert said.code == 0 and said.out.splitlines()[0].endswith(f"as qwen3 in {dtype}")
+    sizes = [(Path(folder) / "model.safetensors").stat().st_size for folder in ("whole", "half")]
+    assert sizes[1] < 0.55 * sizes[0]
+    half = transformers.AutoModelForCausalLM.from_pretrained("half", dtype="auto").eval()
+    assert half.dtype == getattr(torch, dtype)
+    torch.testing.assert_close(logits(half).float(), logits(load(Path("whole"))), atol=0.05, rtol=0.05)
+    assert "--dtype" in command("export", run, "other", "--dtype", "int8").err
+
+
+def test_what_a_dtype_cannot_hold_is_not_written_as_infinity(small, tmp_path):
+    train(small())
+    trained = load_trained(tmp_path / "run")
+    next(trained.module.parameters()).data[0, 0] = 1e6
+    with pytest.raises(ModelError, match="embed.* beyond 65504, the largest of float16: use --dtype bfloat16"):
+        exporting.export(trained, tmp_path / "out", None, "float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bytes_have_a_tokenizer_too(command, run):

@@ -7,6 +7,7 @@ import os
 import sys
 
 from diloco.cli.app import app
+from diloco.cli.completion import VARIABLE
 from diloco.errors import ConfigError, DilocoError, LeaderFailed
 
 SAME_EVERYWHERE = (ConfigError, LeaderFailed)  # the leader's message is enough
@@ -20,6 +21,10 @@ def main() -> None:
     # Before torch loads: threads that wait should sleep. Spinning is 5 % faster on an idle CPU and several times slower
     # on one that has anything else to do, such as another island.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if VARIABLE in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()  # teaches typer the shells
     try:
         app()
     except DilocoError as error:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from diloco.cli.bench import bench
+from diloco.cli.completion import completion
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.launch import launch
@@ -68,3 +69,4 @@ app.add_typer(simulate, name="simulate")
 app.command(epilog="Example: diloco plan examples/islands.yaml --islands 4 --link 1gbit,40ms --accelerator h100")(plan)
 app.command(epilog="Example: diloco doctor runs/islands/ticket --port 31337")(doctor)
 app.add_typer(bench, name="bench")
+app.command(epilog="Example: diloco completion bash")(completion)

@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from diloco.history.rounds import RunHistory
 
 COLUMNS = ("round", "committed", "fragment", "step", "tokens", "size", "loss", "digest", "contributors")
-# A young model says anything, and a terminal would obey.
-HARMLESS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n")), "\ufffd")
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def log(
@@ -146,6 +145,7 @@ def restore(
     say(
         describe(str(dir), findings),
         *next_commands({
+            f'diloco sample {folder} "def main("': "continues a text; diloco export makes a Hugging Face model of it",
             f"diloco join TICKET --dir {folder}": "takes part in the run again, if it still goes on somewhere",
             f"diloco rewind {folder} {findings.last}":
                 "makes a new run of it that goes on from there: the old run's key is not in the copy, and need not be",
@@ -249,10 +249,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     tokenizer: RunTokenizer = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier export wrote to OUT.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Write a run's outer parameters as a Hugging Face model.
 
-    Writes those of the newest save, with config and tokenizer. The run may continue meanwhile.
+    Writes those of the newest save, with config and tokenizer; where there is no save, as after `diloco restore`, those
+    of the log's newest round. The run may continue meanwhile.
     """
     from diloco.history.export import export as write_export
     from diloco.history.export import refuse_target
@@ -271,9 +273,9 @@ def export(
         if tokenizer is not None:
             raise
         note(f"no tokenizer is written: {error}")  # weights are of use without one
-    kind = write_export(trained, out, speech)
     count = format_count(sum(parameter.numel() for parameter in trained.module.parameters()))
-    print(f"{out}: {count} parameters of step {trained.step}, round {trained.round}, as {kind}")
+    kind = write_export(trained, out, speech, dtype)
+    print(f"{out}: {count} parameters of step {trained.step}, round {trained.round}, as {kind} in {dtype}")
     print(f'use it with: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     print(f"      or train on from it: model: {{hf: {out}}}")
 
@@ -290,8 +292,8 @@ def sample(
 ) -> None:
     """Continue a text with a run's outer parameters.
 
-    Takes those of the newest save; the run may continue meanwhile. The text ends early where the model ends the
-    document.
+    Takes those of the newest save, or of the log's newest round where there is none; the run may continue meanwhile.
+    The text ends early where the model ends the document.
     """
     from diloco.history.load import find_run, load_trained, tokenizer_of
     from diloco.history.sample import Sampling, continued, encode_prompt, spoken
@@ -328,10 +330,12 @@ def write(text: str) -> None:
 
     Exits with 0 when the reader of a pipe has closed it.
     """
+    from diloco.report.tables import harmless
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        print(text.translate(HARMLESS) if sys.stdout.isatty() else text, end="", flush=True)
+        print(harmless(text, lines=True) if sys.stdout.isatty() else text, end="", flush=True)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from diloco.cli.completion import run_names, settings
 from diloco.errors import ConfigError
 
 T = TypeVar("T")
@@ -19,12 +20,15 @@ Number = TypeVar("Number", int, float)
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set inner.lr=1e-3. Can be repeated."),
-]
+    typer.Option(
+        "--set", metavar="KEY=VALUE", autocompletion=settings,
+        help="Change one key: --set inner.lr=1e-3. Can be repeated.",
+    ),
+]  # fmt: skip
 JoinOverrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE",
+        "--set", metavar="KEY=VALUE", autocompletion=settings,
         help="Change one key of island, checkpoint, evaluate or log: --set island.batch=4. Can be repeated.",
     ),
 ]  # fmt: skip
@@ -48,8 +52,12 @@ RelayRate = Annotated[
 MaxUp = Annotated[str | None, typer.Option(help="Send at no more than this rate: 20mbit")]
 MaxDown = Annotated[str | None, typer.Option(help="Receive at no more than this rate: 100mbit")]
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's folder, its name under runs/, or one of its islands' folders.")
-]
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's folder, its name under runs/, or one of its islands' folders.",
+        autocompletion=run_names,
+    ),
+]  # fmt: skip
 RunTokenizer = Annotated[
     str | None, typer.Option(help="The tokenizer, if the run's token file does not name it: `bytes` or a folder.")
 ]

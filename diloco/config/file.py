@@ -156,6 +156,12 @@ def _choices(expected: str, given: object) -> str:
     return f"must be one of {', '.join(names)}{hint}"
 
 
+def all_keys() -> list[str]:
+    """List every setting by its dotted name."""
+    paths = list(_all_paths(Config))
+    return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+
+
 def _all_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from diloco.atomic import appearing
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import SaveError, first_line
+from diloco.errors import ModelError, SaveError, first_line
 from diloco.history.load import TrainedModel
 from diloco.model.build import parameters_on_meta
 from diloco.model.decoder import Decoder
@@ -51,9 +52,13 @@ def _written_by_export(out: Path) -> set[str]:
         return set()
 
 
-def export(trained: TrainedModel, out: Path, tokenizer: Tokenizer | None) -> str:
-    """Write the model, all of `out` or nothing, and return the architecture's name. `refuse_target` comes first."""
+def export(trained: TrainedModel, out: Path, tokenizer: Tokenizer | None, dtype: str = "float32") -> str:
+    """Write the model, all of `out` or nothing, and return the architecture's name. `refuse_target` comes first.
+
+    With another dtype than float32 the model in memory is rounded to it, too.
+    """
     out = out.resolve()
+    _round_to(trained, dtype)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with appearing(out) as part:
@@ -65,11 +70,22 @@ def export(trained: TrainedModel, out: Path, tokenizer: Tokenizer | None) -> str
         ) from None
 
 
+def _round_to(trained: TrainedModel, dtype: str) -> None:
+    """Round the parameters; raise ModelError where one that was finite would not be any more."""
+    kind = getattr(torch, dtype)
+    largest = torch.finfo(kind).max
+    for name, parameter in trained.module.named_parameters():
+        if bool((parameter.detach().abs() > largest).any()):
+            raise ModelError(f"{name} has values beyond {largest:g}, the largest of {dtype}: use --dtype bfloat16")
+        parameter.data = parameter.data.to(kind)
+
+
 def _write(trained: TrainedModel, part: Path, tokenizer: Tokenizer | None) -> str:
     if isinstance(trained.module, Decoder):
         model = as_qwen3(trained.module, end=tokenizer.end if tokenizer else None)
     else:
         model = _as_it_came(trained)
+    model.config.dtype = next(trained.module.parameters()).dtype
     model.save_pretrained(part, max_shard_size=SHARD)
     if trained.config.model.hf is not None:
         settings = Path(trained.config.model.hf) / "generation_config.json"

@@ -20,10 +20,9 @@ def find_logs(name: str) -> list[Path]:
     """List the folders with a log: of an island, or of all islands that a run has on this machine. Raise SaveError
     where there are none."""
     for place in (Path(name).expanduser(), RUNS / name):
-        found = [island for island in (place, *sorted(place.glob("island-*"))) if has_log(island)]
-        if found:
+        if found := logs_of(place):
             refuse_other_protocols(place)
-            return [island / OUTER for island in found]
+            return found
     if saves_of(Path(name).expanduser()) or saves_of(RUNS / name):
         raise SaveError(
             f"{name}: an earlier diloco trained an island alone there, without a log of its rounds: "
@@ -32,6 +31,11 @@ def find_logs(name: str) -> list[Path]:
     raise SaveError(
         f"{name}: no log there, neither as a folder nor under {RUNS}/: give the folder that checkpoint.dir named"
     )
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """List the logs of a run, or of all the islands that it has on this machine."""
+    return [island / OUTER for island in (folder, *sorted(folder.glob("island-*"))) if has_log(island)]
 
 
 def saves_of(folder: Path) -> list[Path]:

@@ -1,4 +1,5 @@
-"""What a run has learned so far: the outer parameters of its newest save, as one whole model.
+"""What a run has learned so far: the outer parameters of its newest save, as one whole model. Where there is no save, as
+in a folder that `diloco restore` made or a witness has, those of the newest round that the log leads to.
 
 It works while the run is training: saves appear by a rename, and one that is pruned while it is read is passed over.
 """
@@ -11,21 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.save.facts import order, read_facts
 from diloco.checkpoint.save.saver import read_outer
-from diloco.config.file import parse_config
+from diloco.config.file import load_config, parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_source
 from diloco.data.samples import OWN_LOOP
 from diloco.data.source import source_kind
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.errors import DataError, SaveError
-from diloco.history.find import RUNS, saves_of
+from diloco.history.find import RUNS, logs_of, saves_of
+from diloco.history.log import furthest, genesis_of, newest_state, state_of
 from diloco.island.island import materialise
 from diloco.island.layout import Layout
 from diloco.model.build import Network, build_network
 from diloco.model.decoder import Decoder
 from diloco.run.folder import refuse_other_protocols
+from diloco.run.genesis import own_sections
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class TrainedModel:
     config: Config
     step: int  # of the outer state
     round: int
-    save: Path
+    save: Path  # or the log
     passed: tuple[str, ...]  # newer saves that cannot be read, and why
 
     @property
@@ -57,9 +61,10 @@ class TrainedModel:
 
 
 def find_run(name: str) -> Path:
-    """Find the folder of a run, or of one island of it, by its path or by its name under runs/; it must hold a save."""
+    """Find the folder of a run, or of one island of it, by its path or by its name under runs/; it must hold a save, or
+    a log with a snapshot."""
     places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
-    if found := [place for place in places if saves_of(place)]:
+    if found := [place for place in places if saves_of(place)] or [place for place in places if _logs_with_state(place)]:
         refuse_other_protocols(found[0])
         return found[0]
     if places:
@@ -73,7 +78,7 @@ def find_run(name: str) -> Path:
 
 def load_trained(folder: Path) -> TrainedModel:
     """Load the newest readable save as a model on the CPU; frozen parameters, in no save, get initial values."""
-    save, facts, vector, passed = _read_newest(folder)
+    save, facts, vector, passed = _read_newest(folder) if saves_of(folder) else _read_log(folder)
     if facts["data"] == OWN_LOOP:
         raise SaveError(
             f"{save} is of a program of its own (diloco.connect), and only that knows its model: load it there, "
@@ -90,6 +95,23 @@ def load_trained(folder: Path) -> TrainedModel:
         for name, value in chain(network.initial() if frozen else (), layout.views(vector)):
             network.module.get_parameter(name).copy_(value)
     return TrainedModel(network.module.eval(), config, facts["outer_step"], facts["round"], save, passed)
+
+
+def _logs_with_state(folder: Path) -> list[Path]:
+    return [log for log in logs_of(folder) if any(manifests(log))]
+
+
+def _read_log(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str, ...]]:
+    """Replay the log that leads furthest; nothing is written."""
+    log = furthest(_logs_with_state(folder))
+    genesis, file = genesis_of(log), log.parent / "config.yaml"
+    config = genesis.configure(own_sections(load_config(file)) if file.is_file() else {})
+    state, vectors = state_of(log, newest_state(log).head.round)
+    facts = {
+        "data": genesis.data, "config": config.model_dump(mode="json"), "outer_step": state.step,
+        "round": state.head.round,
+    }  # fmt: skip
+    return log, facts, vectors["parameters"], ()
 
 
 def _read_newest(folder: Path) -> tuple[Path, dict[str, Any], Tensor, tuple[str, ...]]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 
-# what a peer calls itself may hold anything, and a terminal would obey; half a surrogate cannot be printed at all
-HARMLESS = dict.fromkeys({*range(32), *range(127, 160), *range(0xD800, 0xE000)}, "\ufffd")
+# what a peer calls itself, or a young model says, may hold anything, and a terminal would obey; half a surrogate cannot
+# be printed at all
+_HARMLESS = dict.fromkeys({*range(32), *range(127, 160), *range(0xD800, 0xE000)}, "\ufffd")
+_HARMLESS_LINES = {letter: shown for letter, shown in _HARMLESS.items() if chr(letter) not in "\t\n"}
 
 
-def harmless(text: str) -> str:
-    """Return a text of one line with every control character replaced, so that a terminal can show it."""
-    return text.translate(HARMLESS)
+def harmless(text: str, *, lines: bool = False) -> str:
+    """Return a text with every control character replaced, so that a terminal can show it; with `lines`, it may have
+    several of them, and tabs."""
+    return text.translate(_HARMLESS_LINES if lines else _HARMLESS)
 
 
 def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Iterable[str] = ()) -> list[str]:
