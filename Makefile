@@ -60,7 +60,7 @@ coverage: install browser .venv/.compiled  ## which lines of the product every t
 		$(BIN)/python -m coverage report && exit $$status
 
 demo: install  ## four islands train one model, one is killed and comes back; then a slow link (three minutes)
-	$(BIN)/python examples/demo.py
+	$(BIN)/diloco demo
 
 docs: install  ## build the documentation into site/ (its tools are installed if they are missing)
 	@$(BIN)/python -c 'import material, mkdocs' 2>/dev/null || \

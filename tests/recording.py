@@ -65,8 +65,8 @@ def draw(title: str, command: str, lines: list[str], path: Path) -> None:
 def main() -> None:
     quickstart = list(chosen(run("-m", "diloco", "run", "examples/quickstart.yaml"), QUICKSTART))
     draw("one island", "diloco run examples/quickstart.yaml", quickstart, PICTURES / "quickstart.svg")
-    demo = list(chosen(run("examples/demo.py"), DEMO))
-    draw("four islands, one is killed and returns", "make demo", demo, PICTURES / "demo.svg")
+    demo = list(chosen(run("-m", "diloco", "demo"), DEMO))
+    draw("four islands, one is killed and returns", "diloco demo", demo, PICTURES / "demo.svg")
 
 
 if __name__ == "__main__":

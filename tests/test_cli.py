@@ -23,9 +23,9 @@ from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
+    "demo", "init", "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
     "log", "restore", "rewind", "evict", "force-roster", "set",
-    "sample", "plan", "doctor", "ticket", "simulate", "bench",
+    "sample", "plan", "doctor", "ticket", "simulate", "bench", "completion",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join", "soak",

@@ -84,7 +84,7 @@ def test_what_a_dtype_cannot_hold_is_not_written_as_infinity(small, tmp_path):
     train(small())
     trained = load_trained(tmp_path / "run")
     next(trained.module.parameters()).data[0, 0] = 1e6
-    with pytest.raises(ModelError, match="embed.* beyond 65504, the largest of float16: use --dtype bfloat16"):
+    with pytest.raises(ModelError, match=r"embed.* beyond 65504, the largest of float16: use --dtype bfloat16"):
         exporting.export(trained, tmp_path / "out", None, "float16")
     assert not (tmp_path / "out").exists()
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from trained_run import TEXT, byte_pairs, train
 
-from diloco.report.tables import harmless
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import ModelError
 from diloco.history.export import as_qwen3
 from diloco.history.load import load_trained
 from diloco.history.sample import Sampling, choose, continued, spoken
+from diloco.report.tables import harmless
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Sampling(temperature=0)

@@ -22,7 +22,7 @@ def main() -> None:
     # on one that has anything else to do, such as another island.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if VARIABLE in os.environ:
-        from typer.completion import completion_init
+        from typer.completion import completion_init  # type: ignore[attr-defined]
 
         completion_init()  # teaches typer the shells
     try:

@@ -6,8 +6,10 @@ import typer
 
 from diloco.cli.bench import bench
 from diloco.cli.completion import completion
+from diloco.cli.demo import demo
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
+from diloco.cli.init import init
 from diloco.cli.launch import launch
 from diloco.cli.owner import evict, force_roster
 from diloco.cli.plan import plan
@@ -44,6 +46,8 @@ def diloco(
     pass
 
 
+app.command(epilog="Example: diloco demo")(demo)
+app.command(epilog="Example: diloco init run.yaml --model tiny --data stdlib --islands 2")(init)
 app.command(epilog="Example: diloco run examples/quickstart.yaml --set inner.steps=500")(run)
 app.command(epilog="Example: diloco join diloco2-… --max-up 20mbit")(join)
 app.command(epilog="Example: diloco launch run.yaml --on slurm --islands 4 --nodes-per-island 2 --gpus-per-node 8")(

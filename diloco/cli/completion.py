@@ -29,7 +29,7 @@ def completion(
     For bash, add `source <(diloco completion bash)` to ~/.bashrc; for zsh, the same with zsh to ~/.zshrc, after
     compinit; for fish, diloco completion fish > ~/.config/fish/completions/diloco.fish
     """
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     print(BASH if shell == "bash" else get_completion_script(prog_name="diloco", complete_var=VARIABLE, shell=shell))
 

@@ -249,7 +249,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     tokenizer: RunTokenizer = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier export wrote to OUT.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help="Of the weights: float32, bfloat16 or float16.")
+    ] = "float32",
 ) -> None:
     """Write a run's outer parameters as a Hugging Face model.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.completion import run_names
 from diloco.cli.shared import Json, RunName, say
 from diloco.errors import SaveError
 
@@ -22,6 +23,7 @@ OneRun = Annotated[
     str | None,
     typer.Argument(
         metavar="[RUN|TICKET]",
+        autocompletion=run_names,
         help="A run's folder, its name under runs/, or a ticket to watch (default: the run that is going on).",
         show_default=False,
     ),

@@ -57,6 +57,11 @@ def render_config(config: Config) -> str:
     return "\n".join(_render(config, indent=0)) + "\n"
 
 
+def render_chosen(config: Config) -> str:
+    """Format the keys that were set as YAML, each with its meaning."""
+    return "\n".join(_render(config, indent=0, chosen=True)) + "\n"
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """Refuse two equal keys in a mapping, where YAML quietly keeps the last."""
 
@@ -71,12 +76,12 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 @contextmanager
-def reading_yaml(path: Path, *, example: str) -> Iterator[None]:
+def reading_yaml(path: Path, *, hint: str) -> Iterator[None]:
     """Turn what is wrong with the file into an error of one line that says where."""
     try:
         yield
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (a checkout has examples/{example})") from None
+        raise ConfigError(f"{path}: no such file ({hint})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -87,7 +92,7 @@ def reading_yaml(path: Path, *, example: str) -> Iterator[None]:
 
 def load_tree(path: Path) -> dict[str, Any]:
     """Load a YAML file as it stands, not yet validated; an empty one has no sections."""
-    with reading_yaml(path, example="quickstart.yaml"):
+    with reading_yaml(path, hint=f"diloco init {path} writes one"):
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     if tree is None:
         return {}
@@ -169,13 +174,15 @@ def _all_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _all_paths(field.annotation, f"{prefix}{name}.")
 
 
-def _render(section: BaseModel, indent: int) -> Iterator[str]:
+def _render(section: BaseModel, indent: int, *, chosen: bool = False) -> Iterator[str]:
     pad = " " * indent
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        if chosen and name not in section.model_fields_set:
+            continue
         if isinstance(value, BaseModel):
             yield f"\n{name}:{'':{max(1, 39 - len(name))}}# {type(value).__doc__}"
-            yield from _render(value, indent + 2)
+            yield from _render(value, indent + 2, chosen=chosen)
         else:
             yield f"{f'{pad}{name}: {_scalar(value)}':<39} # {field.description}{_allowed(field)}"
 

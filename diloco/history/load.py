@@ -1,5 +1,5 @@
-"""What a run has learned so far: the outer parameters of its newest save, as one whole model. Where there is no save, as
-in a folder that `diloco restore` made or a witness has, those of the newest round that the log leads to.
+"""What a run has learned so far: the outer parameters of its newest save, as one whole model. Where there is no save,
+as in a folder that `diloco restore` made or a witness has, those of the newest round that the log leads to.
 
 It works while the run is training: saves appear by a rename, and one that is pruned while it is read is passed over.
 """
@@ -64,7 +64,9 @@ def find_run(name: str) -> Path:
     """Find the folder of a run, or of one island of it, by its path or by its name under runs/; it must hold a save, or
     a log with a snapshot."""
     places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
-    if found := [place for place in places if saves_of(place)] or [place for place in places if _logs_with_state(place)]:
+    if found := [place for place in places if saves_of(place)] or [
+        place for place in places if _logs_with_state(place)
+    ]:
         refuse_other_protocols(found[0])
         return found[0]
     if places:

@@ -120,7 +120,7 @@ class Region:
 
 def read_topology(path: FilePath) -> Topology:
     """Read a topology from a YAML file; ConfigError names the line of a mistake."""
-    with reading_yaml(path, example="topology.yaml"):
+    with reading_yaml(path, hint="a checkout has examples/topology.yaml"):
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     if root is None:
         raise ConfigError(f"{path}: is empty: it needs `regions` and `islands`")
