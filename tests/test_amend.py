@@ -127,10 +127,16 @@ def test_a_change_is_begun_at_once_without_waiting_for_a_round():
     assert leads.state.amendments == (FIRST,)
 
 
-def test_when_the_clock_is_at_its_end_nothing_changes_any_more():
+def test_when_the_clock_is_at_its_end_nothing_changes_but_the_end():
     """Others may have seen the run end, and be gone."""
     assert said(coordinator(steps=0).receive("B", promise(FIRST), 0.1), Begin) == []
     assert said(coordinator(steps=1).receive("B", promise(FIRST), 0.1), Begin) != []
+
+    def amended(now: Options, state: RunState) -> Options:
+        return replace(now, steps=len(state.amendments))
+
+    (begun,) = said(coordinator(options(steps=0, amended=amended)).receive("B", promise(FIRST), 0.1), Begin)
+    assert begun.proposal.amendment == FIRST, "it prolongs the run"
 
 
 @pytest.mark.parametrize("amendment", [FORGED, SECOND])

@@ -128,8 +128,8 @@ def test_a_founder_that_is_started_again_goes_on_from_its_log(tmp_path, capsys):
                 with run.outer_parameters():
                     outer = vector(model)
                 raise Killed
-    with pytest.raises(SaveError, match=r"founded with inner\.steps=20, now it is 30"):  # noqa: SIM117
-        with diloco.connect(where | {"inner": {"steps": 30}}, made(1), "SGD", **options):
+    with pytest.raises(SaveError, match=r"founded with seed=0, now it is 1"):  # noqa: SIM117
+        with diloco.connect(where | {"seed": 1}, made(1), "SGD", **options):
             pass
     again = made(1)
     with diloco.connect(where, again, "SGD", **options) as run:

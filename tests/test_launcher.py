@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import SMALL, run_cli
 from events import a_round, told
 from launched import (
     ONE,
@@ -230,6 +230,28 @@ def test_two_islands_train_one_model_and_one_that_is_killed_comes_back_and_contr
     assert rounds_with(tmp_path, other, victim)[-1] > killed_in
     assert last_agreed(tmp_path, ONE) == last_agreed(tmp_path, TWO)
     assert processes_at(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_finished_run_of_several_islands_is_trained_on_by_its_owner(tmp_path):
+    """In the same log, by a change of settings; and again by `diloco set` and the command that it was begun with."""
+    with islands(tmp_path, "inner.steps=12") as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "--resume --set inner.steps=24\n" in out, out + err
+    with islands(tmp_path, "inner.steps=24", options=("--resume",)) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and err == "", out + err
+    assert "by the run's owner: inner.steps=24" in out and "done: step 24" in out
+    assert rounds_with(tmp_path, ONE, TWO)[-1] > 4 and last_agreed(tmp_path, ONE) == last_agreed(tmp_path, TWO)
+    with islands(tmp_path, "inner.steps=24", options=("--resume",)) as process:
+        out, err = process.communicate(timeout=300)
+    assert "this run is already finished: step 24" in out, out + err
+    done = run_cli("set", str(tmp_path / "run"), "inner.lr=0.001")
+    assert done.returncode == 2 and "at its end, step 24: add inner.steps=48" in done.stderr
+    assert run_cli("set", str(tmp_path / "run"), "inner.steps=30").returncode == 0
+    with islands(tmp_path, "inner.steps=12", options=("--resume",)) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "done: step 30" in out, out + err
 
 
 @pytest.mark.slow

@@ -191,12 +191,13 @@ def set_settings(
     """Change settings of a run, while it trains or not.
 
     The change is signed with the key of the run's owner, which is in the folder in which the run was founded. It takes
-    effect on every island with the same round; diloco log shows which.
+    effect on every island with the same round; diloco log shows which. After the run's end, inner.steps=… prolongs it:
+    diloco run CONFIG --resume then trains on.
     """
     from diloco.train.amend import FOLDER, in_words
 
     folder = founding_folder(run)
-    while (amendment := amend(folder, changes)) is None:
+    while (amendment := made_amendment(folder, changes)) is None:
         pass  # somebody else was quicker: look again
     say(
         f"change {amendment.number} of {run}: {in_words(amendment)}",
@@ -219,29 +220,16 @@ def founding_folder(run: str) -> Path:
     return folder
 
 
-def amend(folder: Path, overrides: list[str]) -> "Amendment | None":
+def made_amendment(folder: Path, overrides: list[str]) -> "Amendment | None":
     """Sign and write the amendment that follows those in force and those that still wait.
 
     None: another one has taken its number, so try again.
     """
-    from diloco.comm.peers.identity import Identity
-    from diloco.data.samples import OWN_LOOP
     from diloco.history.log import genesis_of, newest_state
+    from diloco.run.amending import amend
     from diloco.run.folder import OUTER
-    from diloco.train.amend import amended, check, with_waiting, write_amendment
 
-    genesis, state = genesis_of(folder / OUTER), newest_state(folder / OUTER)
-    made = with_waiting(folder, state.amendments)
-    config = amended(genesis.configure({}), made)
-    changes = check(config, overrides, own_loop=genesis.data == OWN_LOOP)
-    if state.step >= config.inner.steps:
-        raise ConfigError(
-            f"the run is at its end, step {state.step}: diloco rewind RUN {state.head.round} --set … trains on (a run "
-            "of one island also by diloco run CONFIG --resume --set …)"
-        )
-    if changes.get("inner.steps", state.step + 1) <= state.step:
-        raise ConfigError(f"inner.steps={changes['inner.steps']}: the run is at step {state.step} already")
-    return write_amendment(folder, Identity.load(folder / "owner.key"), len(made) + 1, changes)
+    return amend(folder, genesis_of(folder / OUTER), newest_state(folder / OUTER), overrides)
 
 
 def export(

@@ -351,10 +351,8 @@ def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False)
         commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
         commands[f"{_program()} config"] = "explains every key"
     else:
-        commands[f"{_program()} rewind {plan.folder} ROUND --set {twice}"] = (
-            "trains on from that round (the last one, say), as a run of its own"
-        )
-        commands[_command(plan.path, longer, *options, "--fresh")] = "trains again, twice as long"
+        commands[_command(plan.path, longer, *options, "--resume")] = "trains on, twice as long"
+        commands[f"{_program()} rewind {plan.folder} ROUND"] = "begins another run with an earlier round of it"
     commands[f"{_program()} log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
     if plan.islands > 1:
         commands[f"{plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log"] = (

@@ -23,7 +23,7 @@ from diloco.elastic.protocol.wire import decode
 from diloco.elastic.runtime.applier import RunContext
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.headers import header_of
-from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, points_of, replay
+from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, newest_end, points_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
 from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.train.outer import apply_record
@@ -140,9 +140,9 @@ def state_of(log: Path, number: int) -> tuple[RunState, dict[str, Tensor]]:
 
 def newest_state(log: Path) -> RunState:
     """Return the state that the log leads to, without replaying its vectors."""
-    if not (points := list(points_of(log, Journal.read(log)))):
+    if (state := newest_end(log)) is None:
         raise SaveError(f"{log} holds no snapshot that can be read: diloco log --verify says what is damaged")
-    return max(points, key=lambda point: point.precedence).end
+    return state
 
 
 def is_latched(log: Path) -> bool:

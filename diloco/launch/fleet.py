@@ -29,6 +29,7 @@ from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.invites import TICKET, keep_ticket
 from diloco.run.signals import PAUSE, signals
+from diloco.train.amend import amended, amendment_files, read_amendment
 
 OWN = ("island", "log", "evaluate", "checkpoint")  # a joiner's own sections; all others come from the founder
 LOOK_S = 0.2
@@ -112,12 +113,19 @@ def run_islands(plan: Plan, view: IslandsView, *, fresh: bool) -> Board:
 
 
 def end_of(plan: Plan) -> str | None:
-    """Return in words where a run has ended, if an island of this folder has seen it; else None."""
+    """Return in words where a run has ended, if an island of this folder has seen it and it is not prolonged."""
     for save in [save for name in plan.names for save in saves(plan.folder / name)]:
         if (together := among_others(save)) is not None and together["finished"]:
             facts = read_facts(save)
-            return f"step {facts['step']}, round {facts['round']}"
+            if facts["step"] >= steps_wanted(plan):
+                return f"step {facts['step']}, round {facts['round']}"
     return None
+
+
+def steps_wanted(plan: Plan) -> int:
+    """Return how far this run is to go: by its configuration, or by a change that its owner has made."""
+    made = map(read_amendment, amendment_files(plan.folder / plan.names[0]))
+    return max(plan.config.inner.steps, amended(plan.config, made).inner.steps)
 
 
 def open_run(plan: Plan, view: IslandsView, *, fresh: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.atomic import write_file
 from diloco.comm.peers.identity import Identity, run_id_of, verify
-from diloco.config.file import first_difference, parse_config
+from diloco.config.file import first_difference, flat, parse_config
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
 from diloco.elastic.protocol.ledger import Ledger
@@ -221,12 +221,19 @@ class Genesis:
                 return f"the run was founded with {changed}"
         return ""
 
+    def changes(self, config: Config) -> dict[str, Any]:
+        """Return the run's own settings in which a configuration differs, by dotted key, as it has them."""
+        founded, tree = (flat(shared_of(one)) for one in (self.configure({}), config))
+        own = {f"{section}.{key}" for section, names in OWN.items() for key in names}
+        own |= {f"island.{key}" for key in SUGGESTED}
+        return {key: tree.get(key) for key in founded | tree if key not in own and founded.get(key) != tree.get(key)}
+
     def refuse_changes(self, config: Config) -> None:
         """Raise SaveError if the run's own settings are not those that it was founded with."""
         if change := self.first_change(config):
             raise SaveError(
-                f"{change}: undo that, change it for all islands by `diloco set` (after the run's end: `diloco "
-                "rewind`), or start another one with --fresh (fresh=True)"
+                f"{change}: undo that, take another branch from a round of it with `diloco rewind`, or start another "
+                "one with --fresh (fresh=True)"
             )
 
 

@@ -41,6 +41,7 @@ from diloco.island.layout import Layout
 from diloco.island.mesh import ProcessMesh
 from diloco.report.events import IslandNews
 from diloco.report.sinks import Events
+from diloco.run.amending import is_over
 from diloco.run.folder import OUTER, OWNER_KEY
 from diloco.run.genesis import FILE, Genesis, read_genesis, write_genesis
 from diloco.run.local import LocalPeer
@@ -51,7 +52,6 @@ from diloco.train.optimizers import optimizer_named
 from diloco.train.outer import apply_record
 from diloco.train.participant import Participant
 from diloco.train.rounds import Rounds, decider
-from diloco.train.schedule import schedule_of
 from diloco.train.sync import samples_ahead
 
 SEARCH_S = 60.0  # for a member that answers
@@ -336,10 +336,8 @@ def alone(part: Participant) -> Iterator[None]:
 
 def _options_at(state: RunState, part: Entrant, peer: LocalPeer) -> Options:
     options = replace(options_for(part.config, alone=not isinstance(peer, Peer)), witness=part.is_witness)
-    now = amended(part.config, state.amendments)
-    over = schedule_of(now.sync, now.inner).is_over(state.step, state.updates)
     # it has come to look: no round is needed to give it samples; a loop of one's own asks when it wants batches
-    return replace(options, want=0) if over or part.samples is None else options
+    return replace(options, want=0) if part.samples is None or is_over(part.config, state) else options
 
 
 def new_incarnation(me: str, state: RunState) -> int:

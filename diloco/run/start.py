@@ -20,12 +20,13 @@ from diloco.comm.peers.identity import Identity, run_id_of
 from diloco.comm.peers.ticket import Ticket
 from diloco.config.file import own_island
 from diloco.config.schema import Config, IslandConfig
-from diloco.elastic.runtime.restoring import Origin
+from diloco.elastic.runtime.restoring import Origin, newest_end
 from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
 from diloco.report.events import Note, TicketReady
 from diloco.report.sinks import Events
+from diloco.run.amending import amend_on_resuming, wait_for_more
 from diloco.run.attach import Attachment, anybody_has_the_run
 from diloco.run.branch import branch_if_needed
 from diloco.run.folder import (
@@ -60,6 +61,7 @@ from diloco.run.witness import Witness
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
 from diloco.train.rounds import Rounds
+from diloco.train.sync import samples_ahead
 from diloco.train.trainer import Outcome, Trainer
 
 GETTING_IN = "the search for the run"
@@ -233,7 +235,7 @@ class RunEntry:
                 peer = open_peer()
                 genesis = known_genesis(folder, peer, self.search)
             if founded_with is not None:
-                genesis.refuse_changes(founded_with)
+                amend_on_resuming(folder, genesis, newest_end(folder / OUTER), founded_with)
         genesis = self.place.share(genesis)
         config = genesis.configure(own)
         part = build(config)
@@ -318,7 +320,10 @@ class RunEntry:
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
             with self.place.activity.during(GETTING_IN, waits=True):
                 driver = meet(self.stack, peer, start, part, incarnation)
+                more = not self.closed and wait_for_more(driver, config, self.events, lambda: self.stop.asked)
             rounds = Rounds(driver, config, peer.name_of)
+            if more and part.samples is not None:  # it had come to look, and asked for none
+                rounds.session.request_samples(samples_ahead(config, config.island.batch))
             self.stop.on_pause = rounds.driver.pause
         part.join(rounds, self.place.share(earlier))
         return part

@@ -74,7 +74,7 @@ def _changes_of(amendment: Amendment, config: Config) -> dict[str, Any]:
     for key in (EVICT, FORCE, REVOKE):
         changes.pop(key, None)  # who takes part is the protocol's business
     for key in changes:
-        if reason := _reason_against(key, config, own_loop=False):
+        if reason := reason_against(key, config, own_loop=False):
             raise ConfigError(f"{key} {reason}")
     return changes
 
@@ -127,7 +127,7 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
     asked = {RENAMED.get(key, key): value for key, value in flat(overrides_tree(overrides)).items()}
     new = flat(changed(config, asked).model_dump(mode="json"))
     for key in asked:
-        if reason := _reason_against(key, config, own_loop=own_loop):
+        if reason := reason_against(key, config, own_loop=own_loop):
             raise ConfigError(f"{key} {reason}")
     before = flat(config.model_dump(mode="json"))
     same = [key for key in asked if new[key] == before[key]]
@@ -136,7 +136,7 @@ def check(config: Config, overrides: Iterable[str], *, own_loop: bool) -> dict[s
     return {key: new[key] for key in asked}
 
 
-def _reason_against(key: str, config: Config, *, own_loop: bool) -> str:
+def reason_against(key: str, config: Config, *, own_loop: bool) -> str:
     """Return why this key cannot change during the run, or an empty string if it can."""
     section = key.partition(".")[0]
     rewind = "diloco rewind RUN ROUND --set starts a new branch with it"

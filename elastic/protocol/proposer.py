@@ -327,15 +327,12 @@ class Proposer:
     def _amendment(self, promised: dict[str, Promise]) -> Amendment | None:
         """Return the owner's next change of settings, if a member brings one and all can follow it.
 
-        At the end of the clock there is none: others have seen the run end.
+        At the end of the clock only one that prolongs the run: others have seen it end.
         """
-        steps = self.own.options.steps
-        if steps is not None and self.own.state.step >= steps:
-            return None
         brought = {promise.amendment for promise in promised.values() if promise.amendment is not None}
         key = self.own.state.key
         for amendment in sorted(brought, key=lambda each: (not each.kept(key), each.signature)):
-            if self._is_followed(amendment, promised):
+            if self._is_followed(amendment, promised) and (not self.own.is_over or self.own.prolongs(amendment)):
                 return amendment
         return None
 

@@ -265,6 +265,18 @@ class ProtocolState:
         )  # fmt: skip
 
     @property
+    def is_over(self) -> bool:
+        """Tell whether the run's clock is at its end."""
+        return self.options.steps is not None and self.state.step >= self.options.steps
+
+    def prolongs(self, amendment: Amendment) -> bool:
+        """Tell whether the run's clock would not be at its end with this change, which can be followed."""
+        steps = self.options.amended(
+            self.options, replace(self.state, amendments=(*self.state.amendments, amendment))
+        ).steps
+        return steps is None or self.state.step < steps
+
+    @property
     def next_amendment(self) -> Amendment | None:
         """Return the owner's next change of settings, where this island has it."""
         return self.amendments.get(len(self.state.amendments) + 1)

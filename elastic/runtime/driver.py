@@ -118,6 +118,13 @@ class Driver:
         """Hand a change of settings to the node, which brings it to rounds. Called on any thread."""
         self.post(partial(self.node.amend, amendment))
 
+    @property
+    def prolonging(self) -> Amendment | None:
+        """Return the owner's next change of settings if the run would not be over with it. Called on any thread."""
+        own = self.node.own
+        coming = own.next_amendment
+        return coming if coming is not None and own.prolongs(coming) else None
+
     # the loop
 
     def guarded(self, work: Callable[[], None]) -> None:

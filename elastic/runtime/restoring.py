@@ -124,6 +124,12 @@ def points_of(folder: Path, journal: Journal) -> Iterator[ReplayPoint]:
         yield ReplayPoint(manifest, path, kept, tuple(records), state, refused, latched, void)
 
 
+def newest_end(folder: Path) -> RunState | None:
+    """Return the state that a log leads to, without its vectors; None where no snapshot can be read."""
+    best = max(points_of(folder, Journal.read(folder)), key=lambda point: point.precedence, default=None)
+    return None if best is None else best.end
+
+
 def _is_latched(state: RunState, latch: Latch | None, journal: Journal) -> tuple[bool, bool]:
     """Return whether a snapshot's state is in the latched history, and whether it is in none.
 
