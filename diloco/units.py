@@ -9,6 +9,10 @@ RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
+SIZE_UNITS = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40
+}  # fmt: skip
+
 MAX_DELAY_S = 10.0
 SLOWEST, FASTEST = 1.0, 1e15  # bits per second, of any link
 MAX_COUNT = 2**63 - 1
@@ -60,6 +64,11 @@ def parse_count(value: object) -> int:
     if number > MAX_COUNT:
         raise ValueError(f"is too large: at most {MAX_COUNT:.2g}")
     return int(number)
+
+
+def parse_bytes(value: object) -> int:
+    """Parse a number of bytes such as `50GB` or `500MiB`."""
+    return int(_parse(value, SIZE_UNITS, "a number of bytes such as 50GB or 500MB"))
 
 
 def is_whole(text: str) -> bool:
@@ -122,6 +131,11 @@ def counted(number: int, noun: str) -> str:
 def format_size(size: float) -> str:
     """Return bytes as text for people, in powers of 1024: `1.5 GiB`."""
     return _scaled(size, [("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)])
+
+
+def format_bytes(size: float) -> str:
+    """Return bytes as text for people, as those who sell them count: `50 GB`."""
+    return _scaled(size, [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)])
 
 
 def format_duration(seconds: float) -> str:

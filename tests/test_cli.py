@@ -25,7 +25,7 @@ from diloco.version import PROTOCOL, __version__
 COMMANDS = [
     "demo", "init", "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
     "log", "restore", "rewind", "evict", "force-roster", "set",
-    "sample", "plan", "doctor", "ticket", "simulate", "bench", "completion",
+    "sample", "plan", "doctor", "ticket", "key", "simulate", "bench", "completion",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join", "soak",
@@ -56,7 +56,7 @@ def help_of(*command: str) -> str:
 
 GROUPS = {
     "": COMMANDS, "simulate": ["islands", "protocol", "virtual"], "bench": BENCHES,
-    "ticket": ["create", "key", "list", "revoke", "show"],
+    "ticket": ["create", "key", "list", "revoke", "show"], "key": ["export", "import"],
 }  # fmt: skip
 ALL = [f"{group} {name}".strip() for group, names in GROUPS.items() for name in names if name not in GROUPS]
 

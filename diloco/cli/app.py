@@ -10,6 +10,7 @@ from diloco.cli.demo import demo
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.init import init
+from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.owner import evict, force_roster
 from diloco.cli.plan import plan
@@ -54,6 +55,7 @@ app.command(epilog="Example: diloco launch run.yaml --on slurm --islands 4 --nod
     launch
 )
 app.add_typer(ticket, name="ticket")
+app.add_typer(key, name="key")
 app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")(config)
 app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")(tokenize)
 app.command(epilog="Example: diloco export quickstart exported/quickstart")(export)

@@ -28,10 +28,11 @@ from diloco.cli.shared import (
     loading,
     next_commands,
     parse_option,
+    parse_positive,
     say,
 )
 from diloco.errors import ConfigError, TicketError
-from diloco.units import parse_link, parse_rate
+from diloco.units import parse_bytes, parse_link, parse_rate
 
 if TYPE_CHECKING:
     from diloco.launch.fleet import Plan
@@ -228,12 +229,24 @@ def join(
     host: JoinHost = None,
     port: Port = None,
     relay: RelayRate = None,
+    hours: Annotated[
+        str | None, typer.Option(help="Train in these hours of the day only, by this machine's clock: 22-7")
+    ] = None,
+    max_month: Annotated[
+        str | None, typer.Option(help="Send and receive no more than this in a calendar month: 50GB")
+    ] = None,
+    yield_gpu: Annotated[
+        bool, typer.Option("--yield-gpu", help="Be away while another process uses the GPU (asks nvidia-smi).")
+    ] = False,
 ) -> None:
     """Join a run as a peer.
 
     The run's configuration and state come from the other islands. Ctrl-C contributes what was trained so far, says
     goodbye and leaves; a second Ctrl-C leaves at once. A witness needs no accelerator and no data: with one, a run of
     two islands goes on when either of them is lost.
+
+    With --hours, --max-month or --yield-gpu the island leaves in good order when it must not train, and comes back by
+    itself.
     """
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
@@ -248,27 +261,48 @@ def join(
     parsed = Ticket.parse(text, 0.0)
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
-    start_if_several(island)
-    with loading():
-        from diloco.run import start
-        from diloco.run.local import Connection
-        from diloco.run.machine import host_towards, own_name
-        from diloco.simulate.real.network import as_simulated
+    from diloco.run.machine import host_towards, own_name
 
     name = name or own_name()
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     up, down, delay_s = rates_of(link, max_up, max_down)
+    if hours is not None or max_month is not None or yield_gpu:
+        heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu)
+    start_if_several(island)
+    with loading():
+        from diloco.run import start
+        from diloco.run.local import Connection
+        from diloco.simulate.real.network import as_simulated
+
     mesh_name = "witness" if witness else island.mesh
     where = host or host_towards(parsed.addresses)
     connection = Connection(
-        where, up, down, delay_s, name, mesh=mesh_name, port=port or 0, relay_bits_per_s=relay_rate(relay)
-    )
+        where, up, down, delay_s, name, mesh=mesh_name, port=port or 0, metered=max_month is not None,
+        relay_bits_per_s=relay_rate("0" if relay is None and max_month is not None else relay),
+    )  # fmt: skip
     enter = start.witness if witness else start.join
     outcome = enter(text, own, as_simulated(connection, folder), folder)
     if outcome.leader:
         again = [*_launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]
         come_back = {shlex.join([*again, *["--witness"] * witness]): "comes back, with what this folder holds"}
         say(ending(outcome, str(folder)), *([] if outcome.finished else next_commands(come_back)))
+
+
+def heed_limits(ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool) -> None:
+    """Take part by a process of its own for as long as the volunteer's limits allow, and exit as it does; do nothing in
+    that process itself."""
+    from diloco.launch.volunteer import VOLUNTEER, limits_of, volunteer
+    from diloco.run.allowance import Hours, gpu_processes
+
+    given = None if hours is None else parse_option("--hours", hours, Hours.parse)
+    most = None if max_month is None else parse_positive("--max-month", max_month, parse_bytes)
+    if VOLUNTEER in os.environ:
+        return
+    if yield_gpu:
+        list(gpu_processes())  # raises, where they cannot be found
+    os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
+    sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == "-" else word for word in sys.argv]
+    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), say))
 
 
 def read_ticket(given: str) -> str:

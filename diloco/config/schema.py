@@ -34,7 +34,7 @@ class ModelConfig(Section):
     """What is trained."""
 
     preset: Literal["tiny", "35m", "90m", "150m", "1b"] | None = key(None, "a built-in size; tiny if hf is not set")
-    hf: Where | None = key(None, "instead: a Hugging Face causal LM, as a local folder or config.json")
+    hf: Where | None = key(None, "instead: a Hugging Face causal LM: a folder, a config.json or OWNER/NAME")
     weights: Literal["auto", "load", "fresh"] = key(
         "auto", "hf: load the folder's weights, or start fresh from its config"
     )
@@ -85,7 +85,7 @@ class DataConfig(Section):
         "stdlib", "stdlib: Python's own library as bytes; text: files; tokens: a token file; hf: a data set"
     )
     path: Where | None = key(None, "text: file or folder; tokens: token file; hf: data set folder or name")
-    tokenizer: Where = key("bytes", "text, hf: `bytes`, or the folder of a Hugging Face tokenizer")
+    tokenizer: Where = key("bytes", "text, hf: `bytes`, or a Hugging Face tokenizer: its folder or OWNER/NAME")
     split: str = key("train", "hf: which split of the data set")
     field: str = key("text", "hf: which field holds the text")
     sequence: Positive = key(256, "tokens in a sample")

@@ -1,4 +1,4 @@
-"""Text to token numbers: plain bytes, a `tokenizer.json`, or a Hugging Face tokenizer's folder. Local files only.
+"""Text to token numbers: plain bytes, a `tokenizer.json`, or a Hugging Face tokenizer's folder, here or on the hub.
 
 The digest comes from the files alone, so that a cache hit loads no tokenizer library.
 """
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from diloco.data.files import content_digest
 from diloco.errors import DataError, MissingExtra
+from diloco.model.hub import local_folder
 
 BYTES = "bytes"
 # What decides about token numbers in a tokenizer's folder; model weights may lie next to them.
@@ -47,7 +48,7 @@ def tokenizer_digest(spec: str) -> str:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Load plain `bytes`, a tokenizer.json, or a Hugging Face tokenizer's folder; local files only."""
+    """Load plain `bytes`, a tokenizer.json, or a Hugging Face tokenizer's folder or name; no code of its is run."""
     digest = tokenizer_digest(spec)
     if spec == BYTES:
         return _bytes_tokenizer(digest)
@@ -58,9 +59,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def _local(spec: str) -> Path:
-    path = Path(spec).expanduser()
+    path = local_folder(spec, DEFINING_FILES, "tokenizer", DataError)
     if not path.exists():
-        raise DataError(f"tokenizer {spec!r} is neither 'bytes' nor a local folder or tokenizer.json")
+        raise DataError(
+            f"tokenizer {spec!r} is neither 'bytes' nor a local folder or tokenizer.json; "
+            "a name on the hub is OWNER/NAME"
+        )
     return path
 
 

@@ -17,7 +17,7 @@ from diloco.errors import ModelError, SaveError, first_line
 from diloco.history.load import TrainedModel
 from diloco.model.build import parameters_on_meta
 from diloco.model.decoder import Decoder
-from diloco.model.hf import load_transformers
+from diloco.model.hf import hf_folder, load_transformers
 from diloco.version import __version__
 
 ABOUT = "diloco.json"  # by it an earlier export is known
@@ -88,7 +88,7 @@ def _write(trained: TrainedModel, part: Path, tokenizer: Tokenizer | None) -> st
     model.config.dtype = next(trained.module.parameters()).dtype
     model.save_pretrained(part, max_shard_size=SHARD)
     if trained.config.model.hf is not None:
-        settings = Path(trained.config.model.hf) / "generation_config.json"
+        settings = hf_folder(trained.config.model.hf) / "generation_config.json"
         if settings.is_file():
             shutil.copyfile(settings, part / settings.name)
     if tokenizer is not None:
@@ -132,7 +132,7 @@ def _as_it_came(trained: TrainedModel) -> Any:
     transformers = load_transformers("diloco export")
     model: Any = trained.module
     own = transformers.AutoConfig.from_pretrained(
-        trained.config.model.hf, local_files_only=True, trust_remote_code=False
+        hf_folder(str(trained.config.model.hf)), local_files_only=True, trust_remote_code=False
     )
     model.config.use_cache = getattr(own, "use_cache", True)
     return model

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM as a network: from its config alone, or with weights from a local folder."""
+"""Any Hugging Face causal LM as a network: from its config alone, or with weights, from a folder or from the hub."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError, MissingExtra, ModelError
 from diloco.model.build import HF_LLAMA, Anatomy, Network, parameters_on_meta
 from diloco.model.frozen import settings_of
+from diloco.model.hub import SETTINGS, WEIGHTS, local_folder
 
 
 def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed: int) -> Network:
-    """Build a causal LM from a local folder or config.json, with the folder's safetensors weights or fresh ones.
+    """Build a causal LM from a folder, a config.json or a name on the hub, with its safetensors weights or fresh ones.
 
     `weights`: `load`, `fresh`, or `auto`, which loads them where there are any.
     """
     transformers = load_transformers("model.hf")
+    path = str(hf_folder(path, weights=weights))
     config = _read_config(transformers, path)
     _refuse_misfit(config, path, data_vocab, sequence)
     there = _holds(path, "*.safetensors")
@@ -40,6 +42,12 @@ def hf_network(path: str, *, weights: str, data_vocab: int, sequence: int, seed:
     return Network(module, _anatomy(module), initial, name, settings_of(Path(path)))
 
 
+def hf_folder(given: str, *, weights: str = "fresh") -> Path:
+    """Return where a model's files lie here; those of a name on the hub are downloaded, its weights unless `fresh`."""
+    files = SETTINGS if weights == "fresh" else (*SETTINGS, *WEIGHTS)
+    return local_folder(given, files, "model.hf", ModelError)
+
+
 def load_transformers(needed_for: str) -> Any:
     """Import transformers and silence it. Raise MissingExtra, which says what needs it, if it is not installed."""
     try:
@@ -53,7 +61,7 @@ def load_transformers(needed_for: str) -> Any:
 
 def _read_config(transformers: Any, path: str) -> Any:
     if not Path(path).exists():
-        raise ModelError(f"model.hf={path!r}: no such folder or config.json (models are read from this machine only)")
+        raise ModelError(f"model.hf={path!r}: no such folder or config.json; a name on the hub is OWNER/NAME")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, _refused_field()) as error:

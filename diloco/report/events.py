@@ -32,6 +32,7 @@ NEWS = {
     "behind": "It could not fetch what it has missed, and tries again.",
     "caught up": "It has fetched what it had missed.",
     "kept out": "Another island does not let it in.",
+    "twin": "Another island takes part with its key: one of them has to stop.",
     "reached": "How others reach it has changed.",
     "relays": "It passes on for an island that nobody can dial, or has stopped to.",
     "torn": "The end of its log was not written whole, and is cut off.",

@@ -39,6 +39,7 @@ class Connection:
     slowness: float = 1.0  # how many times longer inner steps are to take
     port: int = 0  # to listen at, and at the next one; 0: any two
     relay_bits_per_s: float | None = None  # at which it passes on for islands that nobody can dial; 0: for none
+    metered: bool = False  # its bytes are counted by the month, in its folder
     found_now: Callable[[], tuple[str, ...]] = tuple  # multiaddrs at which others are by now, as its scheduler says
 
     @property

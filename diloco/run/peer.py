@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.comm.peers.addressbook import AddressBook, multiaddr, refuse_taken
 from diloco.comm.peers.admission import Admission
+from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.peers.identity import peer_id_of, public_key_in
 from diloco.comm.peers.noticeboard import Noticeboard
 from diloco.comm.peers.record import PeerRecord
@@ -30,12 +31,14 @@ from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.transport import Inbox, PeerAddress, Transport
 from diloco.elastic.runtime.driver import EVICTED, Network
 from diloco.errors import DirectoryError, Evicted, IdentityError, TicketError
+from diloco.run.allowance import TrafficMeter
 from diloco.run.gate import TAKEN_OUT, Gate
 from diloco.run.local import LOOK_S, Connection, Fail, Know, LocalPeer
 from diloco.run.machine import ANYWHERE, listen_host
 from diloco.run.neighbours import Neighbours
 from diloco.run.reachable import Reachability
 from diloco.run.status import CHANNEL as STATUS_CHANNEL
+from diloco.run.twins import END, Twins
 
 if TYPE_CHECKING:
     from diloco.comm.peers.directory import Directory
@@ -107,6 +110,10 @@ class Peer(LocalPeer):
         )
         self._auto = AutoTransport(self._direct, Libp2pTransport(self.directory, inbox=inbox), self._relay)
         self.plain = _shape(self._auto, connection)
+        self._meter = None
+        if connection.metered and isinstance(self.plain, ShapedTransport):
+            self._meter = TrafficMeter(folder, self.plain.link)
+        self._twins = Twins(self._direct.address(connection.host).certificate_der, int(1000 * RUN_CLOCK.now()))
         self.bulk = PooledTransport(self.plain)
 
     def _listen(self, host: str, port: int, inbox: Inbox) -> DirectTransport:
@@ -309,7 +316,7 @@ class Peer(LocalPeer):
         self.report("relays", peer, text)
 
     def _watch(self, know: Know, fail: Fail) -> None:
-        published, asked, refused = -PUBLISH_S, -ASK_OTHERS_S, ""
+        published, asked, refused, told_twin = -PUBLISH_S, -ASK_OTHERS_S, "", ""
         since = time.monotonic()
         while not self._stop.wait(LOOK_S):
             try:
@@ -318,6 +325,13 @@ class Peer(LocalPeer):
                 if (refusal := self._refusal) and refusal != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
+                twin, was_first = self._twins.look(self._board.peers().get(self.identity.public_key))
+                if twin and was_first:
+                    fail(IdentityError(f"{twin}: {END}"))
+                    return
+                if twin and twin != told_twin:
+                    told_twin = twin
+                    self.report("twin", self.id, twin)
                 if self._is_taken_out(since):
                     fail(Evicted(EVICTED))
                     return
@@ -404,6 +418,8 @@ class Peer(LocalPeer):
     def close(self) -> None:
         super().close()
         self.directory.close()
+        if self._meter is not None:
+            self._meter.close()
 
 
 def address_of(peer: str, record: PeerRecord) -> PeerAddress:
@@ -416,7 +432,8 @@ def address_of(peer: str, record: PeerRecord) -> PeerAddress:
 def _shape(transport: Transport, connection: Connection) -> Transport:
     if connection.shape is not None:
         return connection.shape(transport)
-    if connection.up_bits_per_s is None and connection.down_bits_per_s is None and not connection.delay_s:
+    limited = connection.up_bits_per_s is not None or connection.down_bits_per_s is not None
+    if not limited and not connection.delay_s and not connection.metered:
         return transport
     link = Link(connection.up_bits_per_s, connection.down_bits_per_s)
     return ShapedTransport(transport, link, Paths(Way(delay_s=connection.delay_s)))

@@ -44,7 +44,7 @@ Report = Callable[[msg.Note], None]
 # also for what a peer wrote
 FETCH_ERRORS = (errors.TransferFailed, errors.TransportError, errors.MessageRefused, errors.CodecError, ValueError)
 
-TELLING = (errors.ConfigError, errors.Evicted)
+TELLING = (errors.ConfigError, errors.Evicted, errors.IdentityError)
 
 
 class Driver:
