@@ -14,7 +14,7 @@ from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.ticket import PREFIX, Ticket
 from diloco.config.file import load_tree, parse_config
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, SaveError
+from diloco.errors import ConfigError, DilocoError, SaveError
 from diloco.island.mesh import ProcessMesh, joined_processes
 from diloco.island.optimizer import named_optimizer
 from diloco.island.user_model import OwnModel, device_of
@@ -78,25 +78,28 @@ def connect(
         told = Launched("", str(attach), dir=None if dir is None else str(dir), host=host)
     stop = Stop()
     with stop_on_sigterm(stop), ExitStack() as stack:  # while it closes what it holds, too
-        with exit_on_signals_while_joining(LEFT if told is not None else None):
-            place = stack.enter_context(joined_processes(device_of(model)))
-            own = OwnModel.of(model, place)
-            chosen = _optimizer(optimizer, optimizer_options or {}, own)
-            where = _read_together(told.config if told is not None and told.config else where, place)
-            events = Events()
-            stack.callback(events.close)
+        try:
+            with exit_on_signals_while_joining(LEFT if told is not None else None):
+                place = stack.enter_context(joined_processes(device_of(model)))
+                own = OwnModel.of(model, place)
+                chosen = _optimizer(optimizer, optimizer_options or {}, own)
+                where = _read_together(told.config if told is not None and told.config else where, place)
+                events = Events()
+                stack.callback(events.close)
 
-            def enter(connection: Connection | None) -> RunEntry:
-                build = partial(Run, model=own, optimizer=chosen, events=events)
-                return RunEntry(place, events, stack, connection, build, view=False, stop=stop)
+                def enter(connection: Connection | None) -> RunEntry:
+                    build = partial(Run, model=own, optimizer=chosen, events=events)
+                    return RunEntry(place, events, stack, connection, build, view=False, stop=stop)
 
-            if told is not None:
-                run = _attach(enter, told, connection, where, own)
-            elif isinstance(where, str):
-                run = _join(enter, place, connection, where, dir)
-            else:
-                here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
-                run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
+                if told is not None:
+                    run = _attach(enter, told, connection, where, own)
+                elif isinstance(where, str):
+                    run = _join(enter, place, connection, where, dir)
+                else:
+                    here = replace(connection, name=name or "island-1", host=host or "127.0.0.1")
+                    run = _found(enter(None if alone else here), where, dir, own, fresh=fresh)
+        except DilocoError as error:  # its message says what to do: no frames and causes from below
+            raise error.with_traceback(None) from None
         run.should_stop = lambda: stop.asked
         run.begin()
         with closing(run.saver):

@@ -114,9 +114,14 @@ def test_mistakes_name_the_option(case):
     assert "\n" not in str(caught.value)
 
 
+def test_without_a_link_the_rate_that_is_needed_is_told_in_lines_that_no_pipe_wraps(command, config):
+    said = command("plan", config)
+    assert said.code == 0 and "2 islands, no link given" in said.out and "needs for 95 %" in said.out
+    rows = [line for line in said.out.splitlines() if line.startswith("│")]
+    assert rows and all(row.split("│")[2].strip() for row in rows), "each row is one line"
+
+
 WRONG_LINKS = {
-    "no islands": ({"islands": None}, "--islands is missing: say how many"),
-    "no link": ({"link": None}, "--link is missing: give --link 1gbit,40ms"),
     "link": ({"link": "20"}, "--link 20: the unit is missing"),
     "no such link": ({"link": "1e300gbit"}, "--link 1e300gbit: must be finite"),
     "rate": ({"max_up": "0mbit"}, "--max-up 0mbit: must be above 0"),

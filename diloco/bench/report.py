@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from diloco.report.console import table_console
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in report.checks], **report.figures}))
         return
-    console = Console(highlight=False)
+    console = table_console()
     for name, figure in report.figures.items():
         are_rows = isinstance(figure, list) and figure and all(isinstance(row, dict) for row in figure)
         value = {str(number): row for number, row in enumerate(figure, start=1)} if are_rows else figure

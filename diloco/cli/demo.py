@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import SaveError
+from diloco.units import counted
 
 if TYPE_CHECKING:
     from diloco.report.events import Round
@@ -162,7 +163,8 @@ def four_islands() -> int:
     if code == 0 and story.complete:
         missed, after = len(story.without), len(story.back)
         notice(
-            f"{seconds:.0f} s. {VICTIM} missed {missed} rounds and was in {after} after that; all hold the same bits"
+            f"{seconds:.0f} s. {VICTIM} missed {counted(missed, 'round')} and was in {after} after that; "
+            "all hold the same bits"
         )
         return 0
     if code == 130:

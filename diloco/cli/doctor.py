@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 import typer
 
 from diloco.cli.shared import JoinHost, Json, Port
-from diloco.units import format_size
+from diloco.units import counted, format_size
 
 TESTED_TORCH = ("2.11", "2.13")
 HIVEMIND = "1.1.12"
@@ -80,9 +80,10 @@ def doctor(
 
 def show(findings: list[Finding], *, as_json: bool) -> None:
     """Print the findings as a table with marks and advice, or as a JSON list."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from diloco.report.console import table_console
 
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -91,7 +92,7 @@ def show(findings: list[Finding], *, as_json: bool) -> None:
     for finding in findings:
         advice = f"\n[dim]-> {escape(finding.mend)}[/]" if finding.mend else ""
         table.add_row(MARKS[finding.state], finding.name, escape(finding.detail) + advice)
-    Console(highlight=False).print(table)
+    table_console().print(table)
 
 
 def examine(folder: Path, *, p2pd: Path | None = None) -> list[Finding]:
@@ -159,7 +160,8 @@ def check_devices() -> Iterator[Finding]:
     else:
         # macOS cannot tell the cores that this process may use from all cores
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        yield Finding("cpu", "ok", f"no accelerator; {cores} cores, torch uses {torch.get_num_threads()} threads")
+        threads = counted(torch.get_num_threads(), "thread")
+        yield Finding("cpu", "ok", f"no accelerator; {counted(cores or 1, 'core')}, torch uses {threads}")
         yield from _unused_nvidia(torch.version.cuda)
 
 

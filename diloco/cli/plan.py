@@ -12,6 +12,7 @@ from diloco.units import parse_share
 
 TARGETS = "50%,80%,90%,95%,99%"
 TARGET = "95%"
+ISLANDS = 2  # where neither the command nor the configuration says how many
 
 
 def plan(
@@ -19,7 +20,9 @@ def plan(
         Path | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML file.", show_default=False)
     ] = None,
     set_: Overrides = None,
-    islands: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of islands that take part.")] = None,
+    islands: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of islands that take part (default 2).")
+    ] = None,
     link: Annotated[str | None, typer.Option(help="Rate and one-way delay of each island: 1gbit,40ms")] = None,
     max_up: MaxUp = None,
     max_down: MaxDown = None,
@@ -28,7 +31,7 @@ def plan(
         list[Path] | None,
         typer.Option(help="Instead of --accelerator: a file with the JSON of bench speed or bench codec. Repeatable."),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Utilisation to reach: 95%, or several: 90%,95%")] = None,
+    target: Annotated[str | None, typer.Option(help="Utilisation to reach (default 95%), or several: 90%,95%")] = None,
     json: Json = False,
     layers: Annotated[str | None, typer.Option(help="Without CONFIG: number of transformer blocks.")] = None,
     step_time: Annotated[str | None, typer.Option(help="Without CONFIG: duration of a step: 0.1s")] = None,
@@ -43,7 +46,7 @@ def plan(
 ) -> None:
     """Predict what a slow network will cost.
 
-    With a CONFIG: seconds, bytes, utilisation and memory, and the setting that suits these links. With --target and no
+    With a CONFIG: seconds, bytes, utilisation and memory, and the setting that suits these links. Without
     --link: the rate that is needed. Without a CONFIG: Gbit/s by the model of the Streaming DiLoCo paper, from --layers,
     --step-time and --params.
     """
@@ -68,11 +71,7 @@ def plan(
     from diloco.config.file import load_config
 
     loaded = load_config(config, set_ or [])
-    if link is None and target is None:
-        raise ConfigError("--link is missing: give --link 1gbit,40ms, or ask which one is needed by --target 95%")
-    targets = parse_targets(target or TARGET)
-    if islands is None:
-        raise ConfigError("--islands is missing: say how many will take part")
+    targets, islands = parse_targets(target or TARGET), islands or max(ISLANDS, loaded.elastic.start_islands)
     line, machine = line_of(link, max_up, max_down), machine_of(loaded, accelerator, profile or [])
     answer(loaded, machine, line, islands, targets, as_json=json)
 

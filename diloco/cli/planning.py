@@ -7,7 +7,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from diloco import units
@@ -20,6 +19,7 @@ from diloco.plan.predict import LinkModel
 from diloco.plan.profiles import read_profiles
 from diloco.plan.search import cost, kind
 from diloco.plan.utilisation import METHODS, Training, bandwidth_for
+from diloco.report.console import table_console
 
 USUAL = "h100"
 MAX_LAYERS = 10_000
@@ -77,11 +77,11 @@ def answer_as_published(given: Mapping[str, str | None], targets: tuple[float, .
     if as_json:
         print(json.dumps({"gbit_per_s": [rate and float(f"{rate:.6g}") for rate in found]}))
         return
-    title = f"{training.method}, every {training.every} steps"
+    title = f"{training.method}, every {units.counted(training.every, 'step')}"
     table = Table("utilisation", "Gbit/s", title=title, title_justify="left")
     for target, rate in zip(targets, found, strict=True):
         table.add_row(f"{100 * target:.4g} %", f"{rate:.1f}" if rate else "more than 1000")
-    console = Console(highlight=False)
+    console = table_console()
     console.print(table)
     console.print("by the published model, on its grid of 20.7 % steps; with a CONFIG our own trainer is planned for")
 
@@ -104,7 +104,7 @@ def answer(
     if as_json:
         print(json.dumps(as_object(plan)))
         return
-    console = Console(highlight=False)
+    console = table_console()
     console.print(*_head(plan), sep="\n", soft_wrap=True)
     console.print(_table(plan))
     console.print(_memory(plan), advice(plan), sep="\n", soft_wrap=True)
@@ -162,7 +162,7 @@ def _head(plan: Plan) -> list[str]:
     return [
         f"{work.name}: {units.format_count(work.parameters)} parameters, {work.blocks} blocks; a step is "
         f"{tokens} in {_seconds(situation.step_s)} ({basis})",
-        f"{situation.islands} islands, {_line(situation.line)}",
+        f"{units.counted(situation.islands, 'island')}, {_line(situation.line)}",
     ]
 
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from diloco.cli.shared import say
@@ -13,10 +12,11 @@ from diloco.comm.codec.registry import CODECS
 from diloco.comm.reduce.spans import MAX_MEMBERS
 from diloco.errors import ConfigError
 from diloco.plan.plan import percent
+from diloco.report.console import table_console
 from diloco.simulate.virtual.check import Violation
 from diloco.simulate.virtual.modelled import VirtualConfig
 from diloco.simulate.virtual.outcome import Outcome, ScalingRow, rows, simulate
-from diloco.units import format_duration, format_rate, format_size
+from diloco.units import counted, format_duration, format_rate, format_size
 
 MAX_ISLANDS = 10_000
 
@@ -39,7 +39,7 @@ def simulate_virtual(setting: VirtualConfig, *, as_json: bool) -> None:
         print(json.dumps({**asdict(outcome), "computed": [_plain(row) for row in table]}))
     else:
         say(*told(setting, outcome))
-        Console(highlight=False).print(_table(table))
+        table_console().print(_table(table))
     if outcome.standstill:
         sys.exit(1)
 
@@ -48,15 +48,16 @@ def told(setting: VirtualConfig, outcome: Outcome) -> Iterator[str]:
     """Describe an outcome in lines, with a warning where `--silence` is too short for so many islands."""
     line, way = setting.line, "two levels" if setting.reduces_in_two_levels(setting.islands) else "one butterfly"
     yield (
-        f"{outcome.islands} islands at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
+        f"{counted(outcome.islands, 'island')} at {format_rate(line.up_bits_per_s)}, {1000 * line.delay_s:g} ms, "
         f"{setting.values / 1e6:g}M values as {setting.codec} in {way}; {format_duration(outcome.seconds)} of virtual "
         f"time in {format_duration(outcome.wall_s)}"
     )
     if outcome.standstill:
         yield f"  I4 does not hold: {outcome.standstill}"
     yield (
-        f"  {outcome.rounds} rounds, one every {format_duration(outcome.period_s)}, of which the all-reduce takes "
-        f"{format_duration(outcome.reduce_s)}; {outcome.failures} failures ended {outcome.failed_attempts} attempts"
+        f"  {counted(outcome.rounds, 'round')}, one every {format_duration(outcome.period_s)}, "
+        f"of which the all-reduce takes {format_duration(outcome.reduce_s)}; {outcome.failures} failures ended "
+        f"{outcome.failed_attempts} attempts"
     )
     yield (
         f"  islands computed {percent(outcome.utilisation)} of the time; {percent(outcome.contributors)} of them were "

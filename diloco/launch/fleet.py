@@ -30,6 +30,7 @@ from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.invites import TICKET, keep_ticket
 from diloco.run.signals import PAUSE, signals
 from diloco.train.amend import amended, amendment_files, read_amendment
+from diloco.units import counted
 
 OWN = ("island", "log", "evaluate", "checkpoint")  # a joiner's own sections; all others come from the founder
 LOOK_S = 0.2
@@ -182,7 +183,7 @@ class Fleet:
 
     def found(self) -> None:
         """Start the first island, which founds the run or resumes it; the others follow when its ticket is written."""
-        self.view.say(f"starting {self.plan.islands} islands in {self.plan.folder}")
+        self.view.say(f"starting {counted(self.plan.islands, 'island')} in {self.plan.folder}")
         if self.plan.resume:
             (self.plan.folder / self.plan.names[0] / TICKET).unlink(missing_ok=True)  # others wait for the new one
             for _, _, event in self._news():

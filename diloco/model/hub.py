@@ -27,14 +27,14 @@ def local_folder(given: str, files: tuple[str, ...], what: str, kind: type[Diloc
         return Path(given).expanduser()
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
     except ImportError:
         raise MissingExtra("huggingface_hub", "hf", f"{what}={given}") from None
     disable_progress_bars()
     name, _, revision = given.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
-    except (OSError, ValueError, RuntimeError, *_http_errors()) as error:
+    except _errors() as error:
         reason = first_line(error).rstrip(".")
         raise kind(
             f"{what}={given!r}: there is no such file or folder here, and the hub does not give it ({reason}): name a "
@@ -42,10 +42,10 @@ def local_folder(given: str, files: tuple[str, ...], what: str, kind: type[Diloc
         ) from None
 
 
-def _http_errors() -> tuple[type[Exception], ...]:
-    """Return what newer libraries raise when a connection breaks; what older ones raise is an OSError."""
+def _errors() -> tuple[type[Exception], ...]:
+    """Return what a download raises; a connection that breaks is an error of newer libraries' own HTTP client."""
     try:
         from httpx import HTTPError
     except ImportError:
-        return ()
-    return (HTTPError,)
+        return OSError, ValueError, RuntimeError
+    return OSError, ValueError, RuntimeError, HTTPError

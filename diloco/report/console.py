@@ -5,6 +5,14 @@ import sys
 
 from rich.console import Console
 
+WIDE = 1000  # letters, which no table needs
+
+
+def table_console() -> Console:
+    """Return a console on which tables wrap on a terminal only: who reads a pipe wants lines as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+
 
 class LastingConsole(Console):
     """Print to a pipe that may be closed, as by `| head`: then say so once, on standard error, and print no more."""

@@ -35,6 +35,7 @@ from diloco.report.sinks import Events
 from diloco.train.participant import Participant
 from diloco.train.schedule import learning_rate
 from diloco.train.sync import never
+from diloco.units import counted
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ class Trainer(Participant):
         if 0 < phase <= skipped - skipped_before:
             again = ", and resume from the last save with --resume" if saves(Path(self.config.dir)) else ""
             raise TrainingDiverged(
-                f"all {phase} steps up to step {self.step_count} had infinite or NaN gradients: lower inner.lr{again} "
-                "(with other islands: diloco rewind RUN ROUND --set inner.lr=…)"
+                f"all {counted(phase, 'step')} up to step {self.step_count} had infinite or NaN gradients: "
+                f"lower inner.lr{again} (with other islands: diloco rewind RUN ROUND --set inner.lr=…)"
             )
         self._checked_at = steps, skipped
 
