@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install locked test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record prove clean
+.PHONY: help install locked test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record walk prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,9 @@ picture: install  ## draw the rooms from the imports into ARCHITECTURE.md
 
 record: install  ## run the README's two commands and draw what they print (five minutes)
 	$(BIN)/python tests/recording.py
+
+walk:     ## the README from a fresh clone to a sampled text, in an environment of its own, and its minutes (limit 6)
+	$(PYTHON) tests/walk.py
 
 prove: install  ## run every claim of the project that needs no GPU, and print one table
 	$(BIN)/python tests/prove.py

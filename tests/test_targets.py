@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import walk
+
 ROOT = Path(__file__).parent.parent
 RECIPES = dict(re.findall(r"^([a-z]+):(?!=)[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
@@ -39,3 +41,9 @@ def test_every_marked_test_that_make_test_leaves_out_is_run_by_another_target() 
     assert {marker for _, marker in marked} == LEFT_OUT
     nobodys = [(str(file), marker) for file, marker in marked if not any(runs(line, file, marker) for line in commands)]
     assert nobodys == []
+
+
+def test_make_walk_types_what_the_readme_shows() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [line for line in walk.SHOWN if not re.search(rf"^{re.escape(line)}", readme, re.MULTILINE)] == []
+    assert "tests/walk.py" in RECIPES["walk"]

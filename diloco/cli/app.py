@@ -57,7 +57,7 @@ app.command(epilog="Example: diloco launch run.yaml --on slurm --islands 4 --nod
 app.add_typer(ticket, name="ticket")
 app.add_typer(key, name="key")
 app.command(epilog="Example: diloco config examples/quickstart.yaml --set inner.lr=1e-3")(config)
-app.command(epilog="Example: diloco tokenize docs/ notes.txt --out data.tokens --tokenizer path/to/tokenizer")(tokenize)
+app.command(epilog="Example: diloco tokenize docs/ README.md --out data.tokens")(tokenize)
 app.command(epilog="Example: diloco export quickstart exported/quickstart")(export)
 app.command(epilog="Example: diloco status quickstart")(status)
 app.command(epilog="Example: diloco why quickstart")(why)
