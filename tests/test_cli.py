@@ -25,7 +25,7 @@ from diloco.version import PROTOCOL, __version__
 COMMANDS = [
     "demo", "init", "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
     "log", "restore", "rewind", "evict", "force-roster", "set",
-    "sample", "plan", "doctor", "ticket", "key", "simulate", "bench", "completion",
+    "sample", "plan", "doctor", "completion", "ticket", "key", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
     "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join", "soak",

@@ -32,14 +32,14 @@ WALK = {
     "alone": ("run run.yaml --link 10mbit,1ms", "config", "this one is alone", "add --islands"),
     "unit": ("run run.yaml --islands 1 --link 20,40ms", "config", "the unit is missing", "such as 20mbit"),
     "no data": ("{text}gone.txt", "data", "gone.txt does not exist", ""),
-    "no text": ("{text}empty", "data", "no text files below", "name files"),
+    "no text": ("{text}empty", "data", "no text files below", "name other files"),
     "no tokens": ("{tokens}run.yaml", "data", "not a token file", "diloco tokenize"),
     "little data": ("{text}a.txt", "data", "tokens", "use more data"),
     "tokenizer": (
         "{text}a.txt --set data.tokenizer=gone", "data",
         "neither 'bytes' nor a local folder", "OWNER/NAME",
     ),
-    "model": ("run run.yaml --set model.hf=gone --set model.preset=null", "model", "no such folder", "OWNER/NAME"),
+    "model": ("run run.yaml --set model={{\"hf\":\"gone\"}}", "model", "no such folder", "OWNER/NAME"),
     "no GPU": ("run run.yaml --set island.device=cuda", "device", "torch sees no CUDA device", "island.device"),
     "run again": ("run again.yaml", "save", "already holds a run", "add --resume"),
     "nothing to resume": ("run run.yaml --resume", "save", "holds no save to resume from", "start without --resume"),
@@ -86,10 +86,8 @@ def shop(run, tmp_path, command, monkeypatch):
 
 
 def ticket_of_nobody(tmp_path: Path) -> Path:
-    owner, places = (
-        Identity.load(tmp_path / "owner.key"),
-        (f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load(tmp_path / 'peer.key').peer_id}",),
-    )
+    owner, peer = (Identity.load(tmp_path / f"{name}.key") for name in ("owner", "peer"))
+    places = (f"/ip4/127.0.0.1/tcp/9/p2p/{peer.peer_id}",)
     made = make_ticket(tmp_path, owner, places, peer=None, right=Right.CONTRIBUTE, lifetime_s=3600, islands=1)
     (tmp_path / "ticket").write_text(made.render())
     return tmp_path / "ticket"
