@@ -181,7 +181,7 @@ def test_islands_that_were_stopped_by_their_launcher_go_on_and_finish(tmp_path):
         assert wait_until(lambda: len(rounds_with(tmp_path, ONE, TWO)) > 2, timeout_s=200)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
-    assert process.returncode == 1 and "paused: step" in out, out + err
+    assert process.returncode == 0 and "paused: step" in out, out + err
     told = [event for name in (ONE, TWO) for event in events_of(tmp_path, name)]
     last = max(event["round"] for event in told if event["event"] == "round")
     with islands(tmp_path, *sets, options=("--resume",)) as process:

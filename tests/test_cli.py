@@ -3,12 +3,10 @@
 import fcntl
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -301,21 +299,3 @@ def test_benchmarks_have_one_form():
     assert set(check) == {"name", "value", "limit", "better"}
     assert check["name"] == "overhead.step_ratio" and check["better"] == "lower"
     assert 0.2 < check["value"] < 5
-
-
-def test_in_a_terminal_the_view_is_alive(config_file):
-    """A pseudo-terminal gets a bar and a curve instead of lines."""
-    controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "diloco", "run", str(config_file), "--set", "inner.steps=40"]
-    process = subprocess.Popen(
-        command, stdout=terminal, stderr=terminal, env={**os.environ, "COLUMNS": "140", "TERM": "xterm"}
-    )
-    os.close(terminal)
-    seen = b""
-    with suppress(OSError):  # the other side is closed
-        while chunk := os.read(controller, 65536):
-            seen += chunk
-    assert process.wait(timeout=300) == 0
-    text = seen.decode()
-    assert "━" in text and "█" in text and "tokens/s" in text
-    assert "done: step 40, round" in text

@@ -133,7 +133,7 @@ class ToySink:
 def test_a_sink_is_opened_by_name_and_told_what_happens(monkeypatch, small):
     monkeypatch.setitem(SINKS, "toy", f"{__name__}:ToySink")
     config, events = small(log={"sinks": "toy"}), Events()
-    open_folder(config, events, resume=False, fresh=False, view=False)
+    open_folder(config, events, resume=False, fresh=False)
     events.emit(Note(text="hello"))
     assert (Path(config.dir) / "toy.txt").read_text() == "note"
     events.close()

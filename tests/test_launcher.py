@@ -260,7 +260,7 @@ def test_islands_asked_to_stop_do_so_in_good_order(tmp_path):
         assert wait_until(lambda: rounds_with(tmp_path, ONE, TWO))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
-    assert process.returncode == 1 and "paused: step" in out, out + err
+    assert process.returncode == 0 and "paused: step" in out, out + err
     assert "died" not in out and "continues where the islands stopped" in out
     assert all(events_of(tmp_path, name)[-1]["event"] == "agreed" for name in (ONE, TWO))
     assert processes_at(tmp_path) == []

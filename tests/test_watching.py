@@ -10,8 +10,9 @@ from launched import wait_until
 from rich.console import Console
 
 from diloco.report.events import Amended, End, Start, Step, Validation
+from diloco.report.live import open_islands_view, open_view
 from diloco.report.sinks import Events, JsonLines
-from diloco.report.terminal import PlainView, curve, open_view
+from diloco.report.terminal import PlainView, curve
 from diloco.report.trackers import TensorBoard, WandB
 
 STEP = Step(step=10, loss=2.5, lr=1e-3, tokens_per_s=5000.0)
@@ -59,8 +60,33 @@ def test_when_the_owner_moves_the_end_the_lines_count_to_that():
     assert out.getvalue().splitlines()[-1] == "step    10/20  loss 2.5000  5k tokens/s  ETA 2.0 s"
 
 
-def test_a_file_is_no_terminal():
-    assert isinstance(open_view(io.StringIO()), PlainView)
+def test_a_file_is_no_terminal(tmp_path):
+    assert isinstance(open_view(tmp_path, stream=io.StringIO()), PlainView)
+    assert open_view(tmp_path, "quiet", stream=io.StringIO()) is None
+
+
+def test_as_json_each_event_is_a_line_however_narrow(tmp_path):
+    out = io.StringIO()
+    view = open_view(tmp_path, "json", stream=out)
+    assert view is not None
+    for event in (START, STEP):
+        view.emit(event)
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        json.loads(json.dumps(event.plain())) for event in (START, STEP)
+    ]
+
+
+def test_of_several_islands_each_json_line_says_whose_it_is():
+    out = io.StringIO()
+    view = open_islands_view(lambda: None, "json", stream=out)
+    view.hear("island-2", STEP)
+    view.say("island-2 died")
+    first, second = (json.loads(line) for line in out.getvalue().splitlines())
+    assert first["island"] == "island-2" and first["event"] == "step"
+    assert (second["event"], second["text"]) == ("note", "island-2 died")
+    silent = io.StringIO()
+    open_islands_view(lambda: None, "quiet", stream=silent).say("island-2 died")
+    assert not silent.getvalue()
 
 
 def test_the_curve_spans_its_values():

@@ -3,15 +3,17 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from diloco.cli.shared import say
 from diloco.config.file import load_config
 from diloco.errors import ConfigError
+from diloco.history.present import glance
 from diloco.plan.plan import percent
 from diloco.report.board import account
-from diloco.report.watching import open_islands_view
+from diloco.report.live import open_islands_view
 from diloco.simulate.real.faults import joining, parse_faults
 from diloco.simulate.real.fleet import SimulatedPlan, World, simulate
 from diloco.simulate.real.netns import refuse_if_not_permitted
@@ -36,7 +38,7 @@ def simulate_real(
     outcomes = list[SimulationOutcome]()
     for path, config in loaded:
         plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
-        with closing(open_islands_view()) as view:
+        with closing(open_islands_view(partial(glance, plan.folder))) as view:
             fleet = simulate(plan, view, world, netns=netns)
         say(*account(fleet.board))
         outcomes.append(outcome_of(config, world, fleet))

@@ -16,6 +16,7 @@ import typer
 
 from diloco.cli.shared import (
     ConfigPath,
+    EventsJson,
     JoinHost,
     JoinOverrides,
     Link,
@@ -23,6 +24,7 @@ from diloco.cli.shared import (
     MaxUp,
     Overrides,
     Port,
+    Quiet,
     RelayRate,
     RunHost,
     loading,
@@ -30,12 +32,14 @@ from diloco.cli.shared import (
     parse_option,
     parse_positive,
     say,
+    show_of,
 )
 from diloco.errors import ConfigError, TicketError
-from diloco.units import parse_bytes, parse_link, parse_rate
+from diloco.units import counted, format_count, format_size, parse_bytes, parse_link, parse_rate
 
 if TYPE_CHECKING:
     from diloco.launch.fleet import Plan
+    from diloco.report.live import Show
     from diloco.run.launched import Launched
     from diloco.train.trainer import Outcome
 
@@ -90,6 +94,8 @@ def run(
             show_default=False,
         ),
     ] = None,
+    quiet: Quiet = False,
+    as_json: EventsJson = False,
 ) -> None:
     """Train on this machine.
 
@@ -106,13 +112,14 @@ def run(
     from diloco.run.folder import islands_to_start
     from diloco.run.launched import Launched
 
+    show = show_of(quiet=quiet, as_json=as_json)
     loaded = load_config(config, set_ or [])
     if attach is not None:
         if resume or fresh or islands is not None:
             raise ConfigError("--attach finds out what to do: leave out --islands, --resume and --fresh")
         own = None if dir is None else str(dir)
         told = Launched(str(config), str(attach), at or "", own, inf if wait is None else wait, host, port)
-        attach_island(told, set_ or [], script, link=link, relay=relay)
+        attach_island(told, set_ or [], script, link=link, relay=relay, show=show)
         return
     for option, value in {"--at": at, "--dir": dir, "--wait": wait, "--script": script}.items():
         if value is not None:
@@ -121,10 +128,10 @@ def run(
     if continues(Path(loaded.dir), fresh=fresh):
         resume, fresh = True, False
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
-    (many_islands if islands > 1 else one_island)(plan, fresh=fresh)
+    (many_islands if islands > 1 else one_island)(plan, fresh=fresh, show=show)
 
 
-def one_island(plan: "Plan", *, fresh: bool) -> None:
+def one_island(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     """Train one island in this process: alone, or one that others can join."""
     options = {"--link": plan.link, "--host": plan.host, "--port": plan.port, "--relay": plan.relay}
     for option, value in options.items():
@@ -145,13 +152,14 @@ def one_island(plan: "Plan", *, fresh: bool) -> None:
         relay_bits_per_s=relay_rate(plan.relay),
     )  # fmt: skip
     seen = as_simulated(connection, Path(folder)) if plan.islands else None
-    outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh)
+    outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh, show=show)
     if outcome.leader:
-        say(ending(outcome, folder), *what_next(plan, outcome.step, finished=outcome.finished))
+        next_ = what_next(plan, outcome.step, finished=outcome.finished)
+        say_ending(show, [ending(outcome, folder), *contributed(folder)], next_)
 
 
 def attach_island(
-    told: "Launched", overrides: list[str], script: str | None, *, link: str | None, relay: str | None
+    told: "Launched", overrides: list[str], script: str | None, *, link: str | None, relay: str | None, show: "Show"
 ) -> None:
     """Take part in a run by a secret, and exit with 0 if it is finished, with 75 if this island has left before.
 
@@ -181,31 +189,33 @@ def attach_island(
         told, up_bits_per_s=up, down_bits_per_s=down, delay_s=delay_s, mesh=config.island.mesh,
         relay_bits_per_s=relay_rate(relay),
     )  # fmt: skip
-    outcome = attach(config, as_simulated(connection, where), attachment)
+    outcome = attach(config, as_simulated(connection, where), attachment, show)
     if outcome.leader:
-        say(ending(outcome, str(where)))
+        say_ending(show, [ending(outcome, str(where)), *contributed(str(where))])
     if outcome.leader or "DILOCO_MEETING" not in os.environ:
         raise SystemExit(0 if outcome.finished else LEFT)
 
 
-def many_islands(plan: "Plan", *, fresh: bool) -> None:
+def many_islands(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     """Train several islands on this machine, and report how the run ended.
 
-    Exits with 0 if the run is finished and all islands that saw its end hold the same state, otherwise with 1.
+    Exits with 0 if the run is finished and all islands that saw its end hold the same state, or if it was asked to stop
+    and all have; otherwise with 1.
     """
+    from diloco.history.present import glance
     from diloco.launch.fleet import end_of, run_islands
     from diloco.report.board import account
-    from diloco.report.watching import open_islands_view
+    from diloco.report.live import open_islands_view
 
     rates_of(plan.link)
     steps = plan.config.inner.steps
     if plan.resume and (end := end_of(plan)) is not None:
-        say(f"this run is already finished: {end}", *what_next(plan, steps, finished=True))
+        say_ending(show, [f"this run is already finished: {end}"], what_next(plan, steps, finished=True))
         return
-    with closing(open_islands_view()) as view:
+    with closing(open_islands_view(lambda: glance(plan.folder), show)) as view:
         board = run_islands(plan, view, fresh=fresh)
-    say(*account(board), *what_next(plan, steps, finished=board.finished, paused=board.paused))
-    raise SystemExit(0 if board.finished and board.agree else 1)
+    say_ending(show, account(board), what_next(plan, steps, finished=board.finished, paused=board.paused))
+    raise SystemExit(0 if board.paused or (board.finished and board.agree) else 1)
 
 
 def join(
@@ -238,6 +248,8 @@ def join(
     yield_gpu: Annotated[
         bool, typer.Option("--yield-gpu", help="Be away while another process uses the GPU (asks nvidia-smi).")
     ] = False,
+    quiet: Quiet = False,
+    as_json: EventsJson = False,
 ) -> None:
     """Join a run as a peer.
 
@@ -252,6 +264,7 @@ def join(
     from diloco.config.file import overrides_tree, own_island
     from diloco.launch.mesh_processes import start_if_several
 
+    show = show_of(quiet=quiet, as_json=as_json)
     mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
     own = overrides_tree([*(set_ or []), *mesh])
     island = own_island(own)
@@ -281,11 +294,12 @@ def join(
         relay_bits_per_s=relay_rate("0" if relay is None and max_month is not None else relay),
     )  # fmt: skip
     enter = start.witness if witness else start.join
-    outcome = enter(text, own, as_simulated(connection, folder), folder)
+    outcome = enter(text, own, as_simulated(connection, folder), folder, show)
     if outcome.leader:
         again = [*_launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]
         come_back = {shlex.join([*again, *["--witness"] * witness]): "comes back, with what this folder holds"}
-        say(ending(outcome, str(folder)), *([] if outcome.finished else next_commands(come_back)))
+        ended = [ending(outcome, str(folder)), *contributed(str(folder))]
+        say_ending(show, ended, [] if outcome.finished else next_commands(come_back))
 
 
 def heed_limits(ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool) -> None:
@@ -368,6 +382,37 @@ def ending(outcome: "Outcome", folder: str) -> str:
     done = "done" if outcome.finished else "paused" if outcome.paused else "stopped"
     fell = f", validation loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
     return f"{done}: {at}{fell}; {folder}/events.jsonl has all of it"
+
+
+def contributed(folder: str) -> list[str]:
+    """Say what an island has given to a run of several: rounds, tokens and bytes; nothing for one that was alone."""
+    from diloco.checkpoint.log.history import read_headers
+    from diloco.report.status import read_status
+    from diloco.run.folder import OUTER
+
+    status = read_status(Path(folder))
+    if status is None or len(status.islands) < 2:
+        return []
+    rounds = [each for each in read_headers(Path(folder) / OUTER) if each.contributions]
+    parts = [part for each in rounds for part in each.contributions if part.island == status.me]
+    tokens, of_all = (
+        sum(part.tokens for part in parts),
+        sum(part.tokens for each in rounds for part in each.contributions),
+    )
+    own = status.own
+    return [
+        f"contributed to {len(parts)} of {counted(len(rounds), 'round')}: {format_count(tokens)} of "
+        f"{format_count(of_all)} tokens, {tokens / max(1, of_all):.0%}; sent {format_size(own.bytes_sent or 0)} and "
+        f"received {format_size(own.bytes_received or 0)} for rounds since it was started"
+    ]
+
+
+def say_ending(show: "Show", ended: list[str], next_: Iterable[str] = ()) -> None:
+    """Say how it ended and what can be done next: all of it, only how, or, where events are printed, nothing."""
+    if show == "auto":
+        say(*ended, *next_)
+    elif show == "quiet":
+        say(*ended)
 
 
 def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False) -> list[str]:

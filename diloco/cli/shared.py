@@ -7,12 +7,15 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from diloco.cli.completion import run_names, settings
 from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.report.live import Show
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -62,6 +65,10 @@ RunTokenizer = Annotated[
     str | None, typer.Option(help="The tokenizer, if the run's token file does not name it: `bytes` or a folder.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but how it ended.")]
+EventsJson = Annotated[
+    bool, typer.Option("--json", help="Print each event as a line of JSON, as events.jsonl has it, and nothing else.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -91,6 +98,13 @@ def parse_positive(option: str, text: str, parse: Callable[[str], Number]) -> Nu
     if not number > 0:
         raise ConfigError(f"{option} {text}: must be above 0")
     return number
+
+
+def show_of(*, quiet: bool, as_json: bool) -> "Show":
+    """Return how training is shown, by the options --quiet and --json."""
+    if quiet and as_json:
+        raise ConfigError("--quiet prints nothing, --json every event: use one of them")
+    return "json" if as_json else "quiet" if quiet else "auto"
 
 
 def say(*lines: str) -> None:

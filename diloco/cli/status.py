@@ -29,7 +29,6 @@ OneRun = Annotated[
     ),
 ]
 WATCH_S = 1.0
-CLEAR = "\x1b[H\x1b[2J"  # a terminal
 LEAVE_S = 600.0
 
 
@@ -45,13 +44,33 @@ def status(
     """
     from diloco.report.shown import status_lines
 
-    for found in _statuses(run, watch=watch):
-        if as_json:
-            print(json.dumps(asdict(found)), flush=True)
-        elif watch and sys.stdout.isatty():
-            say(CLEAR, *status_lines(found))
-        else:
-            say(*status_lines(found))
+    found = _statuses(run, watch=watch)
+    try:
+        if watch and not as_json and sys.stdout.isatty():
+            _draw(found)
+        for each in found:
+            if as_json:
+                print(json.dumps(asdict(each)), flush=True)
+            else:
+                say(*status_lines(each))
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+
+
+def _draw(found: "Iterator[RunStatus]") -> None:
+    """Draw the run in place, as it changes; what was seen last stays in the terminal."""
+    from rich.live import Live
+
+    from diloco.report.console import LastingConsole
+    from diloco.report.live import REFRESH_HZ
+    from diloco.report.picture import RunPicture
+
+    last = next(found)
+    picture = RunPicture(lambda: last)
+    with Live(picture, console=LastingConsole(highlight=False), refresh_per_second=REFRESH_HZ):
+        for last in found:  # noqa: B007 -- the picture looks at it
+            pass
 
 
 def _statuses(run: str | None, *, watch: bool) -> "Iterator[RunStatus]":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diloco.errors import SaveError
 from diloco.history.find import RUNS
-from diloco.report.status import ASKED, STATUS, IslandStatus, RunStatus, merged, read_status
+from diloco.report.status import STATUS, IslandStatus, RunStatus, ask_for_others, merged, read_status
 from diloco.run.folder import has_log
 from diloco.run.status import is_running, parent_of
 
@@ -116,14 +116,20 @@ def _how_it_ended(status: RunStatus) -> str:
     return "its process is gone without a goodbye"
 
 
+def glance(place: Path) -> RunStatus | None:
+    """Return a run's status without waiting for islands elsewhere: what they say of themselves comes by and by."""
+    islands = islands_in(place)
+    for island in [island for island in islands if island.running and not island.is_silent][:1]:
+        ask_for_others(island.folder)
+    return status_of(islands)
+
+
 def ask_remote(islands: list[LocalIsland]) -> None:
     """Have the islands of this machine ask those elsewhere what they do, and wait a moment for the answers."""
     running = [island for island in islands if island.running and not island.is_silent]
     here = {island.status.me for island in running if island.status is not None}
     for island in running[:1]:
-        try:
-            (island.folder / ASKED).touch()
-        except OSError:
+        if not ask_for_others(island.folder):
             return  # it can be read, not written: what is seen from here will do
         deadline = time.monotonic() + FRESH_S
         while time.monotonic() < deadline:

@@ -226,6 +226,7 @@ class Fleet:
 
     def _listen(self) -> None:
         for _, name, event in self._news():
+            self.view.hear(name, event)
             self._say(self.board.hear(name, event))
         self._say(self.board.tick(time.time()))
 

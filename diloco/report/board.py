@@ -15,7 +15,6 @@ from diloco.report.events import (
     IslandNews,
     Round,
     Start,
-    Step,
     Validation,
     WitnessStart,
 )
@@ -38,10 +37,6 @@ class Row:
 
     name: str
     state: str = "starting"  # then training, or witness; gone: died; left: ended in good order
-    step: int = 0
-    round: int = 0
-    loss: float | None = None
-    tokens_per_s: float | None = None
     restarts: int = 0
     finished: bool = False
     agreed: tuple[int, str, str] | None = None  # round, chain digest, state digest: where it ended
@@ -80,10 +75,7 @@ class Board:
                 self.every = event.every if isinstance(event.every, int) else 1  # a time is no number of steps
             case WitnessStart():
                 row.state = "witness"
-            case Step():
-                row.step, row.loss, row.tokens_per_s = event.step, event.loss, event.tokens_per_s
             case Round():
-                row.round = event.round
                 return self._round(event)
             case Validation():
                 return self._validation(event)
@@ -115,9 +107,8 @@ class Board:
         return [] if held is None else [self._line(held)]
 
     def again(self, name: str) -> None:
-        """Reset the row of an island that starts once more; its last step, round and restarts are kept."""
-        before = self.rows[name]
-        self.rows[name] = Row(name, step=before.step, round=before.round, restarts=before.restarts + 1)
+        """Reset the row of an island that starts once more, and count that."""
+        self.rows[name] = Row(name, restarts=self.rows[name].restarts + 1)
 
     @property
     def step(self) -> int:

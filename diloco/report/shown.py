@@ -1,4 +1,4 @@
-"""A run's status as lines of text, for a terminal and a pipe alike."""
+"""A run's status in words: lines of text for a pipe, and the cells that the picture in a terminal is made of, too."""
 
 import time
 
@@ -8,25 +8,25 @@ from diloco.report.terminal import names
 from diloco.units import format_count, format_duration, format_loss, format_size
 
 HEAD = ("island", "state", "for", "round", "step", "loss", "tokens/s", "share", "sent", "received", "")
-DATED = ("lost", "left", "silent", "ended", "waiting", "catching up", "sending")
+DATED = ("lost", "left", "silent", "ended", "starting", "waiting", "catching up", "sending")
+NOTED = ("lost", "excluded", "silent", "ended", "starting", "catching up", "evicted")  # whose text is news
+OVER = ("ended", "lost", "left", "evicted")
 
 
 def status_lines(status: RunStatus, now: float | None = None) -> list[str]:
     """Return the run's line and a table of its islands."""
     at = time.time() if now is None else now
-    rows = [_row(each, status, at) for each in sorted(status.islands, key=lambda each: each.name)]
+    rows = [cells(each, at) for each in sorted(status.islands, key=lambda each: each.name)]
     return [run_line(status, at), *aligned(HEAD, rows, left=("island", "state"))]
 
 
 def run_line(status: RunStatus, now: float) -> str:
     """Return how far the run is, in which phase of a round, and when it will end at this pace."""
     parts = [f"round {status.round}", f"step {status.step}/{status.steps}" if status.steps else f"step {status.step}"]
-    if not any(each.state not in ("ended", "lost", "left", "evicted") for each in status.islands):
-        how = "finished" if status.finished else "not running"
-        parts.append(f"{how}; last heard {format_duration(max(0.0, now - status.at))} ago")
+    if is_over(status):
+        parts.append(over_words(status, now))
     else:
-        usual = "" if status.round_s is None else f" (a round takes {format_duration(status.round_s)})"
-        parts.append(f"{status.phase} for {format_duration(max(0.0, now - status.phase_since))}{usual}")
+        parts.append(phase_words(status, now))
         if status.eta_s is not None:
             parts.append(f"ETA {format_duration(status.eta_s)}")
     if status.loss is not None:
@@ -36,6 +36,23 @@ def run_line(status: RunStatus, now: float) -> str:
     return f"{status.run}: {', '.join(parts)}"
 
 
+def is_over(status: RunStatus) -> bool:
+    """Tell whether no island of the run is there any more."""
+    return all(each.state in OVER for each in status.islands)
+
+
+def over_words(status: RunStatus, now: float) -> str:
+    """Return whether a run that is over was finished, and when it was heard last."""
+    how = "finished" if status.finished else "not running"
+    return f"{how}; last heard {format_duration(max(0.0, now - status.at))} ago"
+
+
+def phase_words(status: RunStatus, now: float) -> str:
+    """Return the phase of the round that comes next, for how long, and what a round usually takes."""
+    usual = "" if status.round_s is None else f" (a round takes {format_duration(status.round_s)})"
+    return f"{status.phase} for {format_duration(max(0.0, now - status.phase_since))}{usual}"
+
+
 def state_words(each: IslandStatus) -> str:
     """Return an island's state, with whom it waits for."""
     if each.state == "waiting" and each.waiting_for:
@@ -43,11 +60,13 @@ def state_words(each: IslandStatus) -> str:
     return each.state
 
 
-def _row(each: IslandStatus, status: RunStatus, now: float) -> tuple[str, ...]:
+def cells(each: IslandStatus, now: float) -> tuple[str, ...]:
+    """Return an island's texts in the order of HEAD; what is not known stays empty."""
     since = format_duration(max(0.0, now - each.since)) if each.since and each.state in DATED else ""
-    cut = not each.reaches_me and each.state not in NOTED
+    cut = not each.reaches_me and each.state not in (*NOTED, *OVER)
+    outside = not each.member and each.state != "starting"
     notes = [
-        "leads" * each.leads, "not in the roster" * (not each.member), each.text if each.state in NOTED else "",
+        "leads" * each.leads, "not in the roster" * outside, each.text if each.state in NOTED else "",
         f"disk: {each.disk}" if each.disk else "", "cannot be reached from here" * cut,
     ]  # fmt: skip
     return (
@@ -59,6 +78,3 @@ def _row(each: IslandStatus, status: RunStatus, now: float) -> tuple[str, ...]:
         "" if each.bytes_received is None else format_size(each.bytes_received),
         "; ".join(note for note in notes if note),
     )  # fmt: skip
-
-
-NOTED = ("lost", "excluded", "silent", "ended", "catching up", "evicted")  # whose text is news

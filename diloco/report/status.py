@@ -160,6 +160,15 @@ def read_status(folder: Path) -> RunStatus | None:
         return None
 
 
+def ask_for_others(folder: Path) -> bool:
+    """Have the island in this folder ask others what they do, for the next seconds; return False if that is refused."""
+    try:
+        (folder / ASKED).touch()
+    except OSError:
+        return False
+    return True
+
+
 def redated(status: RunStatus, at: float) -> RunStatus:
     """Return a status of another machine with its times by this one's clock, by which it was told at this time."""
     ahead = status.at - at

@@ -1,19 +1,12 @@
-"""Show a run to the person who watches it: a live view in a terminal, plain lines everywhere else."""
+"""What an island reports as lines of text: a sentence for each event that deserves one, and a step's figures."""
 
 import math
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
-from diloco.report.console import LastingConsole
 from diloco.report.events import (
     Amended,
     Event,
@@ -28,18 +21,10 @@ from diloco.report.events import (
     Validation,
     WitnessStart,
 )
-from diloco.report.sinks import Sink
 from diloco.units import counted, format_count, format_duration, format_loss
 
 BARS = "▁▂▃▄▅▆▇█"
-CURVE_POINTS = 48
 NAMED = 6  # islands in a line; more are counted
-
-
-def open_view(stream: TextIO | None = None) -> Sink:
-    """Open a live view if the stream is a terminal, otherwise plain lines. The default is standard output."""
-    console = LastingConsole(file=stream or sys.stdout, highlight=False)
-    return LiveView(console) if console.is_terminal else PlainView(console)
 
 
 def sentence(event: Event) -> str | None:
@@ -97,7 +82,7 @@ def figures(event: Step, start: Start) -> list[str]:
     return [*parts, f"ETA {format_duration(eta_s)}"]
 
 
-def _start_after(event: Event, start: Start | None) -> Start | None:
+def start_after(event: Event, start: Start | None) -> Start | None:
     """Return what is known of the run after an event: the owner may change when it ends."""
     if isinstance(event, Start):
         return event
@@ -113,7 +98,7 @@ class PlainView:
 
     def emit(self, event: Event) -> None:
         """Print a line for a step or for an event that deserves one."""
-        self._start = _start_after(event, self._start)
+        self._start = start_after(event, self._start)
         text = sentence(event)
         if isinstance(event, Step) and self._start is not None:
             text = "  ".join([f"step {event.step:>5}/{self._start.steps}", *figures(event, self._start)])
@@ -122,37 +107,6 @@ class PlainView:
 
     def close(self) -> None:
         pass
-
-
-class LiveView:
-    """Let milestones scroll by, above a progress bar, the figures and the curve of the loss."""
-
-    def __init__(self, console: Console) -> None:
-        self._start: Start | None = None
-        self._losses: deque[float] = deque(maxlen=CURVE_POINTS)
-        self._live = Live(console=console, transient=True, refresh_per_second=8)
-
-    def emit(self, event: Event) -> None:
-        """Update the bar on a step, and print a line for an event that deserves one."""
-        self._start = _start_after(event, self._start)
-        if isinstance(event, Start):
-            self._live.start()
-        if isinstance(event, Step) and self._start is not None:
-            self._losses.append(math.nan if event.loss is None else event.loss)
-            self._live.update(self._picture(event, self._start))
-        elif text := sentence(event):
-            self._live.console.print(text, markup=False, style="bold" if isinstance(event, Start) else "")
-
-    def _picture(self, event: Step, start: Start) -> RenderableType:
-        """Draw the last lines: the bar with the step's figures, and the curve."""
-        row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=start.steps, completed=event.step, width=28)
-        row.add_row(f"step {event.step}/{start.steps}", bar, *figures(event, start))
-        return Group(row, Text(f"loss {curve(self._losses)}", style="cyan"))
-
-    def close(self) -> None:
-        """Stop the live display and remove it from the terminal."""
-        self._live.stop()
 
 
 def curve(values: deque[float] | list[float]) -> str:

@@ -18,8 +18,7 @@ from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config
 from diloco.errors import ConfigError, SaveError
 from diloco.report.events import Note
-from diloco.report.sinks import EVENTS, Events, JsonLines
-from diloco.report.terminal import open_view
+from diloco.report.sinks import EVENTS, Events, JsonLines, Sink
 from diloco.run.genesis import FILE as GENESIS
 from diloco.run.genesis import read_genesis
 
@@ -30,11 +29,11 @@ OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
 
 
 def open_folder(
-    config: Config, events: Events, *, resume: bool, fresh: bool = False, view: bool = True,
+    config: Config, events: Events, *, resume: bool, fresh: bool = False, view: Sink | None = None,
     prepare: Callable[[], str] = str,
 ) -> None:  # fmt: skip
-    """Make and lock the run's folder, and attach what records events there. `prepare` is called once the folder is
-    locked, before anything in it is changed; it returns a note or nothing."""
+    """Make and lock the run's folder, and attach what records events there, and the view. `prepare` is called once the
+    folder is locked, before anything in it is changed; it returns a note or nothing."""
     folder = Path(config.dir)
     try:
         kept = prepare_folder(folder, resume=resume, fresh=fresh)
@@ -44,8 +43,8 @@ def open_folder(
         events.attach(JsonLines(folder / EVENTS, append=resume))
         for name in config.log.wanted:
             events.attach(resolve_name(SINKS[name])(config))
-        if view:
-            events.attach(open_view())
+        if view is not None:
+            events.attach(view)
     except OSError as error:
         raise SaveError(f"{folder} cannot be written: {error}; set checkpoint.dir to another folder") from None
     for text in (f"the earlier run is kept as {kept}" if kept is not None else "", note):

@@ -53,6 +53,8 @@ class Stop:
     asked_at: float | None = None
     pausing: bool = False
     on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
+    said: str = ""  # what the person who asked is answered
+    shown: bool = False  # a live view shows that: nothing else may be printed
 
     @property
     def asked(self) -> bool:
@@ -64,9 +66,9 @@ class Stop:
 def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> Iterator[None]:
     """Stop the loop after its step at the first SIGINT or SIGTERM; leave at once at a later one.
 
-    `announce` is printed at the first. PAUSE asks an island among others to stop without contributing what it has: it
-    will come back. `always_pause`: every signal does. One within a second of the first is ignored: launchers pass on a
-    signal that the terminal has already sent to everybody.
+    `announce` is the answer to the first: a live view shows it, else it is printed. PAUSE asks an island among others
+    to stop without contributing what it has: it will come back. `always_pause`: every signal does. One within a second
+    of the first is ignored: launchers pass on a signal that the terminal has already sent to everybody.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -74,11 +76,12 @@ def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> 
             stop.asked_at, stop.pausing = time.monotonic(), always_pause or number == PAUSE
             if stop.pausing and stop.on_pause is not None:
                 stop.on_pause()
-            if announce:  # a plain write: the handler may have interrupted any other output
+            stop.said = announce
+            if announce and not stop.shown:  # a plain write: the handler may have interrupted any other output
                 os.write(2, f"\n{announce}\n".encode())
         elif time.monotonic() - stop.asked_at > REPEAT_S:
             if sys.stdout.isatty():
-                os.write(1, b"\x1b[?25h")  # the live view had hidden the cursor
+                os.write(1, b"\x1b[?25h\n")  # the live view had hidden the cursor
             os._exit(128 + number)
 
     with handled(on_signal):

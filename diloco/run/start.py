@@ -25,7 +25,8 @@ from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
 from diloco.report.events import Note, TicketReady
-from diloco.report.sinks import Events
+from diloco.report.live import LiveView, Show, open_view
+from diloco.report.sinks import Events, Sink
 from diloco.run.amending import amend_on_resuming, wait_for_more
 from diloco.run.attach import Attachment, anybody_has_the_run
 from diloco.run.branch import branch_if_needed
@@ -69,44 +70,48 @@ GETTING_IN = "the search for the run"
 Build = Callable[[Config], Participant]  # refuses what cannot work, before anything on disk is touched
 
 
-def run(config: Config, connection: Connection | None = None, *, resume: bool = False, fresh: bool = False) -> Outcome:
+def run(
+    config: Config, connection: Connection | None = None, *, resume: bool = False, fresh: bool = False,
+    show: Show = "auto",
+) -> Outcome:  # fmt: skip
     """Train in a run that was founded here, or found it first. Without a connection nobody else can join."""
-    with _built_in(config.island, connection) as entrance:
+    with _built_in(config.island, connection, show) as entrance:
         return _train(entrance, entrance.resume(config) if resume else entrance.found(config, fresh=fresh))
 
 
-def attach(config: Config, connection: Connection, attachment: Attachment) -> Outcome:
+def attach(config: Config, connection: Connection, attachment: Attachment, show: Show = "auto") -> Outcome:
     """Train in the run of a secret: found it, resume it or join it, whichever is right."""
-    with exit_on_signal(LEFT), _built_in(config.island, connection) as entrance:
+    with exit_on_signal(LEFT), _built_in(config.island, connection, show) as entrance:
         return _train(entrance, entrance.attach(config, attachment))
 
 
-def join(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
+def join(text: str, own: dict[str, Any], connection: Connection, folder: Path, show: Show = "auto") -> Outcome:
     """Take part in a run by its ticket. Configuration and state come from the other islands, or, as far as it goes,
     from this island's own disk, if it was here before."""
-    with _built_in(own_island(own), connection) as entrance:
+    with _built_in(own_island(own), connection, show) as entrance:
         return _train(entrance, entrance.join(Ticket.parse(text, 0.0), own, folder))
 
 
-def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path) -> Outcome:
+def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path, show: Show = "auto") -> Outcome:
     """Store and vote in a run by its ticket, without training anything."""
     with ExitStack() as stack:
         events = Events()
         stack.callback(events.close)
         place = ProcessMesh(0, 1, torch.device("cpu"), None)
-        entrance = RunEntry(place, events, stack, connection, partial(Trainer, place=place, events=events))
+        build = partial(Trainer, place=place, events=events)
+        entrance = RunEntry(place, events, stack, connection, build, show=show)
         part, stop = entrance.witness(Ticket.parse(text, 0.0), own, folder), entrance.stop
         return part.run(lambda: stop.asked, lambda: stop.pausing)
 
 
 @contextmanager
-def _built_in(island: IslandConfig, connection: Connection | None) -> Iterator["RunEntry"]:
+def _built_in(island: IslandConfig, connection: Connection | None, show: Show) -> Iterator["RunEntry"]:
     with open_mesh(island) as place, ExitStack() as stack:
         events = Events()
         stack.callback(events.close)
         slowness = 1.0 if connection is None else connection.slowness
         build = partial(Trainer, place=place, events=events, slowness=slowness)
-        yield RunEntry(place, events, stack, connection, build)
+        yield RunEntry(place, events, stack, connection, build, show=show)
 
 
 def _given(peer: Peer | None) -> Peer:
@@ -131,6 +136,7 @@ class RunEntry:
     connection: Connection | None
     build: Build
     view: bool = True  # of the terminal, and signals: a program of its own has its own
+    show: Show = "auto"
     stop: Stop = field(default_factory=Stop)
     search: Search = field(default_factory=Search)  # for members, by one that joins
     ticket: Ticket | None = None
@@ -252,10 +258,17 @@ class RunEntry:
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
-        self.place.leader_first(lambda: open_folder(config, self.events, view=self.view, **how))
+        self.place.leader_first(lambda: open_folder(config, self.events, view=self._open_view(config), **how))
         refuse_unshared(Path(config.dir), self.place)
         if self.place.leader and (ended := os.environ.get(ENDED)):
             self.events.emit(Note(text=f"restarted: {ended}"))
+
+    def _open_view(self, config: Config) -> Sink | None:
+        if not self.view:
+            return None
+        view = open_view(Path(config.dir), self.show, notice=lambda: self.stop.said)
+        self.stop.shown = isinstance(view, LiveView)
+        return view
 
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
         """Open the peer of an island with a secret. It is fine if nobody answers yet."""
