@@ -25,6 +25,7 @@ from diloco.cli.app import app
 from diloco.config.fields import OneOf
 from diloco.config.schema import Config
 from diloco.report.events import KINDS, NEWS, Event, IslandNews
+from diloco.report.metrics import ALWAYS, METRICS
 from diloco.report.status import CAUSES, STATES, IslandStatus, RunStatus
 from diloco.run.genesis import OWN, SHARED, SUGGESTED
 from diloco.train.amend import CHANGEABLE, RENAMED
@@ -89,6 +90,20 @@ in its folder every second, and members answer a ticket to *watch* with it. Fiel
 that you do not know. Texts come from other machines: show them as text.
 
 This page is written by `python tests/docs.py --write` from `diloco/report/status.py`.
+"""
+
+
+METRICS_PAGE = """\
+# Metrics
+
+`diloco run … --metrics 9464`, or `log.metrics: 9464`, has an island answer Prometheus at
+`http://127.0.0.1:9464/metrics`. That is loopback: `--metrics 0.0.0.0:9464` lets other machines read it, whoever they
+are. Several islands that one command starts have the following ports, one each.
+
+Every sample has the labels {always}: the run's name, and that of the island that tells. Counters begin anew when an
+island is started again. What is not known has no sample. `examples/grafana.json` is a dashboard to import into Grafana.
+
+This page is written by `python tests/docs.py --write` from `diloco/report/metrics.py`.
 """
 
 
@@ -341,11 +356,20 @@ def limits_of_option(declared: ParameterInfo) -> Iterator[str]:
         yield f"At least {least:g}." if most is None else f"From {least:g} to {most:g}."
 
 
+def metrics() -> str:
+    lines = [METRICS_PAGE.format(always=listed(ALWAYS))]
+    rows = [
+        (f"`{each.full_name}`", each.kind, listed(each.labels) if each.labels else "", each.about) for each in METRICS
+    ]
+    return "\n".join([*lines, *table(("metric", "type", "more labels", "meaning"), rows)]).rstrip() + "\n"
+
+
 PAGES = {
     REFERENCE / "configuration.md": configuration,
     REFERENCE / "commands.md": commands,
     REFERENCE / "events.md": events,
     REFERENCE / "status.md": status,
+    REFERENCE / "metrics.md": metrics,
 }
 
 

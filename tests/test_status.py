@@ -253,3 +253,9 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
     finally:
         launcher.terminate()
         launcher.wait(60)
+
+
+def test_why_answers_while_a_run_is_starting_and_has_no_log(tmp_path, command):
+    say_starting(tmp_path, "r", "id-1", "one")
+    assert command("why", tmp_path).out.startswith("one has not got the run's state yet")
+    assert command("why", tmp_path, "--round", 1).out.startswith("round 1 is not known here")

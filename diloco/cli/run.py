@@ -22,6 +22,7 @@ from diloco.cli.shared import (
     Link,
     MaxDown,
     MaxUp,
+    MetricsAt,
     Overrides,
     Port,
     Quiet,
@@ -94,6 +95,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    metrics: MetricsAt = None,
     quiet: Quiet = False,
     as_json: EventsJson = False,
 ) -> None:
@@ -113,7 +115,8 @@ def run(
     from diloco.run.launched import Launched
 
     show = show_of(quiet=quiet, as_json=as_json)
-    loaded = load_config(config, set_ or [])
+    set_ = [*(set_ or []), *([f"log.metrics={json.dumps(metrics)}"] if metrics is not None else [])]
+    loaded = load_config(config, set_)
     if attach is not None:
         if resume or fresh or islands is not None:
             raise ConfigError("--attach finds out what to do: leave out --islands, --resume and --fresh")
@@ -248,6 +251,7 @@ def join(
     yield_gpu: Annotated[
         bool, typer.Option("--yield-gpu", help="Be away while another process uses the GPU (asks nvidia-smi).")
     ] = False,
+    metrics: MetricsAt = None,
     quiet: Quiet = False,
     as_json: EventsJson = False,
 ) -> None:
@@ -266,7 +270,8 @@ def join(
 
     show = show_of(quiet=quiet, as_json=as_json)
     mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
-    own = overrides_tree([*(set_ or []), *mesh])
+    told = [f"log.metrics={json.dumps(metrics)}"] if metrics is not None else []
+    own = overrides_tree([*(set_ or []), *mesh, *told])
     island = own_island(own)
     text = read_ticket(ticket)
     if ticket == text:

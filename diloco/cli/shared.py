@@ -65,6 +65,13 @@ RunTokenizer = Annotated[
     str | None, typer.Option(help="The tokenizer, if the run's token file does not name it: `bytes` or a folder.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+MetricsAt = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics", metavar="PORT", show_default=False,
+        help="Answer Prometheus at this port of this machine, or at HOST:PORT; as log.metrics does.",
+    ),
+]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but how it ended.")]
 EventsJson = Annotated[
     bool, typer.Option("--json", help="Print each event as a line of JSON, as events.jsonl has it, and nothing else.")

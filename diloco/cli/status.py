@@ -152,6 +152,7 @@ def facts_of(run: str | None, island: str | None = None) -> "Facts":
     from diloco.report.sinks import EVENTS
     from diloco.report.watching import recent_events
     from diloco.report.why import Facts
+    from diloco.run.folder import has_log
 
     if run is not None and _is_ticket(run):
         return Facts(next(_from_afar(run, watch=False)))
@@ -165,10 +166,12 @@ def facts_of(run: str | None, island: str | None = None) -> "Facts":
         islands = present.find_islands(name)
     present.ask_remote(islands)
     islands = present.find_islands(name)
-    history = history_of(find_logs(name))
     events = sorted(
         (event for each in islands for event in recent_events(each.folder / EVENTS)), key=lambda event: event.time
     )
+    if not any(has_log(each.folder) for each in islands):  # it is starting, and has its first round still to come
+        return Facts(present.status_of(islands), events=events)
+    history = history_of(find_logs(name))
     return Facts(present.status_of(islands), history.rounds, events, history.names.of)
 
 

@@ -57,6 +57,22 @@ def names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Split HOST:PORT; without a host it is this machine's own address, which others cannot reach."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("write a port such as 9464, or an address such as 0.0.0.0:9464")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def listen_address(value: object) -> str:
+    """Check a port, or HOST:PORT, at which this machine is to listen; it stays as it was written."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("write a port such as 9464, or an address such as 0.0.0.0:9464")
+    parse_address(str(value))
+    return str(value)
+
+
 @dataclass(frozen=True, eq=False)
 class OneOf:
     """Accept a name out of a table that others can add to.
@@ -77,6 +93,7 @@ def one_of(known: Iterable[str]) -> BeforeValidator:
     return BeforeValidator(OneOf(known))
 
 
+ListenAddress = Annotated[str, BeforeValidator(listen_address)]
 Where = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]

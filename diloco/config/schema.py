@@ -12,6 +12,7 @@ from diloco.comm.codec.registry import CODECS, codec_named
 from diloco.config.fields import (
     Count,
     Fraction,
+    ListenAddress,
     Number,
     Positive,
     Seconds,
@@ -322,6 +323,9 @@ class LogConfig(Section):
     every: Positive = key(10, "inner steps between two progress reports")
     tensorboard: bool = key(False, "write TensorBoard files to the run's folder (extra: tensorboard)")
     wandb: bool = key(False, "report to Weights & Biases (extra: wandb)")
+    metrics: ListenAddress | None = key(
+        None, "answer Prometheus at this port of this machine; HOST:PORT for others; the next island has the next port"
+    )
     sinks: Annotated[tuple[Annotated[str, one_of(SINKS)], ...], BeforeValidator(names)] = key(
         (), "the same by name, for sinks that have no key of their own"
     )

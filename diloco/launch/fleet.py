@@ -17,6 +17,7 @@ from pathlib import Path
 from diloco.atomic import write_file
 from diloco.checkpoint.save.facts import among_others, read_facts, saves
 from diloco.comm.peers.ticket import ADDRESSES_LIMIT, Ticket
+from diloco.config.fields import parse_address
 from diloco.config.file import render_config
 from diloco.config.schema import Config
 from diloco.errors import Evicted, SaveError
@@ -78,7 +79,7 @@ class Plan:
 
     def founder(self) -> list[str]:
         """Return the arguments of `diloco` that found the run, or resume it, as the first island."""
-        changes = [*self.overrides, f"checkpoint.dir={self.folder / self.names[0]}"]
+        changes = [*self.overrides, *self.metrics(self.names[0]), f"checkpoint.dir={self.folder / self.names[0]}"]
         if "start_islands" not in self.config.elastic.model_fields_set:  # nobody trains ahead of the others
             changes.insert(0, f"elastic.start_islands={self.islands - self.later}")
         resume = ["--resume"] if self.resume else []
@@ -87,12 +88,25 @@ class Plan:
     def joiner(self, name: str) -> list[str]:
         """Return the arguments of `diloco` that let this island join by the run's ticket."""
         where = ["--name", name, "--dir", str(self.folder / name)]
-        return ["join", str(self.folder / TICKET), *where, *_sets(self._own()), *self.network(name)]
+        return [
+            "join",
+            str(self.folder / TICKET),
+            *where,
+            *_sets([*self._own(), *self.metrics(name)]),
+            *self.network(name),
+        ]
 
     def _own(self) -> list[str]:
         sections = {name: getattr(self.config, name).model_dump(mode="json", exclude_unset=True) for name in OWN}
         leaves = [(f"{name}.{key}", value) for name, tree in sections.items() for key, value in tree.items()]
-        return [f"{key}={json.dumps(value)}" for key, value in leaves if key != "checkpoint.dir"]
+        return [f"{key}={json.dumps(value)}" for key, value in leaves if key not in ("checkpoint.dir", "log.metrics")]
+
+    def metrics(self, name: str) -> list[str]:
+        """Return the setting by which an island answers Prometheus, each at a port of its own; none if none does."""
+        if self.config.log.metrics is None:
+            return []
+        host, port = parse_address(self.config.log.metrics)
+        return [f"log.metrics={json.dumps(f'{host}:{port + self.names.index(name)}')}"]
 
     def network(self, name: str) -> list[str]:
         """Return an island's options for link, host, ports and relaying, as far as they were given."""

@@ -48,7 +48,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Send curves to Weights & Biases, with the run's configuration. The package comes with the extra `wandb`."""
+    """Send curves to Weights & Biases, with the run's configuration. The package comes with the extra `wandb`.
+
+    The islands of a run are one group there, of the run's name; each is called as its folder.
+    """
 
     def __init__(self, config: Config) -> None:
         try:
@@ -56,7 +59,10 @@ class WandB:
         except ImportError:
             raise MissingExtra("wandb", "wandb", "log.wandb") from None
         try:
-            self._run: Any = wandb.init(project="diloco", name=config.run, dir=config.dir, config=config.model_dump())
+            self._run: Any = wandb.init(
+                project="diloco", group=config.run, name=Path(config.dir).name, dir=config.dir,
+                config=config.model_dump(),
+            )  # fmt: skip
         except wandb.errors.Error as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"log.wandb=true: {reason}: run `wandb login`, or set WANDB_MODE=offline") from None

@@ -52,6 +52,8 @@ def why_now(facts: Facts) -> list[str]:
     if all(each.state in ("ended", "left", "lost", "evicted") for each in facts.status.islands):
         return [_not_running(facts.status)]
     found = [sentence for ask in QUESTIONS for sentence in ask(facts, facts.status)]
+    if not found and (starting := [each for each in facts.status.islands if each.state == "starting"]):
+        found = [sentence for each in starting for sentence in _state(facts, facts.status, each)]
     return found or [_healthy(facts.status)]
 
 

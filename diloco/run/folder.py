@@ -18,6 +18,7 @@ from diloco.config.file import render_config
 from diloco.config.schema import SINKS, Config
 from diloco.errors import ConfigError, SaveError
 from diloco.report.events import Note
+from diloco.report.metrics import Metrics
 from diloco.report.sinks import EVENTS, Events, JsonLines, Sink
 from diloco.run.genesis import FILE as GENESIS
 from diloco.run.genesis import read_genesis
@@ -41,6 +42,8 @@ def open_folder(
         (folder / "config.yaml").write_text(render_config(config), encoding="utf-8")
         log_to(folder / "diloco.log")
         events.attach(JsonLines(folder / EVENTS, append=resume))
+        if config.log.metrics is not None:
+            events.attach(Metrics(config))
         for name in config.log.wanted:
             events.attach(resolve_name(SINKS[name])(config))
         if view is not None:
