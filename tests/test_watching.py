@@ -61,13 +61,13 @@ def test_when_the_owner_moves_the_end_the_lines_count_to_that():
 
 
 def test_a_file_is_no_terminal(tmp_path):
-    assert isinstance(open_view(tmp_path, stream=io.StringIO()), PlainView)
-    assert open_view(tmp_path, "quiet", stream=io.StringIO()) is None
+    assert isinstance(open_view(tmp_path, console=Console(file=io.StringIO())), PlainView)
+    assert open_view(tmp_path, "quiet") is None
 
 
 def test_as_json_each_event_is_a_line_however_narrow(tmp_path):
     out = io.StringIO()
-    view = open_view(tmp_path, "json", stream=out)
+    view = open_view(tmp_path, "json", console=Console(file=out, width=40))
     assert view is not None
     for event in (START, STEP):
         view.emit(event)

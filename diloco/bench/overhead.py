@@ -12,6 +12,7 @@ from torch import nn
 
 from diloco.bench.report import Check, Report, time_s
 from diloco.bench.team import trainer_of
+from diloco.bench.viewers import measure_viewers
 from diloco.config.file import parse_config
 from diloco.config.schema import Config, SyncConfig
 from diloco.data.samples import Samples
@@ -27,8 +28,16 @@ LIMIT = {"cpu": 1.03, "cuda": 1.01}
 ROUNDS_LIMIT = 1.03
 
 
-def measure(*, device: str, blocks: int, rounds: bool = False) -> Report:
-    """Compare the step times over so many blocks; `rounds`: with an outer update in each block of our loop."""
+def measure(*, device: str, blocks: int, rounds: bool = False, viewers: int = 0) -> Report:
+    """Compare the step times over so many blocks; `rounds`: with an outer update in each block of our loop.
+
+    With viewers it is our loop with them that is compared, with the same without.
+    """
+    if viewers:
+        every = EVERY if rounds else STEPS_A_TURN
+        steps = 2 * (blocks + 1) * every
+        config = _config(device, steps, every=every if rounds else steps + 1)
+        return measure_viewers(config, viewers=viewers, blocks=blocks, steps=every)
     turns = EVERY // STEPS_A_TURN if rounds else 1
     steps = (blocks + 2) * turns * STEPS_A_TURN
     config = _config(device, steps, every=EVERY if rounds else steps + 1)

@@ -48,8 +48,14 @@ def overhead(
     device: Device = "auto",
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to measure; both loops take turns.")] = 12,
     rounds: Annotated[bool, typer.Option("--rounds", help="With an outer update after each block of steps.")] = False,
+    viewers: Annotated[
+        int, typer.Option(min=0, help="Compare instead with and without so many who watch by a ticket.")
+    ] = 0,
 ) -> None:
-    """Compare our step time with that of a bare PyTorch loop."""
+    """Compare our step time with that of a bare PyTorch loop.
+
+    With --viewers: compare steps while others run `diloco status TICKET --watch` with steps while nobody does.
+    """
 
 
 @benchmark("speed --preset 150m --batch 32 --sequence 1024 --compile")

@@ -16,6 +16,7 @@ from diloco.report.events import (
     Round,
     Start,
     Validation,
+    Waiting,
     WitnessStart,
 )
 from diloco.report.terminal import names, sentence
@@ -28,6 +29,7 @@ TOLD = (  # of what islands say about each other, and about their disks
     "remote failing", "remote again",
 )  # fmt: skip
 ECHO_S = 10.0  # everybody notices a loss: within this time it is the same one
+WAIT_ECHO_S = 50.0
 HOLD_S = 5.0  # a round's line waits so long for its validation
 
 
@@ -83,6 +85,8 @@ class Board:
                 return self._news(name, event)
             case Amended():
                 return self._amended(event)
+            case Waiting():
+                return self._waiting(name, event)
             case End():
                 row.finished = event.finished
             case Agreed():
@@ -175,6 +179,14 @@ class Board:
             return []
         self._amendments, self.steps = event.number, event.steps
         return [str(sentence(event))]
+
+    def _waiting(self, name: str, event: Waiting) -> list[str]:
+        """Return a line for a wait that no other island has reported lately: often all wait for the same."""
+        what = ",".join(sorted(event.islands)) or event.cause or name
+        if event.time - self._reported.get(("waiting", what), -WAIT_ECHO_S) < WAIT_ECHO_S:
+            return []
+        self._reported["waiting", what] = event.time
+        return [f"{name} is {sentence(event)}"]
 
     def _news(self, name: str, event: IslandNews) -> list[str]:
         """Return a line if the event matters to people and is no echo of what another island has reported."""

@@ -122,6 +122,16 @@ class Wait(Event, kind="wait"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Waiting(Event, kind="waiting"):
+    """Report that the island has not trained for ten seconds, and again every minute while that lasts."""
+
+    state: Annotated[str, "What it does instead: `waiting`, `sending` or `catching up`."]
+    since: Annotated[float, "Since when, in seconds since 1970."]
+    cause: Annotated[str, "Why it waits: a cause of the status; empty if it does not wait."] = ""
+    islands: Annotated[tuple[str, ...], "For whom, by name, as far as it knows."] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Round(Event, kind="round"):
     """Report that a round was committed, with this island's contribution or without."""
 

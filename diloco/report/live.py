@@ -16,7 +16,7 @@ from rich.live import Live
 
 from diloco.report.board import Row
 from diloco.report.console import LastingConsole
-from diloco.report.events import Event, Note, Start, Step
+from diloco.report.events import Event, Note, Start, Step, Waiting
 from diloco.report.picture import RunPicture, with_starting
 from diloco.report.sinks import Sink
 from diloco.report.status import RunStatus, ask_for_others, read_status
@@ -31,13 +31,13 @@ ASK_EVERY_S = 5.0  # for what other islands say of themselves, as long as the pi
 
 
 def open_view(
-    folder: Path, show: Show = "auto", *, stream: TextIO | None = None, notice: Callable[[], str] = lambda: ""
+    folder: Path, show: Show = "auto", *, console: Console | None = None, notice: Callable[[], str] = lambda: ""
 ) -> Sink | None:
-    """Open what shows an island: a picture if the stream is a terminal, else plain lines; or JSON, or nothing.
+    """Open what shows an island: a picture if the console is a terminal, else plain lines; or JSON, or nothing.
 
-    The default stream is standard output. `notice` returns a line for the person, or "".
+    The default console is that of standard output. `notice` returns a line for the person, or "".
     """
-    console = LastingConsole(file=stream or sys.stdout, highlight=False)
+    console = console or LastingConsole(file=sys.stdout, highlight=False)
     if show == "quiet":
         return None
     if show == "json":
@@ -54,6 +54,18 @@ class JsonView:
     def emit(self, event: Event) -> None:
         """Print the event."""
         self._console.print(json.dumps(event.plain()), soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        pass
+
+
+class WaitsView:
+    """Print only what an island waits for, to standard error: for a loop of somebody's own, which owns its terminal."""
+
+    def emit(self, event: Event) -> None:
+        """Print a line for a wait."""
+        if isinstance(event, Waiting):
+            print(f"diloco: {sentence(event)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
@@ -78,7 +90,7 @@ class LiveView:
         if isinstance(event, Step):
             self._step = event
             self._losses.append(math.nan if event.loss is None else event.loss)
-        elif text := sentence(event):
+        elif not isinstance(event, Waiting) and (text := sentence(event)):  # the picture shows who waits
             self._live.console.print(text, markup=False, style="bold" if isinstance(event, Start) else "")
         if isinstance(event, Start):
             self._live.start()

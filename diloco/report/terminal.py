@@ -19,8 +19,10 @@ from diloco.report.events import (
     Step,
     TicketReady,
     Validation,
+    Waiting,
     WitnessStart,
 )
+from diloco.report.status import CAUSES
 from diloco.units import counted, format_count, format_duration, format_loss
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -47,6 +49,8 @@ def sentence(event: Event) -> str | None:
             return "  ".join([_at(event), *parts, f"validation loss {format_loss(event.validation_loss)}"])
         case Saved():
             return f"saved step {event.step} to {event.path}"
+        case Waiting():
+            return wait_words(event)
         case TicketReady():
             return f"others join with: diloco join {event.file}"
         case Amended():
@@ -58,6 +62,13 @@ def sentence(event: Event) -> str | None:
         case Round() if event.contributors and event.islands > 1 and not event.validated:
             return f"{_at(event)}  {names(event.contributors)}"
     return None
+
+
+def wait_words(event: Waiting) -> str:
+    """Say for what an island waits, for whom, and for how long it has."""
+    whom = f" for {names(event.islands)}" if event.islands else ""
+    why = f": {CAUSES[event.cause]}" if event.cause in CAUSES and event.cause != "round" else ""
+    return f"{event.state}{whom} ({format_duration(max(0.0, event.time - event.since))} so far){why}"
 
 
 def _at(event: Round | Validation) -> str:

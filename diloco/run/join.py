@@ -65,10 +65,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Search:
-    """Say for how long to look for a member that answers, and who is told of it meanwhile."""
+    """Say for how long to look for a member that answers, and who is told of it and of a download meanwhile."""
 
     limit_s: float = SEARCH_S
     report: Callable[[float, str], None] = lambda waited_s, reason: None
+    download: Callable[[int, int, Mapping[str, int]], None] = lambda done, total, donors: None
 
 
 class Entrant(Protocol):
@@ -152,7 +153,11 @@ def find_start(
         sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
 
         def ask_for_it(first: str, others: dict[str, PeerAddress]) -> FetchedState:
-            found = fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download).of(genesis.owner)
+            def come(done: int, total: int, donors: Mapping[str, int]) -> None:
+                search.download(done, total, {peer.name_of(donor): size for donor, size in donors.items()})
+
+            fetched = fetch_state(peer.plain, first, others, genesis.digest, sizes, store.download, come)
+            found = fetched.of(genesis.owner)
             if not found.state.admitted:
                 raise MessageRefused("in the state that a peer gives nobody was ever admitted")
             if not set(found.state.roster) <= found.state.invites.keys():

@@ -5,8 +5,9 @@ island alone founds a run of one that nobody else can join (no `Connection`): in
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,10 @@ from diloco.elastic.runtime.restoring import Origin, newest_end
 from diloco.errors import SaveError
 from diloco.island.mesh import ProcessMesh, open_mesh
 from diloco.island.signs import ENDED
+from diloco.report.announce import Announcer
+from diloco.report.console import LastingConsole
 from diloco.report.events import Note, TicketReady
-from diloco.report.live import LiveView, Show, open_view
+from diloco.report.live import LiveView, Show, WaitsView, open_view
 from diloco.report.sinks import Events, Sink
 from diloco.run.amending import amend_on_resuming, wait_for_more
 from diloco.run.attach import Attachment, anybody_has_the_run
@@ -141,6 +144,24 @@ class RunEntry:
     search: Search = field(default_factory=Search)  # for members, by one that joins
     ticket: Ticket | None = None
 
+    def __post_init__(self) -> None:
+        self._console = LastingConsole(file=sys.stdout, highlight=False)
+        drawn = self.view and self.show == "auto" and self._console.is_terminal
+        quiet = self.show == "quiet" or not self.place.leader
+        self._announcer = Announcer(self._console if drawn else None, quiet=quiet)
+
+    def _says(self, what: str, *, local: bool = False) -> AbstractContextManager[None]:
+        """Have the person told what is done inside; one who has a program of their own only hears of waits."""
+        return nullcontext() if local and not self.view else self._announcer.during(what, local=local)
+
+    @property
+    def _search(self) -> Search:
+        """Return how to look for members, with what is said meanwhile; an attached island says it by itself."""
+        told = self.search if self.search.report is not Search.report else replace(
+            self.search, report=self._announcer.searching
+        )  # fmt: skip
+        return replace(told, download=self._announcer.downloading)
+
     @property
     def closed(self) -> bool:
         """Tell whether nobody else can join, for want of a connection."""
@@ -154,12 +175,15 @@ class RunEntry:
     def _found(
         self, config: Config, open_peer: Callable[[], LocalPeer], note: Callable[[], None] = lambda: None, **how: bool
     ) -> Participant:
-        part, folder = self.build(config), Path(config.dir)
+        folder = Path(config.dir)
+        with self._says("opening the model and the data", local=True):
+            part = self.build(config)
         self._open_folder(config, **how)
         vectors = part.initial_vectors()
         peer, start = None, None
         if self.place.leader:
-            peer = open_peer()
+            with self._says("opening the run's directory", local=True):
+                peer = open_peer()
             owner = Identity.load(folder / OWNER_KEY)
             genesis = Genesis.of(config, part.layout, part.samples, peer.id, part.frozen).signed(owner)
             store, state = open_store(peer, genesis, config, self.events), genesis.state()
@@ -218,13 +242,15 @@ class RunEntry:
 
     def witness(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Witness:
         """Enter the run that a ticket names as a witness: neither model nor data are opened, only the outer state."""
-        peer = self._joining_peer(folder, ticket, as_witness=True)
-        genesis = known_genesis(folder, peer)
+        with self._says("looking for members of the run"):
+            peer = self._joining_peer(folder, ticket, as_witness=True)
+            genesis = known_genesis(folder, peer, self._search)
         config = genesis.configure({**own, "checkpoint": {**own.get("checkpoint", {}), "dir": str(folder)}})
         self._open_folder(config, resume=True)
         publish(peer)
         part = Witness(config, self.place, self.events, known_fragments(folder, peer, genesis), peer.name_of)
-        start = find_start(peer, genesis, part)
+        with self._says("fetching the run's state"):
+            start = find_start(peer, genesis, part, search=self._search)
         self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
         warm_up(config.sync.codec)
         part.driver = meet(self.stack, peer, start, part)
@@ -237,14 +263,15 @@ class RunEntry:
     ) -> Participant:  # fmt: skip
         peer, genesis, start = None, None, None
         if self.place.leader:
-            with self.place.activity.during(GETTING_IN, waits=True):
+            with self.place.activity.during(GETTING_IN, waits=True), self._says("looking for members of the run"):
                 peer = open_peer()
-                genesis = known_genesis(folder, peer, self.search)
+                genesis = known_genesis(folder, peer, self._search)
             if founded_with is not None:
                 amend_on_resuming(folder, genesis, newest_end(folder / OUTER), founded_with)
         genesis = self.place.share(genesis)
         config = genesis.configure(own)
-        part = build(config)
+        with self._says("opening the model and the data", local=True):
+            part = build(config)
         genesis.check(part.layout, part.samples, part.frozen)
         if not self.closed:
             self._open_folder(config, resume=True)
@@ -252,9 +279,9 @@ class RunEntry:
         again = self.place.share(peer is not None and genesis.founder == peer.id and not has_state(folder))
         vectors = part.initial_vectors() if again else None
         if peer is not None:
-            with self.place.activity.during(GETTING_IN, waits=True):
+            with self.place.activity.during(GETTING_IN, waits=True), self._says("fetching the run's state"):
                 publish(peer)
-                start = find_start(peer, genesis, part, vectors, self.search)
+                start = find_start(peer, genesis, part, vectors, self._search)
         return self._take_part(part, peer, start)
 
     def _open_folder(self, config: Config, **how: Any) -> None:
@@ -265,8 +292,8 @@ class RunEntry:
 
     def _open_view(self, config: Config) -> Sink | None:
         if not self.view:
-            return None
-        view = open_view(Path(config.dir), self.show, notice=lambda: self.stop.said)
+            return WaitsView()
+        view = open_view(Path(config.dir), self.show, console=self._console, notice=lambda: self.stop.said)
         self.stop.shown = isinstance(view, LiveView)
         return view
 
@@ -323,7 +350,8 @@ class RunEntry:
             words = TRAINER_STOPS if self.place.leader else ""
             self.stack.enter_context(stop_on_signal(self.stop, words, always_pause=self.closed))
         if peer is not None and start is not None:
-            warm_up(config.sync.codec)
+            with self._says("compiling the codec", local=True):
+                warm_up(config.sync.codec)
             if start.returns:
                 parent = start.genesis.parent
                 chain = parent.chain if parent is not None else ""
@@ -331,7 +359,7 @@ class RunEntry:
             if earlier is not None:
                 moved = earlier.moved is not None
                 incarnation = leased_incarnation(peer.id, start.genesis.state()) if moved else earlier.incarnation
-            with self.place.activity.during(GETTING_IN, waits=True):
+            with self.place.activity.during(GETTING_IN, waits=True), self._says("meeting the other islands"):
                 driver = meet(self.stack, peer, start, part, incarnation)
                 more = not self.closed and wait_for_more(driver, config, self.events, lambda: self.stop.asked)
             rounds = Rounds(driver, config, peer.name_of)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from diloco.comm.peers.clock import RUN_CLOCK
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import FrameError, StreamClosed, TransportError, TransportTimeout
-from diloco.report.events import End, Event, IslandNews, Start, Step, Validation, WitnessStart
+from diloco.report.events import End, Event, IslandNews, Start, Step, Validation, Waiting, WitnessStart
 from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, decode_status, merged, redated
 from diloco.run.seeing import view_of
 from diloco.version import __version__
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CHANNEL = "status"
 LAST_SPEEDS = 15
+WAITS = ("waiting", "sending", "catching up")  # what is reported when it lasts
+WAITS_S, WAITS_AGAIN_S = 10.0, 60.0
 ASK, ANSWER = 1, 2
 AGE = struct.Struct("<d")  # the head of an answer: how many seconds old it is. Clocks of machines may differ
 MAX_AGE_S = 3600.0
@@ -61,6 +63,7 @@ class StatusKeeper:
         self._news: dict[str, str] = {}  # the last words about each island, by name
         self._states: dict[str, tuple[str, float]] = {}  # by island: its state, and since when
         self._last: RunStatus | None = None
+        self._wait_told = 0.0  # when a wait was last reported
         self._now, self._taken = b"", time.monotonic()
         self._reports: list[RunStatus] = []  # what others said of themselves
         self._lock = threading.Lock()  # of the file
@@ -108,7 +111,19 @@ class StatusKeeper:
         while not self._stop.is_set():
             if self._look():
                 self._write()
+                self._report_wait()
             self._stop.wait(REFRESH_S)
+
+    def _report_wait(self) -> None:
+        """Report that this island does not train, and why, when that has lasted for a while."""
+        own, now = self._last.own if self._last is not None else None, time.time()
+        if own is None or own.state not in WAITS:
+            self._wait_told = 0.0
+        elif now - own.since > WAITS_S and now - self._wait_told > WAITS_AGAIN_S:
+            self._wait_told = now
+            self._part.events.emit(
+                Waiting(state=own.state, since=own.since, cause=own.cause, islands=own.waiting_for)
+            )  # fmt: skip
 
     def _look(self) -> bool:
         """Take a view of the run; return False if none could be had."""

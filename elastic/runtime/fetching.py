@@ -37,6 +37,7 @@ MAX_DONORS = 2 * MAX_WORKERS  # half of them step in for others
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+Report = Callable[[int, int, Mapping[str, int]], None]  # bytes that are there, of how many, and from each donor
 
 
 @dataclass(frozen=True)
@@ -176,10 +177,12 @@ def fetch_state(
     genesis: str,
     sizes: Mapping[str, int],
     download: PartialDownload | None = None,
+    report: Report = lambda done, total, donors: None,
 ) -> FetchedState:
     """Fetch a peer's present state, from several peers that have the same one.
 
-    A download that has begun earlier is continued instead if any peer still has that state.
+    A download that has begun earlier is continued instead if any peer still has that state. `report` is told how many
+    bytes are there, of how many, and how many each donor gave, as they come.
     """
     others = {peer: others[peer]} | dict(others)  # it is asked first
     raw, donors = _resume(transport, others, download)
@@ -193,7 +196,7 @@ def fetch_state(
         donors = {other: others[other] for other in (peer, *sample(sorted(others), min(len(others), MAX_DONORS)))}
         if download is not None:
             download.start(raw)
-    snapshot = _Fetch(transport, donors, manifest, download).run()
+    snapshot = _Fetch(transport, donors, manifest, download, report).run()
     if download is not None:  # all of it has come: right or wrong, there is nothing to go on with
         download.end()
     if snapshot is None:
@@ -226,10 +229,13 @@ class _Fetch:
     """Fetch one state. Digests, at the donors and here, are computed while bytes are on their way."""
 
     def __init__(
-        self, transport: Transport, donors: Addresses, manifest: StateManifest, download: PartialDownload | None
-    ) -> None:
+        self, transport: Transport, donors: Addresses, manifest: StateManifest, download: PartialDownload | None,
+        report: Report,
+    ) -> None:  # fmt: skip
         self._transport, self._donors, self._manifest, self._download = transport, donors, manifest, download
         self._taken = dict.fromkeys(donors, 0)
+        self._report, self._there = report, 0  # bytes of the vectors that are complete
+        self._total = sum(4 * count for _, count in manifest.sizes)
         self._asked = time.monotonic()
         self._found = hashlib.sha256()  # of all vectors
 
@@ -266,9 +272,13 @@ class _Fetch:
                 self._found.update(room[item.chunk(hashed)])
                 hashed += 1
             self._pin_again()
+            come = min(item.size, len(have) * item.chunk_bytes)
+            given = {donor: size + transfer.taken[donor] for donor, size in self._taken.items()}
+            self._report(self._there + come, self._total, given)
 
         transfer = Transfer(item, self._donors, self._transport, room, have)
         transfer.run(on_progress)
+        self._there += item.size
         for donor, size in transfer.taken.items():
             self._taken[donor] += size
 
