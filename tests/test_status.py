@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from disks import fill, small_disk
 from launched import wait_until
+from own_loops import made, run_of, train_all
 from situations import Situation
 
+from diloco import connect
 from diloco.checkpoint.log.history import read_headers
 from diloco.comm.peers.admission import Admission, Right
+from diloco.comm.peers.clock import RunClock
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.comm.transport.memory import MemoryNetwork
@@ -27,6 +31,7 @@ from diloco.history.present import find_islands, only_run, status_of, top_proces
 from diloco.report.shown import status_lines
 from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status, merged, read_status
 from diloco.report.why import Facts, why_island, why_now
+from diloco.run import status as kept_status
 from diloco.run.gate import Gate
 from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at
 
@@ -259,3 +264,31 @@ def test_why_answers_while_a_run_is_starting_and_has_no_log(tmp_path, command):
     say_starting(tmp_path, "r", "id-1", "one")
     assert command("why", tmp_path).out.startswith("one has not got the run's state yet")
     assert command("why", tmp_path, "--round", 1).out.startswith("round 1 is not known here")
+
+
+def test_an_island_whose_disk_is_full_is_not_taken_for_a_stopped_one(tmp_path, command):
+    """It cannot refresh its status there: the disk says why."""
+    with small_disk(tmp_path / "disk") as folder:
+        mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)
+        (folder / STATUS).write_bytes(replace(mine, at=time.time() - 60, islands=(ME,)).encode())
+        assert "one is stopped or starved" in command("why", folder).out
+        fill(folder)
+        said = command("why", folder).out
+        assert said.startswith(f"one's disk takes nothing: {folder} has no space left") and "stopped" not in said
+        assert "disk: " in command("status", folder).out
+
+
+def test_an_island_tells_that_its_machines_clock_is_wrong(tmp_path, monkeypatch):
+    """As one does whose run has a later time than its machine."""
+    ahead = RunClock()
+    ahead.hear(time.time() + 3600)
+    monkeypatch.setattr(kept_status, "RUN_CLOCK", ahead)
+    model = made()
+    with connect(run_of(tmp_path), model, "SGD", optimizer_options={"lr": 0.1}, alone=True) as run:
+        train_all(run, model)
+        assert wait_until(lambda: (found := read_status(tmp_path / "run")) is not None and found.own.clock_off_s > 0)
+        status = read_status(tmp_path / "run")
+    assert status is not None
+    assert "the clock of quickstart's machine is 60:00 min behind the run's, which is used: set the clock" in why_now(
+        Facts(status)
+    )

@@ -1,11 +1,13 @@
 """`diloco why`: situations of simulated islands, each with the sentence that explains it, and what measurements say."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from situations import BEGAN, Situation
 
 from diloco.report.events import IslandNews
+from diloco.report.shown import status_lines
 from diloco.report.status import IslandStatus, RunStatus
 from diloco.report.why import Facts, why_island, why_now, why_round
 from diloco.units import format_duration
@@ -93,6 +95,39 @@ def test_each_situation_has_its_sentence(situation):
     facts = Situation(script).facts(teller)
     found = why_island(facts, about) if about else why_now(facts)
     assert any(expected in sentence for sentence in found), found
+
+
+# of the same situations, what `diloco status` shows of an island
+SHOWN = {
+    "healthy": ("B", r"training +4 +3 .* 33%"),
+    "one island slow": ("C", r"training .* 0%"),
+    "slow links": ("B", "sending"),
+    "lost": ("C", r"lost +12 s .*its connection broke"),
+    "stopped": ("C", r"lost +12 s .*it is silent"),
+    "partitioned minority": ("A", "waiting for B, C"),
+    "waiting for min_islands": ("A", "waiting for more islands"),
+    "waiting for the founding": ("B", "waiting for more islands"),
+    "catching up": ("C", "catching up .*not in the roster"),
+    "not in the roster yet": ("D", "waiting for A .*not in the roster"),
+    "no route to one peer": ("D", r"lost +15 s .*it is silent; heard by A, B"),
+    "refused contribution": ("B", "excluded .*for another 37 s"),
+    "another result than everybody's": ("C", "excluded .*for another 38 s"),
+    "signs of life and no answers": ("C", "excluded .*for another 3 s"),
+    "garbage": ("C", "excluded"),
+    "evicted": ("C", "evicted .*not in the roster"),
+    "left": ("C", r"left +4.0 s"),
+    "without samples": ("A", "waiting for samples"),
+    "a witness": ("C", "witnessing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SHOWN)
+def test_each_situation_is_seen_in_the_status(situation):
+    (script, teller, *_), (island, expected) = SITUATIONS[situation], SHOWN[situation]
+    status = Situation(script).facts(teller).status
+    assert status is not None
+    (line,) = (line for line in status_lines(status, status.at) if line.startswith(f"{island} "))
+    assert re.match(rf"{island} +{expected}", line), line
 
 
 ROUNDS = {

@@ -99,6 +99,8 @@ def _round(island: LocalIsland) -> int:
 def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
     if here is None or here.status is None or (here.running and not here.is_silent):
         return each
+    if here.is_silent and _is_full(here.folder):  # a status is a file, too
+        return replace(each, disk=f"{here.folder} has no space left, not even for a status")
     text = f"its process {here.status.pid} is there, and has said nothing since: it is stopped, or starved"
     state = "silent"
     if not here.is_silent:
@@ -106,6 +108,14 @@ def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
     return replace(
         each, state=state, since=here.status.at, told_by=each.name, text=text, waiting_for=(), cause="", leads=False
     )
+
+
+def _is_full(folder: Path) -> bool:
+    """Tell whether nothing can be written to a folder for want of space."""
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except OSError:
+        return False
 
 
 def _how_it_ended(status: RunStatus) -> str:

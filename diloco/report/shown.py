@@ -10,6 +10,7 @@ from diloco.units import format_count, format_duration, format_loss, format_size
 HEAD = ("island", "state", "for", "round", "step", "loss", "tokens/s", "share", "sent", "received", "")
 DATED = ("lost", "left", "silent", "ended", "starting", "waiting", "catching up", "sending")
 NOTED = ("lost", "excluded", "silent", "ended", "starting", "catching up", "evicted")  # whose text is news
+FOR = {"min_islands": "more islands", "start_islands": "more islands", "samples": "samples"}  # where nobody is named
 OVER = ("ended", "lost", "left", "evicted")
 
 
@@ -54,10 +55,12 @@ def phase_words(status: RunStatus, now: float) -> str:
 
 
 def state_words(each: IslandStatus) -> str:
-    """Return an island's state, with whom it waits for."""
-    if each.state == "waiting" and each.waiting_for:
-        return f"waiting for {names(each.waiting_for)}"
-    return each.state
+    """Return an island's state, with what or whom it waits for."""
+    if each.state != "waiting":
+        return each.state
+    if each.cause in FOR and not each.waiting_for:
+        return f"waiting for {FOR[each.cause]}"
+    return f"waiting for {names(each.waiting_for)}" if each.waiting_for else "waiting"
 
 
 def cells(each: IslandStatus, now: float) -> tuple[str, ...]:
@@ -67,6 +70,7 @@ def cells(each: IslandStatus, now: float) -> tuple[str, ...]:
     outside = not each.member and each.state != "starting"
     notes = [
         "leads" * each.leads, "not in the roster" * outside, each.text if each.state in NOTED else "",
+        f"heard by {names(each.heard_by)}" if each.heard_by else "",
         f"disk: {each.disk}" if each.disk else "", "cannot be reached from here" * cut,
     ]  # fmt: skip
     return (
