@@ -10,6 +10,7 @@ from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
 from diloco.bench.team import trainer_of
 from diloco.data.batches import validation_batches
+from diloco.bench.viewers import measure_viewers
 from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import local
 from diloco.run.join import alone
@@ -112,3 +113,13 @@ def test_a_killed_process_is_named_and_its_island_back_whoever_founded_the_run()
     ]  # fmt: skip
     assert len(report.figures["faults"]) == 2
     assert all(row["right"] for row in report.figures["faults"].values())
+
+
+@pytest.mark.soak
+def test_viewers_look_while_steps_are_timed_and_do_not_end(small):
+    """Real ones, by a ticket to watch. How long steps take says nothing here."""
+    config = small(inner={"steps": 1000}, sync={"every": 5})
+    report = measure_viewers(config, viewers=2, blocks=1, steps=5, turns=1)
+    (check,) = report.checks
+    assert check.name == "overhead.viewers_ratio" and check.value > 0
+    assert report.figures["looks"] > 0 and report.figures["rounds"] > 1

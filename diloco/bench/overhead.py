@@ -24,7 +24,6 @@ from diloco.train.trainer import Trainer
 
 STEPS_A_TURN = 10  # one progress report each
 EVERY = SyncConfig().phase_steps  # inner steps between two rounds, where a config does not say it
-VIEWED_EVERY = 50  # the same with viewers: theirs are seconds, and more rounds are seen
 LIMIT = {"cpu": 1.03, "cuda": 1.01}
 ROUNDS_LIMIT = 1.03
 
@@ -35,10 +34,10 @@ def measure(*, device: str, blocks: int, rounds: bool = False, viewers: int = 0)
     With viewers it is our loop with them that is compared, with the same without.
     """
     if viewers:
-        every = VIEWED_EVERY if rounds else STEPS_A_TURN
-        steps = 2 * (blocks + 1) * every
-        config = _config(device, steps, every=every if rounds else steps + 1)
-        return measure_viewers(config, viewers=viewers, blocks=blocks, steps=every)
+        turns = EVERY // STEPS_A_TURN  # an odd number: rounds fall into both kinds of turns alike
+        steps = (2 * turns * blocks + 2) * STEPS_A_TURN
+        config = _config(device, steps, every=EVERY if rounds else steps + 1)
+        return measure_viewers(config, viewers=viewers, blocks=blocks, steps=STEPS_A_TURN, turns=turns)
     turns = EVERY // STEPS_A_TURN if rounds else 1
     steps = (blocks + 2) * turns * STEPS_A_TURN
     config = _config(device, steps, every=EVERY if rounds else steps + 1)
