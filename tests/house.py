@@ -31,7 +31,7 @@ ORDER = [
     "checkpoint.log", "checkpoint.save", "checkpoint.transfer",
     "elastic.protocol", "elastic.runtime",
     "config", "model", "island", "data", "report", "train",
-    "run", "launch", "history", "plan", "simulate.virtual", "simulate.real",
+    "run", "launch", "history", "dashboard", "plan", "simulate.virtual", "simulate.real",
     "api", "integrations", "bench", "cli",
 ]  # fmt: skip
 

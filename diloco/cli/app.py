@@ -7,6 +7,7 @@ import typer
 from diloco.cli.bench import bench
 from diloco.cli.completion import completion
 from diloco.cli.demo import demo
+from diloco.cli.dashboard import dashboard, report
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.init import init
@@ -61,6 +62,8 @@ app.command(epilog="Example: diloco tokenize docs/ README.md --out data.tokens")
 app.command(epilog="Example: diloco export quickstart exported/quickstart")(export)
 app.command(epilog="Example: diloco status quickstart")(status)
 app.command(epilog="Example: diloco why quickstart")(why)
+app.command(epilog="Example: diloco dashboard quickstart")(dashboard)
+app.command(epilog="Example: diloco report quickstart")(report)
 app.command(epilog="Example: diloco ls")(ls)
 app.command(epilog="Example: diloco stop islands")(stop)
 app.command(epilog="Example: diloco bundle quickstart")(bundle)

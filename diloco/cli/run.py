@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.dashboard import Dashboard, show_beside
 from diloco.cli.shared import (
     ConfigPath,
     EventsJson,
@@ -98,6 +99,7 @@ def run(
     metrics: MetricsAt = None,
     quiet: Quiet = False,
     as_json: EventsJson = False,
+    dashboard: Dashboard = False,
 ) -> None:
     """Train on this machine.
 
@@ -122,6 +124,8 @@ def run(
             raise ConfigError("--attach finds out what to do: leave out --islands, --resume and --fresh")
         own = None if dir is None else str(dir)
         told = Launched(str(config), str(attach), at or "", own, inf if wait is None else wait, host, port)
+        if dashboard:
+            raise ConfigError("--dashboard does not go with --attach: look at the run with `diloco dashboard RUN`")
         attach_island(told, set_ or [], script, link=link, relay=relay, show=show)
         return
     for option, value in {"--at": at, "--dir": dir, "--wait": wait, "--script": script}.items():
@@ -131,6 +135,8 @@ def run(
     if continues(Path(loaded.dir), fresh=fresh):
         resume, fresh = True, False
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
+    if dashboard:
+        show_beside(Path(loaded.dir))
     (many_islands if islands > 1 else one_island)(plan, fresh=fresh, show=show)
 
 
@@ -254,6 +260,7 @@ def join(
     metrics: MetricsAt = None,
     quiet: Quiet = False,
     as_json: EventsJson = False,
+    dashboard: Dashboard = False,
 ) -> None:
     """Join a run as a peer.
 
@@ -286,6 +293,8 @@ def join(
     up, down, delay_s = rates_of(link, max_up, max_down)
     if hours is not None or max_month is not None or yield_gpu:
         heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu)
+    if dashboard:
+        show_beside(folder)
     start_if_several(island)
     with loading():
         from diloco.run import start

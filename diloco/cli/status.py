@@ -15,6 +15,7 @@ from diloco.cli.shared import Json, RunName, say
 from diloco.errors import SaveError
 
 if TYPE_CHECKING:
+    from diloco.comm.peers.ticket import Ticket
     from diloco.history.present import LocalIsland
     from diloco.report.status import RunStatus
     from diloco.report.why import Facts
@@ -76,7 +77,7 @@ def _draw(found: "Iterator[RunStatus]") -> None:
 def _statuses(run: str | None, *, watch: bool) -> "Iterator[RunStatus]":
     from diloco.history import present
 
-    if run is not None and _is_ticket(run):
+    if run is not None and is_ticket(run):
         yield from _from_afar(run, watch=watch)
         return
     name = run or present.only_run()
@@ -96,19 +97,24 @@ def _statuses(run: str | None, *, watch: bool) -> "Iterator[RunStatus]":
 
 
 def _from_afar(given: str, *, watch: bool) -> "Iterator[RunStatus]":
-    from diloco.cli.run import hide_argument, read_ticket
-    from diloco.comm.peers.ticket import Ticket
-
-    text = read_ticket(given)
-    if given == text:
-        hide_argument(text)
-    ticket = Ticket.parse(text, 0.0)
+    ticket = read_watch_ticket(given)
     from diloco.run.watcher import watch_run  # hivemind, which takes seconds
 
     for found in watch_run(ticket, pause_s=WATCH_S):
         yield found
         if not watch:
             return
+
+
+def read_watch_ticket(given: str) -> "Ticket":
+    """Return the ticket that was given, or that is where it was said, and take it off the command line."""
+    from diloco.cli.run import hide_argument, read_ticket
+    from diloco.comm.peers.ticket import Ticket
+
+    text = read_ticket(given)
+    if given == text:
+        hide_argument(text)
+    return Ticket.parse(text, 0.0)
 
 
 def why(
@@ -154,7 +160,7 @@ def facts_of(run: str | None, island: str | None = None) -> "Facts":
     from diloco.report.why import Facts
     from diloco.run.folder import has_log
 
-    if run is not None and _is_ticket(run):
+    if run is not None and is_ticket(run):
         return Facts(next(_from_afar(run, watch=False)))
     name = run or present.only_run()
     try:
@@ -175,7 +181,8 @@ def facts_of(run: str | None, island: str | None = None) -> "Facts":
     return Facts(present.status_of(islands), history.rounds, events, history.names.of)
 
 
-def _is_ticket(given: str) -> bool:
+def is_ticket(given: str) -> bool:
+    """Tell whether what was given is a ticket, or says where one is, rather than a run."""
     from diloco.comm.peers.ticket import PREFIX
 
     return given.startswith((PREFIX, "env:", "-")) or Path(given).is_file()
@@ -253,10 +260,11 @@ def stop(
 
 def _end_launched(run: str) -> bool:
     """End the jobs of a run, or of one island of it, that was launched; return False if none is at work."""
+    from diloco.history import present
     from diloco.launch import launching
     from diloco.launch.backend import LAUNCH, STATE, Launch
 
-    folder = _folder_of(run).resolve()
+    folder = present.folder_of(run).resolve()
     top = next((place for place in (folder, folder.parent) if (place / LAUNCH / STATE).is_file()), None)
     if top is None:
         return False
@@ -282,20 +290,15 @@ def bundle(
     One archive: configuration, events, logs, status and the headers of all rounds; no weights and no data. Look into it
     before you send it: paths, addresses and the names of islands are in it.
     """
+    from diloco.history import present
     from diloco.history.bundle import pack
     from diloco.report.shown import status_lines
     from diloco.report.why import why_now
 
     facts = facts_of(run)
-    folder = _folder_of(run)
+    folder = present.folder_of(run)
     seen = [] if facts.status is None else status_lines(facts.status)
     texts = {"status.txt": "\n".join(seen) + "\n", "why.txt": "\n".join(why_now(facts)) + "\n"}
     path = out or Path(f"{folder.resolve().name}-bundle.tar.gz")
     packed = pack(folder, path, texts)
     say(f"{path}: {len(packed)} files, without keys and tickets; tar -tzf {path} lists them")
-
-
-def _folder_of(run: str) -> Path:
-    from diloco.history.find import RUNS
-
-    return next((place for place in (Path(run).expanduser(), RUNS / run) if place.is_dir()), Path(run))

@@ -59,6 +59,12 @@ def find_islands(name: str) -> list[LocalIsland]:
     raise SaveError(f"{name}: no such run, neither as a folder nor under {RUNS}/: {hint}")
 
 
+def folder_of(name: str) -> Path:
+    """Return the folder that a run's name or path means: with islands in it, if there is one."""
+    places = [place for place in (Path(name).expanduser(), RUNS / name) if place.is_dir()]
+    return next((place for place in places if islands_in(place)), next(iter(places), Path(name)))
+
+
 def only_run() -> str:
     """Return the one run under runs/ that is going on, or else the one that said something last."""
     found = [(path, islands_in(path)) for path in RUNS.glob("*") if path.is_dir()]
@@ -129,8 +135,7 @@ def _how_it_ended(status: RunStatus) -> str:
 def glance(place: Path) -> RunStatus | None:
     """Return a run's status without waiting for islands elsewhere: what they say of themselves comes by and by."""
     islands = islands_in(place)
-    for island in [island for island in islands if island.running and not island.is_silent][:1]:
-        ask_for_others(island.folder)
+    request_remote(islands)
     return status_of(islands)
 
 
@@ -138,9 +143,9 @@ def ask_remote(islands: list[LocalIsland]) -> None:
     """Have the islands of this machine ask those elsewhere what they do, and wait a moment for the answers."""
     running = [island for island in islands if island.running and not island.is_silent]
     here = {island.status.me for island in running if island.status is not None}
+    if not request_remote(islands):
+        return
     for island in running[:1]:
-        if not ask_for_others(island.folder):
-            return  # it can be read, not written: what is seen from here will do
         deadline = time.monotonic() + FRESH_S
         while time.monotonic() < deadline:
             status = read_status(island.folder)
@@ -148,6 +153,12 @@ def ask_remote(islands: list[LocalIsland]) -> None:
             if all(each.told_by == each.name or each.state in ("lost", "left", "evicted") for each in others):
                 return
             time.sleep(LOOK_S)
+
+
+def request_remote(islands: list[LocalIsland]) -> bool:
+    """Have an island of this machine ask those elsewhere what they do, for a while; return False if none can."""
+    running = [island for island in islands if island.running and not island.is_silent]
+    return any(ask_for_others(island.folder) for island in running[:1])
 
 
 # stopping

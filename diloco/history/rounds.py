@@ -73,7 +73,7 @@ def history_of(logs: list[Path]) -> RunHistory:
     longest = max(logs, key=lambda log: _reach(found[log]))
     others = [line for log in logs if log != longest for line in found[log] if isinstance(line, RoundHeader)]
     chain = chain_of(found[longest], others)
-    earlier = [header for part in _earlier(longest.parent) for header in chain_of(read_history(part))]
+    earlier = [header for part in earlier_logs(longest.parent) for header in chain_of(read_history(part))]
     return RunHistory([*earlier, *chain], names_of(logs), _states(longest, chain), len(earlier))
 
 
@@ -90,7 +90,7 @@ def _reach(found: Sequence[Line]) -> tuple[int, int]:
     return (chain[-1].total_tokens, chain[-1].round) if chain else (-1, -1)
 
 
-def _earlier(folder: Path) -> list[Path]:
+def earlier_logs(folder: Path) -> list[Path]:
     """List the logs of earlier parts of a run that was resumed with other settings, oldest first."""
     numbered = [path for path in folder.glob(f"{OUTER}.*") if path.suffix[1:].isdecimal()]
     return sorted(numbered, key=lambda path: int(path.suffix[1:]))
