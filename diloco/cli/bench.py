@@ -58,6 +58,14 @@ def overhead(
     """
 
 
+@benchmark("dashboard --json")
+def dashboard(
+    islands: Annotated[int, typer.Option(min=2, max=256, help="Islands of the run that is shown.")] = 64,
+    rounds: Annotated[int, typer.Option(min=600, help="Rounds that it has behind it.")] = 1000,
+) -> None:
+    """Use the dashboard in a headless Chromium, and kill an island (a minute)."""
+
+
 @benchmark("speed --preset 150m --batch 32 --sequence 1024 --compile")
 def speed(
     preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",

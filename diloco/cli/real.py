@@ -14,11 +14,12 @@ from diloco.history.present import glance
 from diloco.plan.plan import percent
 from diloco.report.board import account
 from diloco.report.live import open_islands_view
+from diloco.report.page import need_plotly
 from diloco.simulate.real.faults import joining, parse_faults
 from diloco.simulate.real.fleet import SimulatedPlan, World, simulate
 from diloco.simulate.real.netns import refuse_if_not_permitted
 from diloco.simulate.real.outcome import SimulationOutcome, outcome_of, write_json
-from diloco.simulate.real.page import need_matplotlib, write_page
+from diloco.simulate.real.page import write_page
 from diloco.simulate.real.topology import MAX_ISLANDS, Topology, read_topology
 from diloco.units import counted, format_duration, format_size, parse_link
 
@@ -31,7 +32,7 @@ def simulate_real(
     configs: list[Path], overrides: list[str], world: World, *, report: Path | None, restart: bool, netns: bool
 ) -> None:
     """Simulate each configuration in turn; exit with 0 if all runs finished and their islands agree."""
-    need_matplotlib()
+    need_plotly("the report of simulate")
     loaded = [(path, load_config(path, overrides)) for path in configs]
     refuse_one_folder([(path, config.dir) for path, config in loaded])
     page = report or Path(loaded[0][1].dir) / "report.html"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from diloco.dashboard.feed import Feed
 from diloco.errors import DeviceError, MissingExtra
-from diloco.report.page import ASSETS, POLICY, asset, live_page, need_plotly, plotting_library
+from diloco.report.page import ASSETS, POLICY, asset, live_page, plotting_library
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,7 +33,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
 }  # fmt: skip
-NEEDED = ("starlette", "uvicorn")
+NEEDED = ("starlette", "uvicorn", "plotly")
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ def need_dashboard() -> None:
     for package in NEEDED:
         if find_spec(package) is None:
             raise MissingExtra(package, "dashboard", "the dashboard")
-    need_plotly("the dashboard")
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ POLICY = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'self
 def need_plotly(needed_for: str) -> None:
     """Raise MissingExtra if the plotting library is not installed, before anything is run for an hour."""
     if find_spec("plotly") is None:
-        raise MissingExtra("plotly", "dashboard", needed_for)
+        raise MissingExtra("plotly", "plots", needed_for)
 
 
 def plotting_library() -> str:
     """Return the JavaScript of the plotting library, from its installed package."""
     spec = find_spec("plotly")
     if spec is None or spec.origin is None:
-        raise MissingExtra("plotly", "dashboard", "a page with plots")
+        raise MissingExtra("plotly", "plots", "a page with plots")
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 

@@ -299,7 +299,7 @@ const RunPage = (() => {
       const head = ["round", "time", "step", "tokens", "loss", "took", "contributed", "", "digest"];
       const numeric = new Set(["round", "step", "tokens", "loss", "took"]);
       const body = make("tbody", {}, ...rows.map((row) => this.logRow(row)));
-      const more = this.rounds.length > this.logRows ? make("button", {type: "button", class: "more", onclick: () => { this.logRows += 200; this.log(); }}, "show older rounds") : null;
+      const more = this.rounds.length > this.logRows ? make("button", {type: "button", class: "more", onclick: () => { this.logRows += 100; this.log(); }}, "show older rounds") : null;
       place.replaceChildren(make("div", {class: "wide"}, make("table", {class: "cards"}, make("thead", {}, make("tr", {},
         ...head.map((name) => make("th", numeric.has(name) ? {class: "n"} : {}, name)))), body)), ...(more ? [more] : []));
     }

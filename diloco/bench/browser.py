@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from diloco.errors import DeviceError
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WHY_SKIPPED = "NO CHROMIUM HERE: pages were NOT opened in a browser (apt-get install chromium)"
 LAPTOP, PHONE = (1280, 800, 1.0, False), (390, 844, 2.0, True)
@@ -74,6 +76,7 @@ class Browser:
         return said["result"]
 
     def close(self) -> None:
+        """End the browser."""
         self._process.terminate()
         self._process.wait(20)
         os.close(self._write)
@@ -91,9 +94,11 @@ class Tab:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """Give a command about this page, and return its result."""
         return self._browser.ask(method, self._session, **params)
 
     def look_like(self, device: tuple[int, int, float, bool], *, dark: bool = False) -> None:
+        """Show the page as on a device, by day or by night."""
         width, height, scale, mobile = device
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
@@ -102,6 +107,7 @@ class Tab:
         self.ask("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, url: str) -> None:
+        """Open an address, and wait until it is loaded."""
         self.ask("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -122,18 +128,35 @@ class Tab:
         return found
 
     def text(self, selector: str = "body") -> str:
+        """Return what a person reads there."""
         return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def click(self, selector: str) -> None:
-        box = self.run(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
-            "one.scrollIntoView({block: 'center'}); "
-            "const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
+        """Click on the middle of an element, by the mouse."""
+        box = self._within(selector, 0.5)
         self.mouse("mousePressed", *box, button="left", clickCount=1)
         self.mouse("mouseReleased", *box, button="left", clickCount=1)
 
+    def hover(self, selector: str, share: float) -> None:
+        """Point at an element, this share of its width from the left."""
+        self.mouse("mouseMoved", *self._within(selector, share))
+
+    def drag(self, selector: str, begin: float, end: float) -> None:
+        """Drag over an element, from one share of its width to another."""
+        (left, y), (right, _) = self._within(selector, begin), self._within(selector, end)
+        self.mouse("mousePressed", left, y, button="left", clickCount=1)
+        self.mouse("mouseMoved", right, y, button="left", buttons=1)
+        self.mouse("mouseReleased", right, y, button="left", clickCount=1)
+
+    def _within(self, selector: str, share: float) -> list[float]:
+        return self.run(
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
+            "one.scrollIntoView({block: 'center'}); const box = one.getBoundingClientRect(); "
+            f"return [box.x + {share} * box.width, box.y + Math.min(box.height / 2, 200)]; }})()"
+        )
+
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """Move or press the mouse."""
         self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def picture(self, *, whole: bool = True) -> bytes:
@@ -152,7 +175,7 @@ class Tab:
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and what the content policy refused."""
+        """Return errors and warnings of the console, exceptions, and what the content policy refused."""
         said = [
             " ".join(str(each.get("value", each.get("description", ""))) for each in call["args"])
             for call in self._events("Runtime.consoleAPICalled")
@@ -167,15 +190,19 @@ class Tab:
 
     @property
     def requests(self) -> list[str]:
-        """The addresses that the page has asked for."""
+        """Return the addresses that the page has asked for."""
         return [each["request"]["url"] for each in self._events("Network.requestWillBeSent")]
 
     def close(self) -> None:
+        """Close the page."""
         self._browser.ask("Target.closeTarget", targetId=self._target)
 
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
+    """Run a browser with a fresh profile; raise DeviceError where none is installed."""
+    if BROWSER is None:
+        raise DeviceError("no Chromium is installed here: apt-get install chromium, or any Chrome on the PATH")
     with tempfile.TemporaryDirectory(prefix="diloco-browser-", ignore_cleanup_errors=True) as folder:
         browser = Browser(Path(folder))
         try:
