@@ -141,6 +141,7 @@ CLAIMS = [
     Claim("20,000 disasters, and nothing forked, lost or counted twice", disasters(20_000), disasters(40)),
     Claim("each rule closes a hole", tests("tests/test_elastic_simulator.py", "-k", "scenarios or rule")),
     Claim("a killed or stopped island costs the others little", bench("recover")),
+    Claim("the dashboard of 64 islands answers at once, and shows in time who is lost", bench("dashboard")),
     Claim("an island that loses a process names it and is back within three rounds", bench("ranks")),
     Claim("a newcomer costs the others nothing, and downloads at the rate of its link", bench("join")),
     Claim("saves cost training nothing, and the log a tenth of snapshots", bench("checkpoint")),

@@ -236,7 +236,7 @@ def test_the_page_shows_the_measured_round_beside_the_computed_one():
 # in a browser
 
 SEEN = """[...document.querySelectorAll("figure")].map((figure) => {
-  const box = (figure.querySelector("canvas") || figure.querySelector(".main-svg")).getBoundingClientRect();
+  const box = figure.querySelector("canvas, .main-svg, .shares").getBoundingClientRect();
   return [figure.closest("section").id, Math.round(box.width), Math.round(box.height)];
 })"""
 

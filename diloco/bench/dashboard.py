@@ -73,7 +73,7 @@ def _interactions(tab: Tab) -> dict[str, float]:
         "look closer": lambda turn: tab.drag(canvas, 0.3, 0.5 + 0.05 * turn),
         "choose a link": lambda turn: tab.click(f"#links button:nth-child({1 + turn % 2})"),
         "light or dark": lambda turn: tab.click(".title button"),
-        "show older rounds": lambda turn: tab.click("#log .more"),
+        "show older rounds": lambda turn: tab.click("#log .older"),
     }
     found: dict[str, float] = {}
     for name, use in kinds.items():

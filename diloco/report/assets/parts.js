@@ -24,6 +24,7 @@ const Parts = (() => {
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const CURVES = [1, 2, 3, 4, 5, 6];
+  const MOST_POINTS = 500;
 
   // numbers for people, as diloco/units.py has them
 
@@ -69,13 +70,13 @@ const Parts = (() => {
   const on = (values, scale) => (scale === 1 ? values : values.map((value) => (value === null ? null : value / scale)));
 
   function layout(extra) {
-    const axis = {gridcolor: color("grid"), zeroline: false, linecolor: color("line"), ticks: "", automargin: true,
+    const axis = {gridcolor: color("grid"), zeroline: false, linecolor: color("line"), ticks: "", automargin: false,
       tickfont: {color: color("soft"), size: 12}, title: {font: {color: color("soft"), size: 12.5}, standoff: 8}};
     const {xaxis = {}, yaxis = {}, ...rest} = extra;
     const joined = (own) => ({...axis, ...own, title: {...axis.title, ...(own.title || {})}});
     return {
       font: {family: 'system-ui, -apple-system, "Segoe UI", sans-serif', color: color("ink"), size: 13},
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: {l: 52, r: 12, t: 8, b: 44},
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: {l: 58, r: 14, t: 30, b: 46},
       hovermode: "x unified", hoverlabel: {bgcolor: color("panel"), bordercolor: color("line"), font: {color: color("ink"), size: 12.5}},
       legend: {orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: {color: color("soft")}}, showlegend: true,
       uirevision: "kept", xaxis: joined(xaxis), yaxis: joined(yaxis), ...rest,
@@ -116,6 +117,12 @@ const Parts = (() => {
     });
   }
 
+  // what a drawing cannot show anyway costs time: of very many points every second, third, … is drawn, and the last
+  function drawable(values) {
+    const stride = Math.ceil(values.length / MOST_POINTS);
+    return stride < 2 ? values : values.filter((_, at) => at % stride === 0 || at === values.length - 1);
+  }
+
   function curveTraces(curves, kind) {
     const [unit, scale] = unitFor(kind, largestOf(curves.map((curve) => curve[kind])));
     const names = new Set(curves.map((curve) => curve.name));
@@ -124,11 +131,11 @@ const Parts = (() => {
       const number = names.size > 1 ? [...names].indexOf(curve.name) : curve.kind === "validation" ? 1 : 0;
       const line = {color: color(`curve-${CURVES[number % CURVES.length]}`), width: 2};
       const name = names.size > 1 ? plain(curve.name) : curve.kind === "validation" ? "validation" : "training";
-      const x = on(curve[kind], scale), many = curve.loss.length > 150 && curve.kind === "training";
+      const x = drawable(on(curve[kind], scale)), many = curve.loss.length > 150 && curve.kind === "training";
       const shown = {x, type: "scatter", name, hovertemplate: "%{y:.4f}"};
-      if (many) traces.push({...shown, y: curve.loss, mode: "lines", line: {...line, width: 1}, opacity: 0.3, showlegend: false, hoverinfo: "skip", hovertemplate: undefined});
+      if (many) traces.push({...shown, y: drawable(curve.loss), mode: "lines", line: {...line, width: 1}, opacity: 0.3, showlegend: false, hoverinfo: "skip", hovertemplate: undefined});
       const few = curve.loss.length < 60;
-      traces.push({...shown, y: many ? smooth(curve.loss) : curve.loss, mode: few ? "lines+markers" : "lines", line, marker: {size: 5}, connectgaps: true});
+      traces.push({...shown, y: drawable(many ? smooth(curve.loss) : curve.loss), mode: few ? "lines+markers" : "lines", line, marker: {size: 5}, connectgaps: true});
     });
     return [traces, unit];
   }
@@ -177,7 +184,7 @@ const Parts = (() => {
       const use = figure.uses.find((each) => each.name === figure.linkShown) || figure.uses[0];
       const [unit, scale] = unitFor("rate", Math.max(largestOf([use.up, use.down, ...use.limits.map((limit) => limit.slice(1))]), 1));
       const [xUnit, xScale] = unitFor("seconds", largestOf([use.seconds]));
-      const trace = (name, y, number, extra = {}) => ({x: on(use.seconds, xScale), y: on(y, scale), name, type: "scatter", mode: "lines",
+      const trace = (name, y, number, extra = {}) => ({x: drawable(on(use.seconds, xScale)), y: drawable(on(y, scale)), name, type: "scatter", mode: "lines",
         hovertemplate: `%{y:.3~g} ${unit}`, line: {color: color(`curve-${number}`), width: 1.8}, ...extra});
       const traces = [trace(use.upName || "up", use.up, 1)];
       if (use.down.length) traces.push(trace("down", use.down, 2));
@@ -198,26 +205,10 @@ const Parts = (() => {
 
   function bars(figure, shares) {
     if (!shares.length) return nothing(figure, "Not known yet.");
-    clear(figure);
-    const place = plot(figure, "Utilisation");
-    place.style.height = `${70 + Math.max(14, Math.min(26, 900 / shares.length)) * shares.length}px`;
-    figure.draw = () => {
-      const kinds = [[false, "measured"], [true, "computed, not run"]];
-      const rows = shares.map((bar) => plain(bar.name));
-      const traces = kinds.flatMap(([computed, name]) => {
-        const own = shares.map((bar, at) => [bar, at]).filter(([bar]) => Boolean(bar.computed) === computed);
-        if (!own.length) return [];
-        return [{type: "bar", orientation: "h", name, y: own.map(([, at]) => at), x: own.map(([bar]) => 100 * bar.share),
-          text: own.map(([bar]) => percent(bar.share)), textposition: "outside", cliponaxis: false, hovertemplate: "%{x:.1f} %<extra></extra>",
-          textfont: {color: color("soft")}, marker: {color: computed ? "rgba(0,0,0,0)" : color("curve-1"), line: {color: color("curve-1"), width: computed ? 1.2 : 0}}}];
-      });
-      Plotly.react(place, traces, layout({hovermode: "closest", bargap: 0.3, barmode: "overlay", showlegend: traces.length > 1,
-        margin: {l: 10, r: 30, t: 8, b: 40},
-        xaxis: {range: [0, 108], title: {text: "% of the time spent on training"}, fixedrange: true},
-        yaxis: {tickvals: rows.map((_, at) => at), ticktext: rows, range: [rows.length - 0.4, -0.6], showgrid: false, fixedrange: true}}), CONFIG);
-    };
-    figure.draw();
-    drawn.add(figure);
+    const rows = shares.map((bar) => make("div", {class: "share"}, make("span", {class: "share-name"}, bar.name),
+      make("span", {class: "share-bar"}, make("i", {class: bar.computed ? "computed" : "", style: {width: `${Math.min(100, 100 * bar.share)}%`}})),
+      make("b", {}, percent(bar.share))));
+    figure.replaceChildren(make("div", {class: "shares", role: "img", "aria-label": "Utilisation"}, ...rows));
   }
 
   function nothing(figure, text) {
@@ -229,8 +220,9 @@ const Parts = (() => {
     if (empty) empty.remove();
   }
 
+  // colours change at once, the drawings one after the other: no input waits for all of them
   function drawAgain() {
-    for (const figure of drawn) if (figure.isConnected) figure.draw();
+    [...drawn].filter((figure) => figure.isConnected).forEach((figure, at) => setTimeout(() => figure.draw(), 20 * at));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
 

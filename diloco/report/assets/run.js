@@ -5,7 +5,7 @@ const RunPage = (() => {
   const AWAY = ["lost", "ended", "left", "evicted", "silent"];
   const DATED = ["lost", "left", "silent", "ended", "waiting", "catching up", "sending", "starting"];
   const COLUMN = {};
-  const LOG_ROWS = 25;
+  const LOG_ROWS = 25, MOST_WHY = 6;
 
   class Page {
     constructor(root) {
@@ -17,9 +17,9 @@ const RunPage = (() => {
       this.flow = [];
       this.validation = [];
       this.now = {islands: [], why: []};
-      this.logRows = LOG_ROWS;
+      this.logBack = 0; // pages from the newest
       this.rows = new Map();
-      this.stale = true; // the drawings lag behind what is known
+      this.stale = new Set(); // series that have grown since they were drawn
       this.top();
     }
 
@@ -30,7 +30,7 @@ const RunPage = (() => {
       for (const series of ["rounds", "waits", "marks", "flow", "validation"]) {
         if (view.reset) this[series] = [];
         for (const row of view[series]) this[series].push(row);
-        if (view[series].length || view.reset) this.stale = true;
+        if (view[series].length || view.reset) this.stale.add(series);
       }
       this.islands = view.islands;
       if (view.now.islands) this.now = view.now;
@@ -42,13 +42,14 @@ const RunPage = (() => {
       this.why();
       this.islandTable();
       this.meters();
-      if (this.stale) {
-        this.stale = false;
-        Parts.losses(this.find('[data-kind="losses"]'), this.curves());
-        Parts.links(this.find('[data-kind="links"]'), this.links());
+      const grown = (...series) => series.some((name) => this.stale.has(name));
+      if (grown("rounds", "validation")) Parts.losses(this.find('[data-kind="losses"]'), this.curves());
+      if (grown("rounds", "flow")) Parts.links(this.find('[data-kind="links"]'), this.links());
+      if (grown("rounds")) {
         this.log();
         this.bars();
       }
+      this.stale.clear();
       this.timeline();
     }
 
@@ -80,7 +81,7 @@ const RunPage = (() => {
       this.pill.className = `pill ${kind}`;
       if (!now.run) return;
       this.progress.style.width = now.steps ? `${Math.min(100, (100 * now.step) / now.steps)}%` : "0%";
-      setText(tile.step, now.steps ? `${now.step} / ${now.steps}` : String(now.step));
+      setText(tile.step, now.steps ? `${steps(now.step)} / ${steps(now.steps)}` : steps(now.step));
       setText(tile.round, String(now.round));
       setText(tile.loss, loss(now.loss) || "–");
       const checked = this.validation[this.validation.length - 1];
@@ -105,8 +106,8 @@ const RunPage = (() => {
     why() {
       const calm = this.now.why.every((text) => /^(nothing holds|the run is finished|nothing is known)/.test(text));
       const list = this.find("#why ul");
-      const texts = this.now.why.slice(0, 12);
-      if (this.now.why.length > 12) texts.push(`and ${this.now.why.length - 12} more: diloco why`);
+      const texts = this.now.why.slice(0, MOST_WHY);
+      if (this.now.why.length > MOST_WHY) texts.push(`and ${this.now.why.length - MOST_WHY} more: diloco why tells all of them`);
       if (list.signature === texts.join("\n")) return;
       list.signature = texts.join("\n");
       list.replaceChildren(...texts.map((text) => make("li", {class: calm ? "calm" : ""}, text)));
@@ -295,13 +296,14 @@ const RunPage = (() => {
     log() {
       const place = this.find("#log .log");
       if (!this.rounds.length) return Parts.nothing(place, "No round is committed yet.");
-      const rows = this.rounds.slice(-this.logRows).reverse();
+      const end = this.rounds.length - LOG_ROWS * this.logBack, rows = this.rounds.slice(Math.max(0, end - LOG_ROWS), end).reverse();
       const head = ["round", "time", "step", "tokens", "loss", "took", "contributed", "", "digest"];
       const numeric = new Set(["round", "step", "tokens", "loss", "took"]);
       const body = make("tbody", {}, ...rows.map((row) => this.logRow(row)));
-      const more = this.rounds.length > this.logRows ? make("button", {type: "button", class: "more", onclick: () => { this.logRows += 100; this.log(); }}, "show older rounds") : null;
+      const turn = (pages, text) => make("button", {type: "button", class: pages > 0 ? "older" : "newer", onclick: () => { this.logBack += pages; this.log(); }}, text);
+      const turns = [this.logBack ? turn(-1, "newer rounds") : null, end > LOG_ROWS ? turn(1, "older rounds") : null];
       place.replaceChildren(make("div", {class: "wide"}, make("table", {class: "cards"}, make("thead", {}, make("tr", {},
-        ...head.map((name) => make("th", numeric.has(name) ? {class: "n"} : {}, name)))), body)), ...(more ? [more] : []));
+        ...head.map((name) => make("th", numeric.has(name) ? {class: "n"} : {}, name)))), body)), make("div", {class: "bar-row more"}, ...turns));
     }
 
     logRow(row) {
@@ -320,6 +322,8 @@ const RunPage = (() => {
         cell(parts, "", "across"), cell(notes.join("; "), "", "across soft"), cell(get("digest"), "", "mono across"));
     }
   }
+
+  const steps = (number) => (number < 10000 ? String(number) : count(number));
 
   function meter() {
     const bar = make("i"), box = make("span", {class: "meter"}, bar), text = make("span");

@@ -56,13 +56,13 @@ const Timeline = (() => {
     choices() {
       const length = this.span[1] - this.span[0];
       const spans = {all: "all"};
-      for (const [seconds, text] of [[21600, "6 hours"], [3600, "hour"], [600, "10 min"], [60, "minute"]]) if (length > 1.5 * seconds) spans[seconds] = `last ${text}`;
+      for (const [seconds, text] of [[21600, "6 hours"], [3600, "hour"], [600, "10 min"], [60, "minute"]]) if (length > 1.5 * seconds) spans[`s${seconds}`] = `last ${text}`;
       const signature = Object.keys(spans).join();
       if (this.bar.dataset.signature === signature) return;
       this.bar.dataset.signature = signature;
-      this.group = Parts.choice(spans, this.recent === null ? "all" : String(this.recent), (name) => {
+      this.group = Parts.choice(spans, this.recent === null ? "all" : `s${this.recent}`, (name) => {
         this.zoom = null;
-        this.recent = name === "all" ? null : Number(name);
+        this.recent = name === "all" ? null : Number(name.slice(1));
         this.draw();
       });
       this.bar.replaceChildren(...(Object.keys(spans).length > 1 ? [this.group] : []));
