@@ -5,16 +5,19 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from launched import wait_until
+import yaml
+from launched import TOGETHER, wait_until
 
 from diloco.bench.browser import BROWSER, LAPTOP, PHONE, WHY_SKIPPED, Tab, open_browser
 from diloco.bench.made_run import MadeRun
@@ -27,6 +30,7 @@ from diloco.dashboard.still import write_report
 from diloco.errors import DeviceError, SaveError
 from diloco.history.follow import RoundsFollower
 from diloco.report.shape import COLUMNS, MOST_ROUNDS, thinned
+from diloco.report.status import read_status
 from diloco.run.folder import OUTER
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -360,3 +364,44 @@ def test_a_report_is_shown_without_a_server(tmp_path):
         tab.open(path.as_uri())
         assert tab.run("document.querySelectorAll('.plot .main-svg').length") >= 2 and tab.complaints == []
         assert {urlsplit(each).scheme for each in tab.requests} <= {"file", "data"}
+
+
+@contextmanager
+def started(folder: Path, *words: str):
+    """A `diloco` command that is ended with the block."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diloco", *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@needs_browser
+@pytest.mark.soak
+def test_real_islands_are_shown_as_they_train_die_join_and_stop(tmp_path):
+    config = {**TOGETHER, "run": "real", "data": {"source": "stdlib", "sequence": 32}, "island": {"batch": 2}}
+    config |= {"inner": {**TOGETHER["inner"], "steps": 100_000}, "evaluate": {"samples": 8}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**config, "elastic": {"silence_s": 3}}))
+    options = ("--islands", "2", "--no-restart", "--dashboard")
+    with started(tmp_path, "run", "c.yaml", *options) as run, open_browser() as browser:
+        url = re.search(r"http://\S+", run.stdout.readline())[0]
+        threading.Thread(target=run.stdout.read, daemon=True).start()
+        tab = Tab(browser)
+        tab.open(url)
+        rounds = "Number(document.querySelector('[data-tile=round]').innerText)"
+        tab.wait(f"{rounds} >= 3", 300)
+        os.kill(read_status(tmp_path / "runs" / "real" / "island-2").pid, signal.SIGKILL)
+        tab.wait(f"['lost', 'ended'].includes(({STATE})['island-2'])")
+        seen = tab.run(rounds)
+        tab.wait(f"{rounds} > {seen}", 300)
+        ticket = str(tmp_path / "runs" / "real" / "ticket")
+        with started(tmp_path, "join", ticket, "--name", "guest"):
+            tab.wait(f"['training', 'waiting', 'sending'].includes(({STATE})['guest'])", 300)
+        run.send_signal(signal.SIGINT)
+        tab.wait("document.querySelector('.link-state').innerText.includes('connection lost')", 300)
+        assert [each for each in tab.complaints if "net::ERR" not in each] == []  # that the server is gone

@@ -6,6 +6,7 @@ what it sees into its folder, as an island does. The rounds of the past are made
 
 import hashlib
 import math
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -128,7 +129,10 @@ class MadeRun:
                     joined = () if self._first else made.joined
                     self._write([self._linked(replace(made, round=self._rounds, joined=joined))])
             case m.Note(kind, peer, text):
-                self._emit(IslandNews(what=kind, island=self.called(peer), text=text))
+                self._emit(IslandNews(what=kind, island=self.called(peer), text=self._in_names(text)))
+
+    def _in_names(self, text: str) -> str:
+        return re.sub(r"island-\d+", lambda found: self.called(found[0]), text)
 
     @property
     def _first(self) -> bool:
@@ -141,14 +145,14 @@ class MadeRun:
     def _past(self, number: int) -> RoundHeader:
         """Return a made round: now and then an island is missing, late or silent."""
         peers = [peer for at, peer in enumerate(self.ids[: self._founders]) if (at * 37 + number * 11) % 97]
-        loss = 2.1 + 4 * math.exp(-number / 90) + 0.03 * math.sin(number * 1.7)
+        loss = _loss(number)
         parts = tuple(
             ContributionHeader(peer, TOKENS, STEPS, TOKENS, round(loss + 0.001 * at, 4), 55 + at % 7)
             for at, peer in enumerate(peers)
         )
         ago_s = (self._rounds - number) * ROUND_S
         header = RoundHeader(
-            "", "", number, int(1000 * (self._began - 60 - ago_s)), 0, 0, 0, 0, SIZE, parts, len(peers),
+            "", "", number, int(1000 * (self._began - ROUND_S - ago_s)), 0, 0, 0, 0, SIZE, parts, len(peers),
             joined=tuple(peers) if number == 1 else (), collect_ms=3100, exchange_ms=800 + 10 * (number % 13),
         )  # fmt: skip
         if number % 20 == 0:
@@ -158,7 +162,7 @@ class MadeRun:
     def _linked(self, header: RoundHeader) -> RoundHeader:
         """Return a header as the next one of the chain, with the sums up to it."""
         tokens = TOKENS * len(header.contributions)
-        parts = tuple(replace(part, loss=part.loss or 2.1) for part in header.contributions)
+        parts = tuple(replace(part, loss=part.loss or _loss(header.round)) for part in header.contributions)
         self._total, self._step = self._total + tokens, self._step + STEPS
         digest = hashlib.sha256(f"{self._chain} {header.round}".encode()).hexdigest()
         linked = replace(
@@ -172,3 +176,8 @@ class MadeRun:
     def _write(self, headers: list[RoundHeader]) -> None:
         with (self.folder / OUTER / HISTORY).open("ab") as file:
             file.writelines(header.line() for header in headers)
+
+
+def _loss(number: int) -> float:
+    """Return a loss that falls as losses do."""
+    return round(2.1 + 4 * math.exp(-number / 60) + 0.03 * math.sin(number * 1.7), 4)

@@ -251,7 +251,8 @@ const RunPage = (() => {
       for (const each of this.now.islands) {
         let row = rows.find((one) => one.number === each.number);
         if (!row) { row = {number: each.number, name: each.name, spans: []}; rows.push(row); }
-        const begin = Math.max(until, row.spans.length ? row.spans[row.spans.length - 1][1] : 0, until ? 0 : each.since || 0);
+        const from = AWAY.includes(each.state) ? each.since || 0 : until; // what is lost is so since it was heard last
+        const begin = Math.max(from, row.spans.length ? row.spans[row.spans.length - 1][1] : 0, until ? 0 : each.since || 0);
         const quiet = AWAY.includes(each.state) && !this.now.islands.some((other) => !AWAY.includes(other.state));
         if (begin && this.now.at > begin && !quiet) row.spans = [...row.spans, [begin, this.now.at, each.state]];
       }
