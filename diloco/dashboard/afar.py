@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from diloco.comm.peers.ticket import Ticket
 from diloco.dashboard.feed import LOOK_S, Book
-from diloco.dashboard.figures import Flow, Trained
+from diloco.dashboard.figures import Flow, TrainingShares
 from diloco.dashboard.presence import present
 from diloco.errors import DilocoError, JoinRefused
 from diloco.report.shape import CONTRIBUTED, IslandNumbers, Row
@@ -53,7 +53,7 @@ class WatchedRun:
         for each in status.islands:
             self._numbers.of(each.island)
         names = Names({each.island: each.name for each in status.islands})
-        now = present(status, why_now(Facts(status, name=names.of)), self._numbers, names, Trained())
+        now = present(status, why_now(Facts(status, name=names.of)), self._numbers, names, TrainingShares())
         book.update(
             {"rounds": self._round(status), "flow": self._flow.sample(status)}, self._numbers.names(names.of), now
         )

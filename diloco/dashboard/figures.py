@@ -10,7 +10,7 @@ from diloco.report.status import RunStatus
 OVER_S = 3.0  # rates are means over so many seconds
 
 
-class Trained:
+class TrainingShares:
     """Sum up how long islands have trained within their time in the run: as their contributions say it or, of islands
     on this machine, by what they did not wait."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diloco.checkpoint.log.history import RoundHeader
 from diloco.dashboard.feed import Book
-from diloco.dashboard.figures import Flow, Trained
+from diloco.dashboard.figures import Flow, TrainingShares
 from diloco.dashboard.presence import present
 from diloco.elastic.protocol.record import Amendment
 from diloco.errors import SaveError
@@ -47,7 +47,7 @@ class LocalRun:
 
     def _begin_anew(self) -> None:
         self._numbers = IslandNumbers()
-        self._rows, self._trained, self._flow = RoundRows(self._numbers), Trained(), Flow()
+        self._rows, self._trained, self._flow = RoundRows(self._numbers), TrainingShares(), Flow()
         self._headers: list[RoundHeader] = []
         self._news: list[IslandNews] = []
         self._followers: dict[Path, EventsFollower] = {}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from diloco.dashboard.figures import Trained
+from diloco.dashboard.figures import TrainingShares
 from diloco.report.shape import IslandNumbers, now_of
 from diloco.report.status import IslandStatus, RunStatus
 from diloco.report.tables import harmless
@@ -12,7 +12,7 @@ from diloco.run.names import Names, short_key
 
 
 def present(
-    status: RunStatus | None, why: Sequence[str], numbers: IslandNumbers, names: Names, trained: Trained
+    status: RunStatus | None, why: Sequence[str], numbers: IslandNumbers, names: Names, trained: TrainingShares
 ) -> dict[str, Any]:
     """Return what a page shows of the present; each island with its number, and with its key's end where two share a
     name."""
