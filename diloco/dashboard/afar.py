@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 from diloco.comm.peers.ticket import Ticket
-from diloco.dashboard.feed import LOOK_S, Book
+from diloco.dashboard.feed import Book
 from diloco.dashboard.figures import Flow, TrainingShares
 from diloco.dashboard.presence import present
 from diloco.errors import DilocoError, JoinRefused
@@ -13,6 +13,8 @@ from diloco.report.shape import CONTRIBUTED, IslandNumbers, Row
 from diloco.report.status import IslandStatus, RunStatus
 from diloco.report.why import Facts, why_now
 from diloco.run.names import Names
+
+ASK_S = 1.0  # from one question to the next
 
 
 class WatchedRun:
@@ -32,7 +34,7 @@ class WatchedRun:
 
         while not self._closed:
             try:
-                self._hear(watch_run(self._ticket, pause_s=LOOK_S))
+                self._hear(watch_run(self._ticket, pause_s=ASK_S))
             except DilocoError as error:  # nobody answers: it is told, and tried again
                 with self._lock:
                     self._heard, self._problem = None, error

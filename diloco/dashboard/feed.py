@@ -1,6 +1,6 @@
 """Keep what the page shows, and say what of it a viewer does not know yet.
 
-One thread looks at the run every second while somebody watches; viewers take what is newest, each at its own pace.
+One thread looks at the run twice a second while somebody watches; viewers take what is newest, each at its own pace.
 There is no queue: a viewer that is slow, asleep or comes back after hours gets what it lacks, or all of it, and nobody
 waits for it, least of all an island, whose files are only read.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from diloco.errors import DilocoError, first_line
 from diloco.report.shape import Row, View, thinned
 
-LOOK_S = 1.0
+LOOK_S = 0.5  # islands write their status every second: so that it is seen soon after
 SERIES = ("rounds", "waits", "marks", "flow", "validation")
 MOST = {"waits": 20_000, "marks": 2_000, "flow": 900, "validation": 4_000}  # rows that are kept; rounds are thinned
 

@@ -8,6 +8,7 @@ from diloco.report.shape import Row
 from diloco.report.status import RunStatus
 
 OVER_S = 3.0  # rates are means over so many seconds
+EVERY_S = 1.9  # from one sample to the next
 
 
 class TrainingShares:
@@ -61,6 +62,8 @@ class Flow:
             if each.bytes_sent is not None
         }
         now = time.time()
+        if self._seen and now - self._seen[-1][0] < EVERY_S:
+            return []
         self._seen.append((now, counters))
         while len(self._seen) > 2 and now - self._seen[1][0] >= OVER_S:
             self._seen.popleft()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PORT = 7117  # or any other, if that is taken and nobody has asked for it
 MAX_VIEWERS = 64
+AGAIN_S = 3.0  # after which a view is told again that has not changed: the page knows by it that we are there
 BEAT_S = 10.0  # a comment that finds out who is gone
 RETRY_MS = 1000  # after which a browser connects again
 LEAVE_S = 1.0  # for viewers, when the server ends
@@ -188,14 +189,14 @@ async def stream(feed: Feed, place: str) -> AsyncIterator[str]:
     """Yield server-sent events: what a viewer lacks that was told everything up to a place, then what is new."""
     loop, news = asyncio.get_running_loop(), asyncio.Event()
     leave = feed.listen(lambda: loop.call_soon_threadsafe(news.set))
-    told = ""
+    told, said, said_at = "", "", 0.0
     try:
         yield f"retry: {RETRY_MS}\n\n"
         while True:
             there, message = feed.news(place)
-            if message:
+            if message and (message != said or loop.time() - said_at > AGAIN_S):
                 yield f"id: {there}\nevent: view\ndata: {message}\n\n"
-                place = there
+                place, said, said_at = there, message, loop.time()
             if feed.problem != told:
                 told = feed.problem
                 if told:
