@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
 from diloco.bench.team import trainer_of
-from diloco.data.batches import validation_batches
 from diloco.bench.viewers import measure_viewers
+from diloco.data.batches import validation_batches
 from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import local
 from diloco.run.join import alone

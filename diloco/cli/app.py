@@ -6,8 +6,8 @@ import typer
 
 from diloco.cli.bench import bench
 from diloco.cli.completion import completion
-from diloco.cli.demo import demo
 from diloco.cli.dashboard import dashboard, report
+from diloco.cli.demo import demo
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.init import init
