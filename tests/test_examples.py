@@ -95,7 +95,7 @@ def test_every_example_has_options_that_exist_and_is_run_somewhere(line):
     assert line in TYPED or line in SOAKED or any(line.startswith(known) for known in ELSEWHERE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_examples_work_on_the_quickstart_run(tmp_path):
     for name in ("examples", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
