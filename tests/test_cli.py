@@ -21,13 +21,13 @@ from diloco.run.folder import prepare_folder, release
 from diloco.version import PROTOCOL, __version__
 
 COMMANDS = [
-    "demo", "init", "run", "join", "launch", "config", "tokenize", "export", "status", "why", "ls", "stop", "bundle",
-    "log", "restore", "rewind", "evict", "force-roster", "set",
+    "demo", "init", "run", "join", "launch", "config", "tokenize", "export", "status", "why",
+    "dashboard", "report", "ls", "stop", "bundle", "log", "restore", "rewind", "evict", "force-roster", "set",
     "sample", "plan", "doctor", "completion", "ticket", "key", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join", "soak",
-    "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
+    "overhead", "dashboard", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join",
+    "soak", "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
 ]  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """The driver on streams in memory: real threads, a real all-reduce, faults made by closing, cutting and lying."""
 
+import errno
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -379,3 +381,19 @@ def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_p
     assert work.rebase(0).tolist() == [6.0, 0.0]  # a branch that has none of them
     assert work.rebase(3, settled=True) is None
     assert work.pieces == [] and list((tmp_path / "spilled").iterdir()) == []
+
+
+def test_what_a_full_disk_has_taken_of_a_piece_is_removed_and_the_piece_forgotten(tmp_path, monkeypatch):
+    def full(path: Path, data: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    work = PendingProgress(
+        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        keep_bytes=0, spill=tmp_path / "spilled",
+    )  # fmt: skip
+    for number in range(1, 3):
+        work.cut(torch.tensor([float(number), 0.0]), StepsDone(5, ((number, number + 1),)))()
+        work.rebase(number)
+    assert [piece.hi for piece in work.pieces] == [2] and list((tmp_path / "spilled").iterdir()) == []

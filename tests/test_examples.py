@@ -73,7 +73,7 @@ ELSEWHERE = {  # what runs them, in place of this file
     "diloco launch run.yaml --on slurm": "test_slurm.py", "diloco restore s3://": "test_checkpoint_remote.py",
     "diloco evict": "test_evict.py", "diloco force-roster": "test_force.py", "diloco ticket revoke": "test_tickets.py",
     "diloco simulate examples/islands.yaml": "test_docs_run.py", "diloco simulate protocol": "make soak",
-    "diloco bench": "tests/prove.py",
+    "diloco bench": "tests/prove.py", "diloco dashboard": "test_dashboard.py", "diloco report": "test_dashboard.py",
 }  # fmt: skip
 
 

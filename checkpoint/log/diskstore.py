@@ -412,3 +412,5 @@ class DiskStore(Store):
             for path in paths[: follows.index(True)] if any(follows) else []:
                 path.unlink()
                 self.journal.forget(path)
+            for payload in [payload for payload in self._items if not self.journal.has(payload)]:
+                del self._items[payload]

@@ -63,7 +63,7 @@ def dashboard(
     islands: Annotated[int, typer.Option(min=2, max=256, help="Islands of the run that is shown.")] = 64,
     rounds: Annotated[int, typer.Option(min=200, help="Rounds that it has behind it.")] = 1000,
 ) -> None:
-    """Use the dashboard in a headless Chromium, and kill an island (a minute)."""
+    """Use the dashboard in a headless Chromium (two minutes)."""
 
 
 @benchmark("speed --preset 150m --batch 32 --sequence 1024 --compile")

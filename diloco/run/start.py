@@ -62,6 +62,7 @@ from diloco.run.peer import Peer
 from diloco.run.shared import refuse_unshared
 from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
 from diloco.run.witness import Witness
+from diloco.train.amend import in_words
 from diloco.train.participant import Participant
 from diloco.train.resume import find_earlier
 from diloco.train.rounds import Rounds
@@ -254,6 +255,7 @@ class RunEntry:
         self.stack.enter_context(stop_on_signal(self.stop, WITNESS_STOPS))
         warm_up(config.sync.codec)
         part.driver = meet(self.stack, peer, start, part)
+        wait_for_more(part.driver, config, self.events, lambda: self.stop.asked)
         self.stop.on_pause = part.driver.pause
         return part
 
@@ -267,7 +269,9 @@ class RunEntry:
                 peer = open_peer()
                 genesis = known_genesis(folder, peer, self._search)
             if founded_with is not None:
-                amend_on_resuming(folder, genesis, newest_end(folder / OUTER), founded_with)
+                signed = amend_on_resuming(folder, genesis, newest_end(folder / OUTER), founded_with)
+                if signed is not None:
+                    self.events.emit(Note(text=f"the owner's change {signed.number}: {in_words(signed)}"))
         genesis = self.place.share(genesis)
         config = genesis.configure(own)
         with self._says("opening the model and the data", local=True):

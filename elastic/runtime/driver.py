@@ -125,6 +125,20 @@ class Driver:
         coming = own.next_amendment
         return coming if coming is not None and own.prolongs(coming) else None
 
+    @property
+    def is_behind(self) -> bool:
+        """Tell whether this island catches up, or knows of a member whose log is longer. Called on any thread."""
+        own = self.node.own
+        heads = [view.head for view in list(own.peers.views.values()) if view.heard and view.head is not None]
+        return own.catching_up is not None or any(head.round > own.state.head.round for head in heads)
+
+    @property
+    def hears_all(self) -> bool:
+        """Tell whether every other member of the roster has been heard in this life. Called on any thread."""
+        own = self.node.own
+        views = dict(own.peers.views)
+        return all(peer == own.me or (peer in views and views[peer].heard) for peer in own.state.roster)
+
     # the loop
 
     def guarded(self, work: Callable[[], None]) -> None:
@@ -219,8 +233,12 @@ class Driver:
         """Get the result that the node holds from the disk: an earlier life stored it, or it comes round again."""
         if (held := self.node.own.held) is None or self.applier.holds(held.record.payload):
             return
-        if (item := self.store.item(held.record.payload)) is not None:
+        if (item := self.store.item(held.record.payload)) is None:
+            return
+        try:
             self.applier.hold(held.record.payload, tensor_of(item.data))
+        except OSError as error:  # its file is gone or damaged by now: others have the result
+            log.warning("the result of round %d cannot be read again: %s", held.record.proposal.key.round, error)
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=self.guarded, args=(work,), daemon=True).start()

@@ -91,10 +91,10 @@ class EncodedCut:
                 return
             assert self._encoded is not None
             payload, norm = self._encoded
+            self.file = path  # from now on: half of it is to be removed, too
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(memoryview(payload.numpy()))  # type: ignore[arg-type]
             self._encoded = Encoded(torch.from_file(str(path), size=payload.numel(), dtype=torch.uint8), norm)
-            self.file = path
 
     def forget(self) -> None:
         """Remove the file that has its bytes, or keep it from being written."""
