@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from diloco.errors import DeviceError
 from diloco.launch import volunteer
 from diloco.launch.volunteer import Volunteer
 from diloco.run.allowance import Hours, IdleGpu, MonthlyBytes, TrafficMeter, gpu_processes, read_traffic
+from diloco.run.signals import signals
 from diloco.run.twins import Twins
 
 NOON, NIGHT = datetime(2026, 11, 18, 12, 0), datetime(2026, 11, 18, 23, 30)
@@ -133,10 +135,10 @@ def test_without_nvidia_smi_or_with_one_that_fails_it_is_said(smi, monkeypatch, 
         list(gpu_processes())
 
 
-def test_an_island_s_own_processes_are_known_by_their_parents():
+def test_an_island_s_own_processes_are_known_by_their_parents(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        island = Volunteer([], print)
+        island = Volunteer([], tmp_path, print)
         assert island.owns(os.getpid()) and island.owns(child.pid)
         assert not island.owns(1) and not island.owns(999999999)
     finally:
@@ -147,20 +149,49 @@ def test_an_island_s_own_processes_are_known_by_their_parents():
 # coming and going
 
 
-def test_a_volunteer_s_island_waits_comes_leaves_in_good_order_and_comes_back(monkeypatch, tmp_path):
-    """With a program in place of the island, which notes that it was asked to leave."""
-    program = (
-        "import signal, sys, time, pathlib; f = pathlib.Path(sys.argv[1]).open('a', buffering=1); f.write('come\\n')\n"
-        "def leave(*_): f.write('left\\n'); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
+@pytest.fixture
+def program(monkeypatch, tmp_path) -> Path:
+    """Put a program in place of the island; it notes in the file that is returned that it came, and how it left."""
+    code = (
+        "import signal, sys, time, pathlib; f = pathlib.Path(sys.argv[1]).open('a', buffering=1)\n"
+        "def leave(*_): time.sleep(float(sys.argv[2])); f.write('left\\n'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave); f.write('come\\n')\n"
         "time.sleep(600)"
     )
     monkeypatch.setattr(volunteer, "LOOK_S", 0.05)
     monkeypatch.setattr(volunteer, "QUIET_S", 0.0)
-    words = [sys.executable, "-c", program, str(tmp_path / "log")]
-    monkeypatch.setattr(volunteer, "start_process", lambda *_, **__: subprocess.Popen(words, start_new_session=True))
-    log, told, reason = tmp_path / "log", [], ["it is day"]
+    log, takes_s = tmp_path / "log", tmp_path / "takes_s"
     log.touch()
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", code, str(log), takes_s.read_text() if takes_s.exists() else "0"]
+        return subprocess.Popen(words, start_new_session=True)
+
+    monkeypatch.setattr(volunteer, "start_process", start)
+    return log
+
+
+def run_while(island: Volunteer, limit: volunteer.Limit, operate: Callable[[], object]) -> int:
+    """Run an island while somebody operates, then ask it to end; return its exit code."""
+
+    def work() -> None:
+        try:
+            operate()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=work)
+    with signals():  # whatever comes too late ends no test
+        thread.start()
+        try:
+            return island.run([limit])
+        finally:
+            thread.join()
+
+
+def test_a_volunteer_s_island_waits_comes_leaves_in_good_order_and_comes_back(program, tmp_path):
+    told: list[str] = []
+    log, reason = program, ["it is day"]
 
     def operate() -> None:
         wait_until(lambda: told)
@@ -170,12 +201,8 @@ def test_a_volunteer_s_island_waits_comes_leaves_in_good_order_and_comes_back(mo
         wait_until(lambda: log.read_text() == "come\nleft\n")
         reason[0] = ""
         wait_until(lambda: log.read_text().endswith("left\ncome\n"))
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=operate)
-    thread.start()
-    code = Volunteer([], told.append).run([lambda now: reason[0]])
-    thread.join()
+    code = run_while(Volunteer([], tmp_path, told.append), lambda now: reason[0], operate)
     assert code == 0 and log.read_text() == "come\nleft\ncome\nleft\n"
     assert told == [
         "the island waits: it is day (Ctrl-C ends it)",
@@ -183,6 +210,58 @@ def test_a_volunteer_s_island_waits_comes_leaves_in_good_order_and_comes_back(mo
         "the island leaves: it is day again, back at 22:00 (Ctrl-C ends it)",
         "the island comes back",
     ]
+
+
+def test_an_nvidia_smi_that_fails_once_costs_nothing_and_is_said_once(program, tmp_path):
+    told, asked = list[str](), [0]
+
+    def limit(now: datetime) -> str:
+        asked[0] += bool(program.read_text())
+        if asked[0] % volunteer.FAILURES:
+            raise DeviceError("nvidia-smi does not answer: mend that")
+        return ""
+
+    island = Volunteer([], tmp_path, told.append)
+    code = run_while(island, limit, lambda: wait_until(lambda: asked[0] > 3 * volunteer.FAILURES, 30))
+    assert code == 0 and program.read_text() == "come\nleft\n"
+    assert len(told) == 1 and "nvidia-smi does not answer" in told[0]
+
+
+def test_while_nvidia_smi_keeps_failing_an_island_is_away_in_good_order(program, smi, tmp_path):
+    told: list[str] = []
+
+    def operate() -> None:
+        wait_until(lambda: program.read_text() == "come\n", 30)
+        (tmp_path / "pmon").unlink()
+        wait_until(lambda: program.read_text() == "come\nleft\n", 30)
+        smi()
+        wait_until(lambda: program.read_text() == "come\nleft\ncome\n", 30)
+
+    island = Volunteer([], tmp_path, told.append)
+    code = run_while(island, IdleGpu(island.owns).reason, operate)
+    assert code == 0 and program.read_text() == "come\nleft\ncome\nleft\n"
+    assert [line.partition(":")[0] for line in told[1:]] == ["the island leaves", "the island comes back"]
+
+
+def test_a_program_s_name_in_no_encoding_is_no_error(smi, tmp_path):
+    with (tmp_path / "pmon").open("ab") as file:
+        file.write(b"    0  1  C  80  0  -  -  -  -  caf\xc3\n")
+    assert [each.command for each in gpu_processes()] == ["caf\ufffd"]
+
+
+@pytest.mark.parametrize("why", ["it saves", "elastic.grace_s is long"])
+def test_an_island_that_needs_its_time_to_leave_is_not_killed(program, monkeypatch, tmp_path, why):
+    monkeypatch.setattr(volunteer, "ASK_S", 0.0)
+    (tmp_path / "takes_s").write_text("1")
+    if why == "it saves":
+        part = tmp_path / "save-00000003.part" / "inner"
+        part.mkdir(parents=True)
+        (part / "rank-00000.safetensors").write_bytes(b"half")
+    else:
+        (tmp_path / "config.yaml").write_text("elastic: {grace_s: 60}\n")
+    island = Volunteer([], tmp_path, print)
+    assert run_while(island, lambda now: "", lambda: wait_until(lambda: bool(program.read_text()), 30)) == 0
+    assert program.read_text() == "come\nleft\n"
 
 
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def heed_limits(ticket: str, folder: Path, hours: str | None, max_month: str | N
         list(gpu_processes())  # raises, where they cannot be found
     os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
     sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == "-" else word for word in sys.argv]
-    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), say))
+    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, say))
 
 
 def read_ticket(given: str) -> str:

@@ -151,12 +151,12 @@ def gpu_processes() -> Iterator[GpuProcess]:
     if shutil.which(command[0]) is None:
         raise DeviceError("--yield-gpu asks nvidia-smi who uses the GPU, and it is not installed here: leave that out")
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+        done = subprocess.run(command, capture_output=True, timeout=NVIDIA_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise DeviceError(
             f"nvidia-smi does not say who uses the GPU ({error}): mend that, or leave --yield-gpu out"
         ) from None
-    for line in said.splitlines():
+    for line in done.stdout.decode(errors="replace").splitlines():  # names of programs may be cut anywhere
         words = line.split()
         if len(words) >= 5 and words[0].isdigit() and words[1].isdigit():
             percent = float(words[3]) if words[3].replace(".", "").isdigit() else 0.0
