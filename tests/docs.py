@@ -98,7 +98,9 @@ METRICS_PAGE = """\
 
 `diloco run … --metrics 9464`, or `log.metrics: 9464`, has an island answer Prometheus at
 `http://127.0.0.1:9464/metrics`. That is loopback: `--metrics 0.0.0.0:9464` lets other machines read it, whoever they
-are. Several islands that one command starts have the following ports, one each.
+are. Several islands that one command starts have the following ports, one each. Ask by an address, by `localhost`, by
+what `hostname` says, or by the name that `log.metrics` has (`--metrics box.example:9464`): other names get a 421, so
+that no web page elsewhere reads it by a name of its own.
 
 Every sample has the labels {always}: the run's name, and that of the island that tells. Counters begin anew when an
 island is started again. What is not known has no sample. `examples/grafana.json` is a dashboard to import into Grafana.

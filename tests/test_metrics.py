@@ -3,9 +3,11 @@
 import json
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from diloco.config.file import load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.launch.fleet import Plan
 from diloco.report.events import IslandNews, Round, Saved, Step, Wait
-from diloco.report.metrics import CONTENT_TYPE, METRICS, Metrics, Totals, render
+from diloco.report.metrics import CONTENT_TYPE, METRICS, READERS, Metrics, Totals, render
 from diloco.report.status import STATES, STATUS, IslandStatus, RunStatus
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +97,46 @@ def test_an_island_answers_while_it_trains_and_not_afterwards(small, tmp_path):
             Metrics(config)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{address}/metrics")
+
+
+def readers() -> int:
+    return sum("process_request" in thread.name for thread in threading.enumerate())
+
+
+def test_readers_that_trickle_take_a_few_threads_and_not_for_ever(small, monkeypatch):
+    monkeypatch.setattr("diloco.report.metrics.REQUEST_S", 1.0)
+    config = small(log={"metrics": free_port()})
+    Path(config.dir).mkdir()
+    with closing(Metrics(config)) as metrics, ExitStack() as opened:
+        address = ("127.0.0.1", metrics.port)
+        slow = [opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(40)]
+        most, ended = 0, set[socket.socket]()
+        for _ in range(100):
+            for each in slow:
+                try:
+                    each.sendall(b"G")
+                except OSError:
+                    ended.add(each)
+            most = max(most, readers())
+            if len(ended) == len(slow) and not readers():
+                break
+            time.sleep(0.1)
+        assert len(ended) == len(slow) and 0 < most <= READERS and readers() == 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics") as answer:
+            assert answer.status == 200
+
+
+def test_who_asks_by_a_name_that_is_not_this_machine_s_is_refused(small):
+    config = small(log={"metrics": free_port()})
+    Path(config.dir).mkdir()
+    with closing(Metrics(config)) as metrics:
+        for host, status in (("localhost:1", 200), ("10.1.2.3", 200), (socket.gethostname(), 200), ("evil.org", 421)):
+            asked = urllib.request.Request(f"http://127.0.0.1:{metrics.port}/metrics", headers={"Host": host})
+            if status == 200:
+                assert urllib.request.urlopen(asked).status == 200, host
+            else:
+                with pytest.raises(urllib.error.HTTPError, match="421"):
+                    urllib.request.urlopen(asked)
 
 
 @pytest.mark.parametrize("given", ["nowhere", "70000", "0", "0.0.0.0:", "true", "[9464]"])

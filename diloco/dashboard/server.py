@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from diloco.dashboard.feed import Feed
 from diloco.errors import DeviceError, MissingExtra
+from diloco.report.admitted import is_own_host
 from diloco.report.page import ASSETS, POLICY, asset, live_page, plotting_library
 
 if TYPE_CHECKING:
@@ -64,12 +65,7 @@ class Door:
 
     def admits(self, host: str) -> bool:
         """Tell whether a request's `Host` is this machine, by an address or by a name that nobody else can have."""
-        name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name.lower().rstrip(".") in {"localhost", self.host.lower(), socket.gethostname().lower()}
-        return True
+        return is_own_host(host, self.host)
 
     def path_within(self, path: str) -> str | None:
         """Return a request's path without the token; None if it lacks that."""

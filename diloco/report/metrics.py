@@ -5,21 +5,27 @@
 """
 
 import math
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from diloco.config.fields import parse_address
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.report.admitted import is_own_host
 from diloco.report.events import Event, IslandNews, Round, Saved, Step, Wait
 from diloco.report.status import STATES, IslandStatus, RunStatus, read_status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TIMEOUT_S = 10.0  # for a reader that says nothing
+READERS = 8  # at once, each by a thread of the process that trains; one more is closed
+REQUEST_S = 10.0  # for a reader to ask and to take its answer, however slowly bytes trickle
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float | None]
@@ -210,19 +216,48 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], answer: Callable[[], bytes]) -> None:
-        self.answer = answer
+        self.answer, self.host = answer, address[0]
+        self._lock = threading.Lock()
+        self._deadlines: dict[object, float] = {}  # of the readers' sockets that are open
         super().__init__(address, _Handler)
+
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+        """Answer a reader by a thread of its own, if there are not too many."""
+        with self._lock:
+            admitted = len(self._deadlines) < READERS
+            if admitted:
+                self._deadlines[request] = time.monotonic() + REQUEST_S
+        if admitted:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End the readers whose time is over; called about twice a second."""
+        with self._lock:  # whose socket is in the table is not closed yet, so no other file has its number
+            for request, deadline in self._deadlines.items():
+                if time.monotonic() > deadline and isinstance(request, socket.socket):
+                    with suppress(OSError):  # the other end was faster
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        """Close a reader's socket."""
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing of a reader that has left: it is no trouble of the run's."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = TIMEOUT_S
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer with all metrics at /metrics, and with 404 everywhere else."""
+        """Answer with all metrics at /metrics, and with 404 everywhere else; with 421 who asks another machine."""
+        if not is_own_host(self.headers.get("Host", ""), self.server.host):
+            self.send_error(421, "this is not the host that you look for")
+            return
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "metrics are at /metrics")
             return
