@@ -120,9 +120,15 @@ def test_a_model_and_its_tokenizer_come_from_the_hub_without_its_code(hub, tmp_p
     assert again[0] == first, "what is here needs no hub"
 
 
-@pytest.mark.parametrize("name", ["org/model", "org/model.v2", "org/model@main", "Org-1/x_y@refs/pr/1"])
+@pytest.mark.parametrize("name", ["org/model", "org/model.v2", "org/model@main", "Org-1/x_y@refs/pr/1", "o/m@v1..2"])
 def test_what_a_name_on_the_hub_looks_like(name):
     assert is_hub_name(name)
+
+
+@pytest.mark.parametrize("revision", ["..", "../../../../secret", "a/../b", "a/..", "/etc", "a//b", "a/", "./a", "."])
+def test_a_revision_leads_out_of_no_folder(revision):
+    """It becomes part of paths: in the hub's addresses, and in the cache."""
+    assert not is_hub_name(f"org/model@{revision}")
 
 
 @pytest.mark.parametrize(

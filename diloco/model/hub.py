@@ -8,7 +8,8 @@ from pathlib import Path
 
 from diloco.errors import DilocoError, MissingExtra, first_line
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # owner/name, or owner/name@revision
+PART = r"(?!\.\.?(?:/|\Z))[\w.-]+"  # of a revision, which becomes part of paths: never `.` or `..`
+NAME = re.compile(rf"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@{PART}(/{PART})*)?")  # owner/name, or owner/name@revision
 SETTINGS = ("config.json", "generation_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
