@@ -149,6 +149,15 @@ def test_init_takes_a_model_with_its_tokenizer_and_its_length(command, tmp_path)
     assert written["data"] == {"source": "text", "path": "a.txt", "tokenizer": "model", "sequence": 64}
 
 
+def test_init_takes_a_name_on_the_hub_as_the_model_does_and_no_slip(command, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    assert command("init", "--model", "org/model@refs/pr/1", "--data", "a.txt").code == 0
+    written = yaml.safe_load(Path("run.yaml").read_text())
+    assert written["model"]["hf"] == written["data"]["tokenizer"] == "org/model@refs/pr/1"
+    for slip in ("35M", "gpt2", "org/model@../../secret", "-o/model"):
+        assert "OWNER/NAME" in command.refused("init", "a.yaml", f"--model={slip}", "--data", "a.txt")
+
+
 def test_init_never_writes_over_a_file_unasked_and_says_what_it_does_not_find(command, tmp_path):
     (tmp_path / "mine.yaml").write_text("run: mine\n")
     assert "exists already" in command.refused("init", "mine.yaml")

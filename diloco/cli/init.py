@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 LOADED = {"inner": {"lr": 1e-4, "warmup": 50, "steps": 1000}, "sync": {"every": 50}}  # weights that know something
 SEQUENCE = 512
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub: some have no owner
 
 
 def init(
@@ -76,14 +76,17 @@ def run_name(file: Path) -> str:
 
 def model_settings(model: str) -> dict[str, Any]:
     """Return what a preset or a Hugging Face model asks for."""
+    from diloco.model.hub import is_hub_name
+
     if model in SIZES:
         return merged({"model": {"preset": model}}, SIZES[model])
     folder = Path(model).expanduser()
     described = folder / "config.json" if folder.is_dir() else folder
     if not described.exists():
-        if folder.exists() or not HUB_NAME.fullmatch(model) or model.startswith("."):
+        if not is_hub_name(model):
             raise ModelError(
-                f"--model {model}: neither {', '.join(SIZES)} nor a folder with a config.json nor a name on the hub"
+                f"--model {model}: neither {', '.join(SIZES)} nor a folder with a config.json nor a name on the hub "
+                "(OWNER/NAME, or OWNER/NAME@REVISION)"
             )
         return merged({"model": {"hf": model}, "data": {"sequence": SEQUENCE}}, LOADED)
     try:
@@ -101,7 +104,7 @@ def data_settings(data: str, model: str) -> dict[str, Any]:
             raise DataError(f"--data stdlib is plain bytes, which {model} was not trained on: give text by --data PATH")
         return {"data": {"source": "stdlib"}}
     path = Path(data).expanduser()
-    if not path.exists() and (not HUB_NAME.fullmatch(data) or data.startswith(".")):
+    if not path.exists() and (not DATASET.fullmatch(data) or data.startswith(".")):
         raise DataError(f"--data {data}: there is no such file or folder, and it is no name on the hub")
     found: dict[str, Any] = {"source": kind_of(path), "path": data}
     if found["source"] != "tokens" and model not in SIZES:
