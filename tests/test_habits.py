@@ -201,3 +201,13 @@ def test_the_demo_s_configuration_is_the_one_of_the_examples(tmp_path):
     (tmp_path / "demo.yaml").write_text(demo.CONFIG)
     ours, theirs = (load_config(path, ["run=same"]) for path in (tmp_path / "demo.yaml", EXAMPLES / "islands.yaml"))
     assert ours == theirs
+
+
+def test_the_demo_s_second_half_needs_what_its_report_needs(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "SLOW_LINK", [sys.executable, "-c", "print('simulated')"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert demo.slow_link() == 0 and "simulated" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert demo.slow_link() == 0
+    said = capsys.readouterr().out
+    assert "with plotly this goes on" in said and "simulated" not in said

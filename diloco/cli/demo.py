@@ -142,9 +142,9 @@ def follow(command: list[str], look: Callable[[], None] = lambda: None) -> int:
 
 
 def slow_link() -> int:
-    """Train two islands over a slow link, and say where the report is; without matplotlib there is none."""
-    if find_spec("matplotlib") is None:
-        notice("with matplotlib this goes on with a slow link and a report: pip install 'diloco[plots]'")
+    """Train two islands over a slow link, and say where the report is; without plotly there is none."""
+    if find_spec("plotly") is None:
+        notice("with plotly this goes on with a slow link and a report: pip install 'diloco[plots]'")
         return 0
     notice("two islands over 5 Mbit/s and 80 ms: what does such a link cost?")
     code = follow(SLOW_LINK)
