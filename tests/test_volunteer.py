@@ -19,6 +19,7 @@ from launched import TOGETHER, started, wait_until
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import PeerRecord
 from diloco.comm.transport.link import Link
+from diloco.config.file import load_config
 from diloco.errors import DeviceError
 from diloco.launch import volunteer
 from diloco.launch.volunteer import Volunteer
@@ -269,7 +270,7 @@ def test_a_joined_island_leaves_while_another_process_uses_the_gpu_and_comes_bac
     """A real run, a real island and its bytes of the month; the other process on the GPU is this test."""
     path, folder = tmp_path / "run.yaml", tmp_path / "second"
     path.write_text(json.dumps({**SMALL, **TOGETHER, "checkpoint": {"dir": str(tmp_path / "run")}}))
-    founder = ("run", str(path), "--islands", "1", "--set", "inner.steps=100000")
+    founder = ("run", str(path), "--islands", "1", "--set", "inner.steps=100000", "--set", "elastic.grace_s=21")
     joiner = ("join", str(tmp_path / "run" / "ticket"), "--name", "second", "--dir", str(folder))
     limits = ("--yield-gpu", "--max-month", "1TB", "--hours", "0-24")
 
@@ -290,6 +291,7 @@ def test_a_joined_island_leaves_while_another_process_uses_the_gpu_and_comes_bac
         assert wait_until(left)
         before, used = rounds(), read_traffic(folder, datetime.now())
         assert used > 1000
+        assert load_config(folder / "config.yaml").elastic.grace_s == 21, "the run's: so long it may take to leave"
         smi()
         assert wait_until(lambda: rounds() > before)
         assert wait_until(lambda: read_traffic(folder, datetime.now()) > used)
