@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, read_events
+from invited import ticket_in
 from launched import TOGETHER, started, wait_until
 
 from diloco.comm.peers.identity import Identity
@@ -263,6 +264,19 @@ def test_an_island_that_needs_its_time_to_leave_is_not_killed(program, monkeypat
     island = Volunteer([], tmp_path, print)
     assert run_while(island, lambda now: "", lambda: wait_until(lambda: bool(program.read_text()), 30)) == 0
     assert program.read_text() == "come\nleft\n"
+
+
+def test_with_json_a_volunteer_s_island_that_waits_says_so_to_standard_error(tmp_path):
+    hour = datetime.now().hour
+    later = f"{(hour + 2) % 24}-{(hour + 3) % 24}"
+    words = ["join", ticket_in(tmp_path).render(), "--dir", str(tmp_path / "island"), "--hours", later, "--json"]
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, "-m", "diloco", *words], stdout=stdout, stderr=stderr)
+    assert wait_until(lambda: out.read_text() + err.read_text() or process.poll() is not None, 60)
+    process.terminate()
+    process.wait(60)
+    assert err.read_text().startswith("the island waits: it is outside of --hours") and not out.read_text()
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from conftest import read_events
 from launched import wait_until
 from rich.console import Console
 
-from diloco.report.events import Amended, End, Start, Step, Validation
-from diloco.report.live import open_islands_view, open_view
+from diloco.cli.shared import say
+from diloco.report.console import table_console
+from diloco.report.events import Amended, End, Note, Start, Step, Validation
+from diloco.report.live import LiveView, open_islands_view, open_view
 from diloco.report.sinks import Events, JsonLines
 from diloco.report.terminal import PlainView, curve
 from diloco.report.trackers import TensorBoard, WandB
@@ -87,6 +89,33 @@ def test_of_several_islands_each_json_line_says_whose_it_is():
     silent = io.StringIO()
     open_islands_view(lambda: None, "quiet", stream=silent).say("island-2 died")
     assert not silent.getvalue()
+
+
+ADDRESS = "[2001:db8:a:b:c:1]:4001"  # `:a:` and `:b:` are codes of emoji
+
+
+def test_an_address_is_printed_as_it_is_by_whatever_prints_it(tmp_path, capsys):
+    note, out = Note(text=ADDRESS), io.StringIO()
+    for show in ("json", "auto"):
+        view = open_view(tmp_path, show, console=Console(file=out, width=200))
+        assert view is not None
+        view.emit(note)
+        islands = open_islands_view(lambda: None, show, stream=out)
+        islands.hear("island-1", note)
+        islands.say(ADDRESS)
+    live = LiveView(Console(file=out, width=200, force_terminal=True, highlight=False), tmp_path)
+    live.emit(note)
+    say(ADDRESS)
+    table_console().print(ADDRESS, markup=False)
+    printed = [line for line in (out.getvalue() + capsys.readouterr().out).splitlines() if line]
+    assert len(printed) == 8 and all(ADDRESS in line for line in printed), printed
+
+
+def test_beside_json_and_quiet_output_other_lines_go_to_standard_error(capsys):
+    for show, output in (("auto", "out"), ("json", "err"), ("quiet", "err")):
+        say("dashboard: here", show=show)
+        told = capsys.readouterr()
+        assert (told.out + told.err, getattr(told, output)) == ("dashboard: here\n",) * 2
 
 
 def test_the_curve_spans_its_values():

@@ -12,6 +12,7 @@ from diloco.cli.status import OneRun, is_ticket, read_watch_ticket
 
 if TYPE_CHECKING:
     from diloco.dashboard.feed import Source
+    from diloco.report.live import Show
 
 Host = Annotated[
     str, typer.Option(help="Address to listen at; any but 127.0.0.1 puts a token into the page's address.")
@@ -72,7 +73,7 @@ def report(
     say(f"report: {path} (open it in a browser)")
 
 
-def show_beside(folder: Path) -> None:
+def show_beside(folder: Path, show: "Show" = "auto") -> None:
     """Show the run in a folder as a web page until this process ends, and say where.
 
     Of an island's processes only the one that was started first does so.
@@ -83,4 +84,4 @@ def show_beside(folder: Path) -> None:
         return
     beside = Beside(folder, "127.0.0.1", None)
     atexit.register(beside.close)
-    say(f"dashboard: {beside.url}")
+    say(f"dashboard: {beside.url}", show=show)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -136,7 +137,7 @@ def run(
         resume, fresh = True, False
     plan = Plan(loaded, config, tuple(set_ or ()), islands, link, host, restart, resume, port, relay)
     if dashboard:
-        show_beside(Path(loaded.dir))
+        show_beside(Path(loaded.dir), show)
     (many_islands if islands > 1 else one_island)(plan, fresh=fresh, show=show)
 
 
@@ -292,9 +293,9 @@ def join(
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     up, down, delay_s = rates_of(link, max_up, max_down)
     if hours is not None or max_month is not None or yield_gpu:
-        heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu)
+        heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu, show=show)
     if dashboard:
-        show_beside(folder)
+        show_beside(folder, show)
     start_if_several(island)
     with loading():
         from diloco.run import start
@@ -316,7 +317,9 @@ def join(
         say_ending(show, ended, [] if outcome.finished else next_commands(come_back))
 
 
-def heed_limits(ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool) -> None:
+def heed_limits(
+    ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool, show: "Show"
+) -> None:
     """Take part by a process of its own for as long as the volunteer's limits allow, and exit as it does; do nothing in
     that process itself."""
     from diloco.launch.volunteer import VOLUNTEER, limits_of, volunteer
@@ -330,7 +333,8 @@ def heed_limits(ticket: str, folder: Path, hours: str | None, max_month: str | N
         list(gpu_processes())  # raises, where they cannot be found
     os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
     sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == "-" else word for word in sys.argv]
-    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, say))
+    tell = partial(say, show=show)
+    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, tell))
 
 
 def read_ticket(given: str) -> str:

@@ -114,11 +114,12 @@ def show_of(*, quiet: bool, as_json: bool) -> "Show":
     return "json" if as_json else "quiet" if quiet else "auto"
 
 
-def say(*lines: str) -> None:
-    """Print lines as they are, however long."""
+def say(*lines: str, show: "Show" = "auto") -> None:
+    """Print lines as they are, however long; to standard error where --json or --quiet keep standard output free."""
     from rich.console import Console
 
-    Console(highlight=False).print(*lines, sep="\n", soft_wrap=True, markup=False)
+    console = Console(stderr=show != "auto", highlight=False)
+    console.print(*lines, sep="\n", soft_wrap=True, markup=False, emoji=False)
 
 
 def next_commands(commands: Mapping[str, str]) -> list[str]:

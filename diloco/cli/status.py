@@ -69,7 +69,7 @@ def _draw(found: "Iterator[RunStatus]") -> None:
 
     last = next(found)
     picture = RunPicture(lambda: last)
-    with Live(picture, console=LastingConsole(highlight=False), refresh_per_second=REFRESH_HZ):
+    with Live(picture, console=LastingConsole(highlight=False, emoji=False), refresh_per_second=REFRESH_HZ):
         for last in found:  # noqa: B007 -- the picture looks at it
             pass
 

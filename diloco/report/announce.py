@@ -31,7 +31,7 @@ class Announcer:
         self, console: Console | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Without a console it is that of standard error. In a terminal, what prints lines meanwhile must share it."""
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or Console(stderr=True, highlight=False, emoji=False)
         self._quiet, self._clock = quiet, clock
         self._what, self._more, self._since = "", "", 0.0
         self._progress: tuple[int, int] | None = None
@@ -54,7 +54,7 @@ class Announcer:
                     threading.Thread(target=self._say, args=(over,), daemon=True).start()
                 yield
         except KeyboardInterrupt:  # answered here: closing what is open may take seconds
-            self._console.print(INTERRUPTED, markup=False)
+            self._console.print(INTERRUPTED, markup=False, emoji=False)
             raise
         finally:
             over.set()
@@ -87,7 +87,7 @@ class Announcer:
     def _say(self, over: threading.Event) -> None:
         wait_s = FIRST_SAID_S
         while not over.wait(wait_s):
-            self._console.print(self.text, soft_wrap=True, markup=False)
+            self._console.print(self.text, soft_wrap=True, markup=False, emoji=False)
             wait_s = SAY_AGAIN_S
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -10,8 +10,8 @@ WIDE = 1000  # letters, which no table needs
 
 def table_console() -> Console:
     """Return a console on which tables wrap on a terminal only: who reads a pipe wants lines as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, emoji=False, width=WIDE)
 
 
 class LastingConsole(Console):

@@ -37,7 +37,7 @@ def open_view(
 
     The default console is that of standard output. `notice` returns a line for the person, or "".
     """
-    console = console or LastingConsole(file=sys.stdout, highlight=False)
+    console = console or LastingConsole(file=sys.stdout, highlight=False, emoji=False)
     if show == "quiet":
         return None
     if show == "json":
@@ -53,7 +53,7 @@ class JsonView:
 
     def emit(self, event: Event) -> None:
         """Print the event."""
-        self._console.print(json.dumps(event.plain()), soft_wrap=True, markup=False)
+        self._console.print(json.dumps(event.plain()), soft_wrap=True, markup=False, emoji=False)
 
     def close(self) -> None:
         pass
@@ -91,7 +91,8 @@ class LiveView:
             self._step = event
             self._losses.append(math.nan if event.loss is None else event.loss)
         elif not isinstance(event, Waiting) and (text := sentence(event)):  # the picture shows who waits
-            self._live.console.print(text, markup=False, style="bold" if isinstance(event, Start) else "")
+            style = "bold" if isinstance(event, Start) else ""
+            self._live.console.print(text, markup=False, emoji=False, style=style)
         if isinstance(event, Start):
             self._live.start()
 
@@ -170,7 +171,7 @@ def open_islands_view(
     look: Callable[[], RunStatus | None], show: Show = "auto", *, stream: TextIO | None = None
 ) -> IslandsView:
     """Open what shows several islands: a picture if the stream is a terminal, else lines; or JSON, or nothing."""
-    console = LastingConsole(file=stream or sys.stdout, highlight=False)
+    console = LastingConsole(file=stream or sys.stdout, highlight=False, emoji=False)
     if show != "auto":
         return JsonIslands(console) if show == "json" else SilentIslands(console)
     return LiveIslands(console, look) if console.is_terminal else IslandsView(console)

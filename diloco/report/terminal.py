@@ -114,7 +114,7 @@ class PlainView:
         if isinstance(event, Step) and self._start is not None:
             text = "  ".join([f"step {event.step:>5}/{self._start.steps}", *figures(event, self._start)])
         if text:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, soft_wrap=True, markup=False, emoji=False)
 
     def close(self) -> None:
         pass

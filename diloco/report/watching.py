@@ -72,7 +72,7 @@ class IslandsView:
 
     def say(self, line: str) -> None:
         """Print one line as it is, however long, and flush it."""
-        self._console.print(line, soft_wrap=True, markup=False)
+        self._console.print(line, soft_wrap=True, markup=False, emoji=False)
 
     def hear(self, island: str, event: Event) -> None:
         """Take an event of one island; lines about what matters come by `say`."""

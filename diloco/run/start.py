@@ -146,7 +146,7 @@ class RunEntry:
     ticket: Ticket | None = None
 
     def __post_init__(self) -> None:
-        self._console = LastingConsole(file=sys.stdout, highlight=False)
+        self._console = LastingConsole(file=sys.stdout, highlight=False, emoji=False)
         drawn = self.view and self.show == "auto" and self._console.is_terminal
         quiet = self.show == "quiet" or not self.place.leader
         self._announcer = Announcer(self._console if drawn else None, quiet=quiet)
