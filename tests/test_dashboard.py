@@ -234,9 +234,7 @@ def test_a_run_that_has_not_begun_is_waited_for_and_what_is_no_run_is_refused(tm
 
 
 def test_beside_a_run_that_prints_json_its_address_goes_to_standard_error(tmp_path):
-    program = (
-        "import sys, pathlib; from diloco.cli.dashboard import show_beside; show_beside(pathlib.Path('x'), 'json')"
-    )
+    program = "import pathlib; from diloco.cli.dashboard import show_beside; show_beside(pathlib.Path('x'), 'json')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},

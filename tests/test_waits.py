@@ -1,25 +1,37 @@
 """Nothing waits in silence: what is said before an island trains, and when it does not for a while."""
 
 import io
+import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+import torch
 from launched import wait_until
 from own_loops import made, run_of, train_all
 from rich.console import Console
 
 import diloco
+from diloco.island.mesh import ProcessMesh
 from diloco.report import announce
 from diloco.report.announce import INTERRUPTED, Announcer
 from diloco.report.board import WAIT_ECHO_S, Board
-from diloco.report.events import Waiting, of_kind
-from diloco.report.live import WaitsView
-from diloco.report.sinks import EVENTS
+from diloco.report.events import Start, Waiting, WitnessStart, of_kind
+from diloco.report.live import LiveView, WaitsView
+from diloco.report.sinks import EVENTS, Events
 from diloco.report.terminal import sentence
 from diloco.report.watching import recent_events
 from diloco.run import status
+from diloco.run.signals import stop_on_signal
+from diloco.run.start import RunEntry
+from diloco.train.trainer import Trainer
 
+WITNESS = WitnessStart(run="r", dir="d", trained_parameters=2000, steps=9, round=4)
+START = Start(
+    run="r", dir="runs/r", model="tiny", parameters=9, trained_parameters=9, data="d", data_tokens=12, device="cpu",
+    dtype="float32", mesh="fsdp 1 x tp 1", steps=40, every=10, tokens_per_step=1000,
+)  # fmt: skip
 WAIT = Waiting(time=1012.0, since=1000.0, state="waiting", cause="round", islands=("island-3",))
 
 
@@ -86,6 +98,27 @@ def test_ctrl_c_before_training_is_answered_before_anything_is_closed():
     with pytest.raises(KeyboardInterrupt), announcer.during("looking for members of the run"):
         raise KeyboardInterrupt
     assert out.getvalue() == f"{INTERRUPTED}\n"
+
+
+@pytest.mark.parametrize("begins", [WITNESS, START], ids=["witness", "trainer"])
+def test_ctrl_c_is_answered_by_the_picture_while_it_is_drawn_and_in_a_line_before_and_after(small, capfd, begins):
+    entry = RunEntry(ProcessMesh(0, 1, torch.device("cpu"), None), Events(), ExitStack(), None, Trainer)
+    entry._console = Console(file=io.StringIO(), force_terminal=True)
+    view = entry._open_view(small())
+    assert isinstance(view, LiveView)
+
+    def answered() -> str:
+        entry.stop.asked_at, entry.stop.said = None, ""
+        with stop_on_signal(entry.stop, "saying goodbye"):
+            signal.raise_signal(signal.SIGINT)
+        assert entry.stop.said == "saying goodbye"
+        return capfd.readouterr().err
+
+    assert answered() == "\nsaying goodbye\n"
+    view.emit(begins)
+    assert answered() == ""
+    view.close()
+    assert answered() == "\nsaying goodbye\n"
 
 
 def test_in_a_terminal_one_line_is_redrawn_and_goes_away():

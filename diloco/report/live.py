@@ -16,7 +16,7 @@ from rich.live import Live
 
 from diloco.report.board import Row
 from diloco.report.console import LastingConsole
-from diloco.report.events import Event, Note, Start, Step, Waiting
+from diloco.report.events import Event, Note, Start, Step, Waiting, WitnessStart
 from diloco.report.picture import RunPicture, with_starting
 from diloco.report.sinks import Sink
 from diloco.report.status import RunStatus, ask_for_others, read_status
@@ -85,16 +85,21 @@ class LiveView:
         self._live = Live(self._picture, console=console, transient=True, refresh_per_second=REFRESH_HZ)
 
     def emit(self, event: Event) -> None:
-        """Start the picture when training starts, and print a line for an event that deserves one."""
+        """Start the picture when training or witnessing starts, and print a line for an event that deserves one."""
         self._start = start_after(event, self._start)
         if isinstance(event, Step):
             self._step = event
             self._losses.append(math.nan if event.loss is None else event.loss)
         elif not isinstance(event, Waiting) and (text := sentence(event)):  # the picture shows who waits
-            style = "bold" if isinstance(event, Start) else ""
+            style = "bold" if isinstance(event, Start | WitnessStart) else ""
             self._live.console.print(text, markup=False, emoji=False, style=style)
-        if isinstance(event, Start):
+        if isinstance(event, Start | WitnessStart):
             self._live.start()
+
+    @property
+    def drawn(self) -> bool:
+        """Tell whether the picture is on the screen now."""
+        return self._live.is_started
 
     def _look(self) -> RunStatus | None:
         """Read what this process has last written down, and have other islands asked what they do."""

@@ -54,7 +54,7 @@ class Stop:
     pausing: bool = False
     on_pause: Callable[[], None] | None = None  # called at once, in the midst of a step
     said: str = ""  # what the person who asked is answered
-    shown: bool = False  # a live view shows that: nothing else may be printed
+    shown: Callable[[], bool] = lambda: False  # whether a live view shows that now: then nothing else is printed
 
     @property
     def asked(self) -> bool:
@@ -77,7 +77,7 @@ def stop_on_signal(stop: Stop, announce: str, *, always_pause: bool = False) -> 
             if stop.pausing and stop.on_pause is not None:
                 stop.on_pause()
             stop.said = announce
-            if announce and not stop.shown:  # a plain write: the handler may have interrupted any other output
+            if announce and not stop.shown():  # a plain write: the handler may have interrupted any other output
                 os.write(2, f"\n{announce}\n".encode())
         elif time.monotonic() - stop.asked_at > REPEAT_S:
             if sys.stdout.isatty():

@@ -298,7 +298,8 @@ class RunEntry:
         if not self.view:
             return WaitsView()
         view = open_view(Path(config.dir), self.show, console=self._console, notice=lambda: self.stop.said)
-        self.stop.shown = isinstance(view, LiveView)
+        if isinstance(view, LiveView):
+            self.stop.shown = lambda: view.drawn
         return view
 
     def _attached_peer(self, folder: Path, attachment: Attachment) -> Peer:
