@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -123,6 +125,29 @@ def test_the_curve_spans_its_values():
     assert curve([1.0, 1.0]) == "▁▁"
     assert curve([2.0, float("nan"), 1.0, float("inf")]) == "█ ▁ "
     assert curve([float("nan")]) == " "
+
+
+def test_the_picture_is_drawn_while_steps_come_from_another_thread(tmp_path):
+    out, over = io.StringIO(), threading.Event()
+    view = LiveView(Console(file=out, force_terminal=True), tmp_path)
+    view.emit(START)
+
+    def train() -> None:
+        while not over.is_set():
+            view.emit(STEP)
+
+    trainer, before = threading.Thread(target=train), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        trainer.start()
+        for _ in range(1000):
+            view._below()
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        trainer.join()
+        view.close()
+    assert "loss ▁" in view._below()
 
 
 def test_tensorboard_files_hold_the_curves(tmp_path, small):

@@ -120,7 +120,8 @@ class LiveView:
         return (start.steps - step.step) * start.tokens_per_step / step.tokens_per_s
 
     def _below(self) -> str:
-        parts = [f"loss {curve(self._losses)}"] if self._losses else []
+        losses = list(self._losses)  # at once: the trainer appends while this thread draws
+        parts = [f"loss {curve(losses)}"] if losses else []
         if self._step is not None and self._step.mfu is not None:
             parts.append(f"MFU {self._step.mfu:.1%}")
         if self._step is not None and self._step.skipped:
