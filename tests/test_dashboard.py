@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import http.server
 import json
 import os
 import re
@@ -268,6 +269,40 @@ def test_nothing_is_looked_at_while_nobody_watches():
     assert source.looks <= seen + 1
 
 
+class Lost(Slow):
+    """A run that can be seen once, and then not until it is found."""
+
+    found = False
+
+    def look(self, book: Book) -> None:
+        if self.looks and not self.found:
+            raise SaveError("the run is gone")
+        super().look(book)
+
+
+def test_a_run_that_cannot_be_seen_any_more_is_not_live_until_it_can(monkeypatch):
+    monkeypatch.setattr("diloco.dashboard.server.AGAIN_S", 0.0)
+    monkeypatch.setattr("diloco.dashboard.feed.LOOK_S", 0.05)
+
+    async def watch() -> list[str]:
+        source, told = Lost(), list[str]()
+        feed = Feed(source)
+        feed.start()
+        events = stream(feed, "")
+        async for text in events:
+            told += re.findall("event: (.*)", text)
+            if told.count("problem") == 3:
+                source.found = True
+            if len(told) > 30 or (told.count("problem") >= 3 and told[-1] == "view"):
+                break
+        await events.aclose()
+        feed.close()
+        return told
+
+    told = asyncio.run(watch())
+    assert told[told.index("problem") :].count("view") == 1
+
+
 def test_a_viewer_that_reads_nothing_keeps_nobody_waiting_and_nothing_for_itself():
     async def watch() -> int:
         feed = Feed(Slow())
@@ -360,6 +395,28 @@ def test_a_page_whose_server_is_killed_says_so_and_goes_on_with_the_next_one(tmp
         port = urlsplit(beside.url).port
         beside.close()
         tab.wait("document.querySelector('.link-state').innerText.includes('connection lost')")
+        with closing(Beside(run.folder, "127.0.0.1", port)):
+            tab.wait("document.querySelector('.link-state').innerText === 'live'")
+
+
+class Refusal(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@needs_browser
+def test_a_page_that_is_refused_says_so_and_tries_again(tmp_path):
+    with MadeRun(tmp_path / "run", 3, 30) as run, shown(run) as (tab, beside):
+        port = urlsplit(beside.url).port
+        beside.close()
+        http.server.HTTPServer.allow_reuse_address = True
+        with http.server.HTTPServer(("127.0.0.1", port), Refusal) as full:
+            threading.Thread(target=full.serve_forever, daemon=True).start()
+            tab.wait("document.querySelector('.link-state').innerText.includes('connection refused')")
+            full.shutdown()
         with closing(Beside(run.folder, "127.0.0.1", port)):
             tab.wait("document.querySelector('.link-state').innerText === 'live'")
 

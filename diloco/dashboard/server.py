@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PORT = 7117  # or any other, if that is taken and nobody has asked for it
 MAX_VIEWERS = 64
-AGAIN_S = 3.0  # after which a view is told again that has not changed: the page knows by it that we are there
+AGAIN_S = 3.0  # after which a view or a problem is told again: the page knows by it that we are there
 BEAT_S = 10.0  # a comment that finds out who is gone
 RETRY_MS = 1000  # after which a browser connects again
 LEAVE_S = 1.0  # for viewers, when the server ends
@@ -189,14 +189,15 @@ async def stream(feed: Feed, place: str) -> AsyncIterator[str]:
     try:
         yield f"retry: {RETRY_MS}\n\n"
         while True:
-            there, message = feed.news(place)
-            if message and (message != said or loop.time() - said_at > AGAIN_S):
+            problem, (there, message) = feed.problem, feed.news(place)
+            again = loop.time() - said_at > AGAIN_S
+            # a page that gets a view is live: while the run cannot be seen it gets only the rows that it lacks
+            if message and (there != place or (not problem and (told or again or message != said))):
                 yield f"id: {there}\nevent: view\ndata: {message}\n\n"
-                place, said, said_at = there, message, loop.time()
-            if feed.problem != told:
-                told = feed.problem
-                if told:
-                    yield f"event: problem\ndata: {json.dumps(told)}\n\n"
+                place, said, said_at, told = there, message, loop.time(), ""
+            if problem and (again or problem != told):
+                yield f"event: problem\ndata: {json.dumps(problem)}\n\n"
+                told, said_at = problem, loop.time()
             while True:
                 try:
                     await asyncio.wait_for(news.wait(), BEAT_S)

@@ -2,7 +2,8 @@
 // The dashboard: what the server streams goes into the page. A connection that breaks is taken up where it was.
 addEventListener("DOMContentLoaded", () => {
   const page = new RunPage(document), {setText, duration} = Parts;
-  let told = 0, ended = false;
+  const AGAIN_MS = 3000; // a browser does not connect again by itself where it was refused
+  let heard = 0, shown = false;
   window.dilocoPage = page;
 
   function connection(kind, text) {
@@ -10,24 +11,31 @@ addEventListener("DOMContentLoaded", () => {
     setText(page.linkState, text);
   }
 
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && told) page.show(); });
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && shown) page.show(); });
+
+  function connect() {
+    const source = new EventSource("events");
+    source.addEventListener("view", (event) => {
+      heard = Date.now();
+      shown = true;
+      page.apply(JSON.parse(event.data));
+      connection("on", "live");
+    });
+    source.addEventListener("problem", (event) => {
+      heard = Date.now();
+      connection("off", JSON.parse(event.data));
+    });
+    source.addEventListener("error", () => {
+      const refused = source.readyState === EventSource.CLOSED;
+      connection("off", refused ? "connection refused, trying again" : "connection lost, trying again");
+      if (refused) setTimeout(connect, AGAIN_MS);
+    });
+  }
 
   connection("", "connecting");
-  const source = new EventSource("events");
-  source.addEventListener("view", (event) => {
-    told = Date.now();
-    page.apply(JSON.parse(event.data));
-    connection("on", "live");
-  });
-  source.addEventListener("over", (event) => {
-    ended = true;
-    connection("off", JSON.parse(event.data));
-    source.close();
-  });
-  source.addEventListener("problem", (event) => connection("off", JSON.parse(event.data)));
-  source.addEventListener("error", () => { if (!ended) connection("off", "connection lost, trying again"); });
+  connect();
   setInterval(() => {
-    const quiet = (Date.now() - told) / 1000;
-    if (told && !ended && quiet > 6) connection("off", `nothing heard for ${duration(quiet)}`);
+    const quiet = (Date.now() - heard) / 1000;
+    if (heard && quiet > 6) connection("off", `nothing heard for ${duration(quiet)}`);
   }, 1000);
 });
