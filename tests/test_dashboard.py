@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -18,17 +19,20 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from invited import ticket_in
 from launched import TOGETHER, wait_until
 
 from diloco.bench.browser import BROWSER, LAPTOP, PHONE, WHY_SKIPPED, Tab, open_browser
 from diloco.bench.made_run import MadeRun
 from diloco.checkpoint.log.history import HISTORY, ContributionHeader, Move, RoundHeader
+from diloco.comm.peers.admission import Right
+from diloco.dashboard import afar
 from diloco.dashboard.beside import Beside
 from diloco.dashboard.feed import MOST, Book, Feed
 from diloco.dashboard.local import LocalRun
 from diloco.dashboard.server import Door, open_door, stream
 from diloco.dashboard.still import write_report
-from diloco.errors import DeviceError, SaveError
+from diloco.errors import DeviceError, JoinRefused, SaveError
 from diloco.history.follow import RoundsFollower
 from diloco.report.shape import COLUMNS, MOST_ROUNDS, thinned
 from diloco.report.status import read_status
@@ -241,6 +245,28 @@ def test_beside_a_run_that_prints_json_its_address_goes_to_standard_error(tmp_pa
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "" and done.stderr.startswith("dashboard: http://"), done.stderr
+
+
+def test_a_ticket_that_is_not_to_watch_is_refused_in_one_line(tmp_path):
+    words = [sys.executable, "-m", "diloco", "dashboard", ticket_in(tmp_path).render()]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 2 and "ask the run's owner for one to watch" in said and "Traceback" not in said
+
+
+def test_whatever_fails_afar_is_told_and_tried_again_after_a_pause(tmp_path, monkeypatch, caplog):
+    """No folder for its key, as an example of what nobody thought of."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(afar, "ASK_S", 0.2)
+    with closing(afar.WatchedRun(ticket_in(tmp_path, right=Right.WATCH))) as run:
+        assert wait_until(lambda: len(caplog.records) > 1, 20)
+        with pytest.raises(JoinRefused, match="failed to ask"):
+            run.look(Book())
+        assert len(caplog.records) < 100
 
 
 class Slow:

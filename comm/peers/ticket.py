@@ -97,6 +97,14 @@ class Ticket:
         if right in (Right.OBSERVE, Right.WATCH):
             raise TicketError(f"the ticket lets one {right.name.lower()} only: ask the owner for one to contribute")
 
+    def refuse_unless_to_watch(self) -> None:
+        """Raise TicketError if its right is not to watch."""
+        if self.invite.right != Right.WATCH:
+            raise TicketError(
+                f"the ticket is to {self.invite.right.name.lower()}: ask the run's owner for one to watch "
+                "(diloco ticket create RUN --right watch)"
+            )
+
     @property
     def run_id(self) -> bytes:
         """Return the id of the run that it is for."""

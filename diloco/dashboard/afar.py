@@ -1,6 +1,7 @@
 """Look at a run elsewhere by a ticket to watch. Members tell their status and nothing else: the page knows the rounds
 that were committed while it looked."""
 
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -16,34 +17,45 @@ from diloco.run.names import Names
 
 ASK_S = 1.0  # from one question to the next
 
+log = logging.getLogger(__name__)
+
 
 class WatchedRun:
     """Ask the members of a run what they do, in a thread of its own: to find them takes seconds."""
 
     def __init__(self, ticket: Ticket) -> None:
+        """Begin to ask; raise TicketError if the ticket is not to watch."""
+        ticket.refuse_unless_to_watch()
         self._ticket = ticket
         self._numbers, self._flow, self._last_round = IslandNumbers(), Flow(), 0
         self._lock = threading.Lock()
         self._heard: RunStatus | None = None
         self._problem: DilocoError = JoinRefused("looking for the run's islands")
-        self._closed = False
+        self._over = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _watch(self) -> None:
         from diloco.run.watcher import watch_run  # hivemind, which takes seconds
 
-        while not self._closed:
+        while not self._over.is_set():
             try:
                 self._hear(watch_run(self._ticket, pause_s=ASK_S))
             except DilocoError as error:  # nobody answers: it is told, and tried again
-                with self._lock:
-                    self._heard, self._problem = None, error
+                self._lose(error)
+            except Exception:  # the thread's outermost frame: viewers are told, and it asks again
+                log.exception("the run's islands cannot be asked")
+                self._lose(JoinRefused("the dashboard failed to ask the run's islands: what it printed says why"))
+
+    def _lose(self, problem: DilocoError) -> None:
+        with self._lock:
+            self._heard, self._problem = None, problem
+        self._over.wait(ASK_S)
 
     def _hear(self, looks: Iterator[RunStatus]) -> None:
         for status in looks:
             with self._lock:
                 self._heard = status
-            if self._closed:
+            if self._over.is_set():
                 return
 
     def look(self, book: Book) -> None:
@@ -62,7 +74,7 @@ class WatchedRun:
 
     def close(self) -> None:
         """Stop asking, after the present look."""
-        self._closed = True
+        self._over.set()
 
     def _round(self, status: RunStatus) -> list[Row]:
         """Return a row if a round was committed since the last look; what only its record says is left out."""

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from diloco.comm.peers.admission import Right
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import DirectoryError, JoinRefused, TicketError
+from diloco.errors import DirectoryError, JoinRefused
 from diloco.report.status import RunStatus, merged
 from diloco.run.folder import IDENTITY_KEY
 from diloco.run.local import Connection
@@ -28,11 +27,7 @@ MEET_S = 6.0  # until all members have heard of it
 
 def watch_run(ticket: Ticket, *, pause_s: float) -> Iterator[RunStatus]:
     """Yield the run's status again and again, as its members tell it; raise JoinRefused where nobody answers."""
-    if ticket.invite.right != Right.WATCH:
-        right = ticket.invite.right.name.lower()
-        raise TicketError(
-            f"the ticket is to {right}: ask the run's owner for one to watch (diloco ticket create RUN --right watch)"
-        )
+    ticket.refuse_unless_to_watch()
     with tempfile.TemporaryDirectory(prefix="diloco-") as scratch:
         Identity.load(Path(scratch) / IDENTITY_KEY)
         connection = Connection(host_towards(ticket.addresses), name=NAME, relay_bits_per_s=0.0)
