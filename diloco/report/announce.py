@@ -21,7 +21,7 @@ from diloco.units import format_duration, format_size
 FIRST_SAID_S, SAY_AGAIN_S = 5.0, 60.0
 REFRESH_HZ = 4
 BAR_WIDTH = 24
-INTERRUPTED = "interrupted: nothing was trained yet"
+INTERRUPTED = "interrupted: nothing was trained since this start"  # it may have resumed
 
 
 class Announcer:
@@ -54,7 +54,7 @@ class Announcer:
                     threading.Thread(target=self._say, args=(over,), daemon=True).start()
                 yield
         except KeyboardInterrupt:  # answered here: closing what is open may take seconds
-            self._console.print(INTERRUPTED, markup=False, emoji=False)
+            self._console.print(INTERRUPTED, soft_wrap=True, markup=False, emoji=False)
             raise
         finally:
             over.set()
