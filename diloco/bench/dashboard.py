@@ -63,6 +63,7 @@ def _load(tab: Tab, url: str, islands: int) -> float:
     tab.open(url)
     tab.wait(f"document.querySelectorAll('#islands tbody tr').length >= {islands}")
     tab.wait("document.querySelectorAll('.plot .main-svg').length > 0 && document.querySelector('canvas') !== null")
+    tab.wait("document.querySelector('#links button') !== null")  # links are told after the first exchange that is seen
     return round(time.monotonic() - began, 2)
 
 
