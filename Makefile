@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install locked test lint types unit soak cluster browser sshd quick coverage demo docs audit picture record walk prove clean
+.PHONY: help install locked test lint types unit soak cluster browser sshd iptables quick coverage demo docs audit picture record walk prove clean
 
 help:     ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -30,7 +30,7 @@ types: install  ## mypy, strict
 unit: install browser sshd .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak and not cluster' --durations=25
 
-soak: install  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
+soak: install sshd iptables  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile -m soak
 	$(BIN)/python tests/prove.py --only 'faults of every kind'
 
@@ -46,6 +46,11 @@ sshd:     ## OpenSSH's server, where it is missing and may be installed: a test 
 	@command -v sshd || test -x /usr/sbin/sshd || \
 		{ [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends openssh-server openssh-client; } || \
 		echo "NO SSHD: the tests will NOT launch islands by ssh" >&2
+
+iptables:  ## where it is missing and may be installed: a test publishes ports as containers do
+	@command -v iptables || test -x /usr/sbin/iptables || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends iptables; } || \
+		echo "NO IPTABLES: the tests will NOT reach an island in a container" >&2
 
 quick: install  ## the tests without the slow ones
 	$(BIN)/pytest -m 'not slow and not soak and not cluster'

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hivemind.dht.node import DHTNode
 from hivemind.dht.storage import DHTLocalStorage
+from hivemind.p2p import P2P
 from invited import admitted, owner_in, ticket_in
 from streams import child_of, end_loop, guard_of, kill_daemon, until
 
@@ -240,6 +241,35 @@ def test_a_daemon_that_did_not_start_can_be_started_later(
     assert not directory.running
     directory.reopen()
     assert directory.running and directory.addresses == addresses
+
+
+def test_a_daemon_that_is_killed_while_it_starts_is_started_again(
+    start: Callable[..., Directory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows the address of an island's last start can end p2pd before it is open."""
+    make, first_ones = P2P._make_process_args, ["kill -9 $$", "exit 2"]
+
+    def end_at_first(*arguments: Any, **options: Any) -> list[str]:
+        command = make(*arguments, **options)
+        return ["/bin/sh", "-c", first_ones.pop(), *command[1:]] if first_ones else command
+
+    monkeypatch.setattr(P2P, "_make_process_args", staticmethod(end_at_first))
+    assert start("a").running and not first_ones
+
+
+def test_a_daemon_that_says_why_it_does_not_start_is_not_started_again(
+    start: Callable[..., Directory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def refuse(*_: Any, **__: Any) -> list[str]:
+        started.append(["/bin/sh", "-c", "echo no such thing; exit 1"])
+        return started[-1]
+
+    monkeypatch.setattr(P2P, "_make_process_args", staticmethod(refuse))
+    with pytest.raises(DirectoryError, match="no such thing"):
+        start("a")
+    assert len(started) == 1
 
 
 def test_a_cut_holds_for_the_directory(start: Callable[..., Directory]) -> None:

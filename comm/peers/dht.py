@@ -13,6 +13,7 @@ accepts connections: after a long cut, peers are found as soon as it heals.
 import asyncio
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -47,6 +48,8 @@ PING = "DHTProtocol.rpc_ping"
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 PROBE_S = 2.5  # for a connection to be accepted: round trips of a second, and a lost packet
 ANSWER_S = 3.0
+CRASHING_S = 30.0  # for which p2pd is started again and again at first
+GO_CRASH, SIGNALLED = 2, 128  # its exit status after a crash; what is greater tells a signal
 # What hivemind raises when the network, a peer or p2pd fails; RuntimeError is its "bootstrap failed".
 FAILURES = (P2PDaemonError, ControlFailure, DispatchFailure, ValidationError, RuntimeError, OSError, EOFError)
 
@@ -202,6 +205,10 @@ class RunValidator(SchemaValidator):  # type: ignore[misc]
         return True
 
 
+class DaemonCrashed(P2PDaemonError):  # type: ignore[misc]
+    """Signal that p2pd ended while it was started: it was killed, or has crashed."""
+
+
 class NotLetIn(P2PDaemonError):  # type: ignore[misc]
     """Signal that those who were asked do not admit this peer to the run."""
 
@@ -292,8 +299,21 @@ async def open_node(
 ) -> DHTNode:  # fmt: skip
     """Start p2pd and a DHT node on it, which joins the bootstrap peers and caches no records.
 
-    If it fails, p2pd is ended.
+    If it fails, p2pd is ended; where that was killed or has crashed, it is started again, for CRASHING_S seconds.
     """
+    until = time.monotonic() + CRASHING_S
+    while True:
+        try:
+            return await _open_node(identity, admission, options, refusals, whereabouts)
+        except DaemonCrashed:
+            if time.monotonic() > until:
+                raise
+
+
+async def _open_node(
+    identity: Identity, admission: Admission, options: NodeOptions, refusals: Counter[str],
+    whereabouts: Callable[[str], Sequence[str]],
+) -> DHTNode:  # fmt: skip
     family = "ip6" if ":" in options.listen_host else "ip4"
     p2p = await _start_daemon(
         initial_peers=list(options.bootstrap),
@@ -339,7 +359,10 @@ async def open_node(
             cache_refresh_before_expiry=0,
         )
     except BaseException as error:
+        crashed = isinstance(error, FAILURES) and await _has_crashed(p2p)
         await p2p.shutdown()
+        if crashed:
+            raise DaemonCrashed(str(error)) from error
         if p2p.refusal and isinstance(error, FAILURES):
             raise NotLetIn(p2p.refusal) from error
         raise
@@ -360,12 +383,24 @@ async def _start_daemon(**options: Any) -> GuardedP2P:
 
     try:
         return await Noted.create(**options)
-    except BaseException:
+    except BaseException as error:
+        crashed = False
         for p2p in started:
             if p2p._child is not None:
+                crashed |= isinstance(error, FAILURES) and await _has_crashed(p2p)
                 await p2p.shutdown()
                 p2p._child._transport.close()
+        if crashed:
+            raise DaemonCrashed(str(error)) from error
         raise
+
+
+async def _has_crashed(p2p: GuardedP2P) -> bool:
+    """Tell whether p2pd has crashed or was killed, and did not end by itself, with a reason."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(p2p.ended(), 2 * guard.LOOK_EVERY_S)  # the guard notices it after a moment
+    status = p2p._child.returncode or 0
+    return status == GO_CRASH or status > SIGNALLED
 
 
 async def _take_time(p2p: GuardedP2P, peer: str) -> None:
