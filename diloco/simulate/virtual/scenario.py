@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diloco.elastic.protocol.member import MAX_MISFITS
 from diloco.elastic.protocol.messages import Begin, Collect
+from diloco.elastic.protocol.options import Options
 from diloco.elastic.protocol.ranges import size
 from diloco.elastic.protocol.record import EVICT, FORCE, Ballot, Head
 from diloco.elastic.protocol.rules import ALL
@@ -43,6 +44,7 @@ class Scenario:
     setup: DisasterConfig = field(default_factory=lambda: DisasterConfig(smooth=True))
     founders: tuple[str, ...] = ()
     samples: int | None = None  # after which the data ends
+    steps: int | None = None  # where the run's clock ends
     start: tuple[int, float] = (1, 0.0)  # with how many islands the first round begins, and until when it waits
     commands: list[str] = field(default_factory=list)
     rule: str = ""  # without which
@@ -70,6 +72,8 @@ def parse(text: str) -> Scenario:
                 scenario.start = int(count), float(seconds)
             case ["samples", count]:
                 scenario.samples = int(count)
+            case ["steps", count]:
+                scenario.steps = int(count)
             case ["flat", count]:
                 scenario.setup = replace(scenario.setup, flat_up_to=int(count))
             case ["fragments", count]:
@@ -114,8 +118,20 @@ def world_of(scenario: Scenario, *, without: str = "") -> World:
     rules = replace(ALL, **{without: False}) if without else ALL
     setup = replace(scenario.setup, rules=rules)
     world = disaster_world(setup, costs_of(setup))
-    world.options = replace(world.options, start_islands=scenario.start[0], start_s=scenario.start[1])
+    world.options = replace(
+        world.options,
+        start_islands=scenario.start[0],
+        start_s=scenario.start[1],
+        steps=scenario.steps,
+        amended=_amended,
+    )
     return world
+
+
+def _amended(options: Options, state: RunState) -> Options:
+    """Let the clock end where the last change of it says."""
+    said = [changes["steps"] for each in state.amendments if "steps" in (changes := json.loads(each.changes))]
+    return replace(options, steps=said[-1]) if said else options
 
 
 def obey(world: World, command: str) -> None:
@@ -137,6 +153,8 @@ def obey(world: World, command: str) -> None:
             world.start(name)
         case ["amend", *names]:
             world.amend(names)
+        case ["prolong", steps, "at", *names]:
+            world.amend(names, json.dumps({"steps": int(steps)}))
         case ["evict", name, "at", *names]:
             world.amend(names, json.dumps({EVICT: [name]}))
         case ["force", *kept, "at", name]:
