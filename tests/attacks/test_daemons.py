@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,15 +44,23 @@ def has_address(island: Island) -> bool:
     return (island.folder / "addresses").exists()
 
 
+def accepts(address: str) -> bool:
+    """Whether somebody listens at a multiaddr: before that, no stranger can do anything to p2pd."""
+    _, _, host, _, port, *_ = address.split("/")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
+
+
 @contextmanager
 def no_daemon_lives(islands: list[Island]) -> Iterator[list[int]]:
-    """Kill p2pd of each of these as soon as its address could be known; the list grows with the kills."""
+    """Kill p2pd of each of these as soon as a stranger could connect to it; the list grows with the kills."""
     killed: list[int] = []
 
     def kill() -> None:
         for island in filter(has_address, list(islands)):
             with suppress(AssertionError, OSError, ValueError):  # it has none now
-                if daemon := island.daemon:
+                if (daemon := island.daemon) and all(map(accepts, addresses_of(island))):
                     os.kill(daemon, signal.SIGKILL)
                     killed.append(island.process.pid)
 
