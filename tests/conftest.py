@@ -2,6 +2,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread costs more than it brings
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so would islands
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from diloco.config.file import parse_config
 from diloco.config.schema import Config

@@ -2,7 +2,8 @@
 
 Four islands train on slow links, all alike. A fifth one fetches the state over such a link and joins; it is killed, and
 comes once more. What counts is how many rounds go by after its download until one contains its work, and in how many
-of those that follow it takes part.
+of those that follow it takes part. Its download is the state and the results of the rounds that were made while that
+came: without them it has no state that anybody else has. The count from the end of the state alone stands beside it.
 """
 
 import time
@@ -104,17 +105,29 @@ def _join(team: Crew) -> dict[str, Any]:
         first = team.expect(lambda e: _is_round(e) and NEWCOMER in e.data["islands"], 120.0, since=since)
     except TimeoutError:
         return {"rounds_until_in": len(_rounds(team, fetched.at)), "share_after": 0.0, "fetch_s": fetched.at - since}
+    downloaded = _downloaded(team, fetched, first.at)
     _await_rounds(team, AFTER, first.at + 1e-6, after=first.data["round"])
     rounds = _rounds(team, fetched.at)
     later = {number: islands for number, (_, islands) in rounds.items() if number > first.data["round"]}
     counted = [NEWCOMER in later[number] for number in sorted(later)[:AFTER]]
     ends = [at for at, _ in (rounds[number] for number in sorted(rounds))]
+    in_time = [at for number, (at, _) in rounds.items() if number <= first.data["round"]]
     return {
-        "rounds_until_in": sum(number <= first.data["round"] for number in rounds),
+        "rounds_until_in": sum(at > downloaded for at in in_time),
+        "rounds_from_state": len(in_time),
         "share_after": mean(counted),
         "fetch_s": fetched.at - since,
         "round_s": mean(later - earlier for earlier, later in pairwise(ends)) if len(ends) > 1 else 0.0,
     }
+
+
+def _downloaded(team: Crew, fetched: Event, until: float) -> float:
+    """Return when the newcomer had the state, and the results of the rounds made while that was on its way."""
+    missed = [number for number, (at, _) in _rounds(team, 0.0).items() if at < fetched.at]
+    if max(missed, default=0) <= fetched.data["round"]:
+        return fetched.at
+    updates = (e for e in team.events if e.island == NEWCOMER and e.kind == "caught up")
+    return next((e.at for e in updates if fetched.at < e.at < until), fetched.at)
 
 
 def _is_round(event: Event) -> bool:
