@@ -1,4 +1,4 @@
-"""Run by test_mesh.py, several processes under torchrun: trains each case on the mesh, writes what the leader saw.
+"""Run by test_mesh.py in several processes: trains each case on the mesh, writes what the leader saw.
 
 torchrun --nproc-per-node 4 tests/mesh_worker.py CASES.json OUT.json
 """

@@ -1,14 +1,12 @@
 """Real processes over gloo: whatever the mesh, an island computes the same thing."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from forked import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -82,12 +80,8 @@ def results(tmp_path_factory, hf_folders) -> Callable[[str, str], dict]:
 
 def launch(folder: Path, cases: dict, processes: int) -> dict:
     (folder / "cases.json").write_text(json.dumps(cases))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else ())]
-    command += [str(WORKER), str(folder / "cases.json"), str(folder / "out.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = str(folder / "cases.json"), str(folder / "out.json")
+    run_ranks(WORKER, *words, count=processes, log=folder / "output.log")
     return json.loads((folder / "out.json").read_text())
 
 

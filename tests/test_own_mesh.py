@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import read_events
+from forked import run_ranks
 from launched import wait_until
 from own_loops import run_of
 from team import PATIENT, Team
@@ -25,6 +26,12 @@ EXAMPLES = WORKER.parent.parent / "examples"
 ROUNDS, EVERY = 5, 4
 
 
+def job_file(folder: Path, name: str, mesh: tuple[int, int], **job) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"mesh": mesh, "out": str(folder / f"{name}.out"), "name": name, **job}))
+    return path
+
+
 class Torchrun:
     """Islands as people start them; whatever happens, none of their processes stays."""
 
@@ -32,8 +39,7 @@ class Torchrun:
         self._stack, self.folder = stack, folder
 
     def start(self, name: str, mesh: tuple[int, int], **job) -> subprocess.Popen[str]:
-        path = self.folder / f"{name}.json"
-        path.write_text(json.dumps({"mesh": mesh, "out": str(self.folder / f"{name}.out"), "name": name, **job}))
+        path = job_file(self.folder, name, mesh, **job)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh[0] * mesh[1])]
         command = [sys.executable, *torchrun, str(WORKER), str(path)]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -42,11 +48,6 @@ class Torchrun:
         )
         self._stack.callback(process.terminate)  # torchrun ends its processes
         return process
-
-    def run(self, name: str, mesh: tuple[int, int], **job) -> dict:
-        process = self.start(name, mesh, **job)
-        self.finish(process)
-        return json.loads((self.folder / f"{name}.out").read_text())
 
     @staticmethod
     def finish(*processes: subprocess.Popen[str]) -> None:
@@ -106,9 +107,9 @@ def found_by(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
     def run(mesh: tuple[int, int]) -> dict:
         folder = tmp_path_factory.mktemp("mesh")
         config = run_of(folder, inner={"steps": 12}, elastic={"silence_s": 1})
-        with ExitStack() as stack:
-            started = Torchrun(stack, folder)
-            return started.run("both", mesh, loops=["lives", "refusals"], config=config, dir=str(folder))
+        path = job_file(folder, "both", mesh, loops=["lives", "refusals"], config=config, dir=str(folder))
+        run_ranks(WORKER, str(path), count=mesh[0] * mesh[1], log=folder / "output.log")
+        return json.loads((folder / "both.out").read_text())
 
     return run
 
@@ -159,9 +160,11 @@ def example(name: str, processes: int, *words: str, cwd: Path, before: tuple[str
 
 
 def test_the_example_trains_on_a_mesh(tmp_path):
-    out = example("own_loop_mesh.py", 2, "--tp", "2", "--steps", "30", cwd=tmp_path)
+    path = EXAMPLES / "own_loop_mesh.py"
+    out = run_ranks(path, "--tp", "2", "--steps", "30", count=2, log=tmp_path / "one.log")
     assert "the ticket in runs/own-loop-mesh/ticket" in out and "step 30: mean squared error 0.0" in out
-    assert "resumes at step 30" in example("own_loop_mesh.py", 2, "--steps", "30", cwd=tmp_path)  # cut in another way
+    again = run_ranks(path, "--steps", "30", count=2, log=tmp_path / "other.log")  # cut in another way
+    assert "resumes at step 30" in again
 
 
 def test_torchtitan_takes_part_unmodified(tmp_path):
