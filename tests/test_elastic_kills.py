@@ -7,6 +7,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
+from forked import FORKED
 
 from diloco.bench.bare import BareConfig
 from diloco.bench.crew import PHASES, Crew, crew
@@ -18,6 +19,12 @@ pytestmark = pytest.mark.slow
 NAMES = ("A", "B", "C", "D")
 KILLS = int(os.environ.get("DILOCO_KILLS", "3"))
 SMALL = BareConfig(count=300_000, silence_s=3.0, pace_s=0.5)
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes from a server that has their modules, and start none of them from nothing."""
+    monkeypatch.setattr("diloco.bench.processes.mp.get_context", lambda _: FORKED)
 
 
 def coordinator(team: Crew) -> str:

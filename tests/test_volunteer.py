@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, read_events
+from forked import ForkedCommand
 from invited import ticket_in
 from launched import TOGETHER, started, wait_until
+from real_islands import LINK
 
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.record import PeerRecord
@@ -284,8 +286,9 @@ def test_a_joined_island_leaves_while_another_process_uses_the_gpu_and_comes_bac
     """A real run, a real island and its bytes of the month; the other process on the GPU is this test."""
     path, folder = tmp_path / "run.yaml", tmp_path / "second"
     path.write_text(json.dumps({**SMALL, **TOGETHER, "checkpoint": {"dir": str(tmp_path / "run")}}))
-    founder = ("run", str(path), "--islands", "1", "--set", "inner.steps=100000", "--set", "elastic.grace_s=21")
-    joiner = ("join", str(tmp_path / "run" / "ticket"), "--name", "second", "--dir", str(folder))
+    sets = ("--set", "inner.steps=100000", "--set", "elastic.grace_s=21")
+    founder = ("run", str(path), "--islands", "1", *sets, "--link", LINK)
+    joiner = ("join", str(tmp_path / "run" / "ticket"), "--name", "second", "--dir", str(folder), "--link", LINK)
     limits = ("--yield-gpu", "--max-month", "1TB", "--hours", "0-24")
 
     def rounds() -> int:
@@ -297,7 +300,7 @@ def test_a_joined_island_leaves_while_another_process_uses_the_gpu_and_comes_bac
         return any(each["event"] == "end" for each in read_events(folder / "events.jsonl"))
 
     with ExitStack() as stack:
-        stack.enter_context(started(*founder))
+        stack.callback(ForkedCommand(*founder, log=tmp_path / "founder.log").kill)
         assert wait_until((tmp_path / "run" / "ticket").exists)
         second = stack.enter_context(started(*joiner, *limits))
         assert wait_until(lambda: rounds() > 0)
