@@ -23,12 +23,15 @@ from diloco.config.schema import Config
 
 # Files that take longest come first, so that nobody waits for one of them at the end.
 LONG = (
-    "test_elastic_simulator.py", "test_attach.py", "test_own_mesh.py", "test_mesh.py", "test_supervision.py",
-    "test_simulate_real.py", "test_soak_islands.py", "test_trainer.py", "test_elastic_driver.py", "test_fuzz.py",
-    "test_launcher.py", "test_cli.py", "test_virtual.py", "test_integrations.py", "test_elastic_kills.py",
-    "test_bench_peers.py", "test_algorithms.py", "test_streams.py", "test_peer.py", "test_transport_contract.py",
-    "test_checkpoint_pause.py", "test_attack_pickles.py", "test_api_restart.py", "test_outsiders.py", "test_prove.py",
-    "test_packaging.py", "test_slurm.py",
+    "test_elastic_simulator.py", "test_launcher.py", "test_attach.py", "test_supervision.py", "test_mesh.py",
+    "test_own_mesh.py", "test_virtual.py", "test_status.py", "test_soak_islands.py", "test_launched_loop.py",
+    "test_volunteer.py", "test_integrations.py", "test_simulate_real.py", "test_launch.py", "test_live.py",
+    "test_cli.py", "test_attack_pickles.py", "test_elastic_kills.py", "test_bench_peers.py", "test_hub.py",
+    "test_trainer.py", "test_elastic_driver.py", "test_fuzz.py", "test_comm_libp2p.py", "test_api.py",
+    "test_streams.py", "test_outsiders.py", "test_peer.py", "test_transport_contract.py", "test_algorithms.py",
+    "test_checkpoint_pause.py", "test_checkpoint_flips.py", "test_api_restart.py", "test_history.py", "test_prove.py",
+    "test_errors.py", "test_packaging.py", "test_slurm.py", "test_habits.py", "test_tickets.py",
+    "test_attack_secrets.py", "test_light_commands.py",
 )  # fmt: skip
 
 

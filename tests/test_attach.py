@@ -18,7 +18,7 @@ from diloco.run.attach import Attachment
 from diloco.run.secret import IslandSecret, make_secrets, parse_places
 from diloco.run.signals import LEFT
 
-START_S = 25.0  # within which islands are started, doubled and killed
+START_S = 12.0  # within which islands are started, doubled and killed
 SLOW = ("--link", "100mbit,150ms")  # rounds take long enough to do something between two of them
 FEW, MANY = range(1), range(1, 20)
 
