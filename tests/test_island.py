@@ -7,6 +7,7 @@ import torch
 from alone import train
 from largest import Largest
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from diloco.config.file import own_island
 from diloco.data.batches import Batches, open_samples, validation_batches
@@ -131,6 +132,18 @@ def test_parameters_go_out_and_come_back(small):
 
 
 LAYOUT = Layout(("a", "b", "c", "d", "e"), ((3,), (40, 5), (), (2, 3, 30), (4,)))
+
+
+@pytest.mark.parametrize("config", [{}, {"model": {"tied": True}}, {"inner": {"optimizer": "muon"}}], ids=str)
+def test_a_saves_tensors_have_the_names_and_order_that_torch_gives_them(small, config):
+    island = make_island(small(**config))
+    island.step([torch.zeros(2, 33, dtype=torch.long)], lr=1e-3)
+    state, (model, optimizer) = island.state(), get_state_dict(island.module, island.optimizer)
+    assert list(state)[:2] == ["model", "optimizer"] and list(state["model"]) == list(model)
+    assert all(torch.equal(value, model[name]) for name, value in state["model"].items())
+    expected = optimizer["state"]
+    assert [(n, list(s)) for n, s in state["optimizer"].items()] == [(n, list(s)) for n, s in expected.items()]
+    assert all(torch.equal(v, expected[name][key]) for name, s in state["optimizer"].items() for key, v in s.items())
 
 
 @pytest.mark.parametrize("limit", [1, 7, 31, 100, 10**9])

@@ -48,6 +48,18 @@ def test_nothing_heavy_is_imported(tmp_path: Path, words: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_an_island_of_one_process_trains_and_saves_without_what_meshes_and_compilers_need(tmp_path: Path) -> None:
+    """They take a second and a half of each start."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    spared = ("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp")
+    sets = [word for each in ("inner.steps=2", "inner.warmup=1", "sync.every=1") for word in ("--set", each)]
+    program = PROGRAM.replace(repr(HEAVY), repr(spared))
+    words = [sys.executable, "-c", program, "run", "run.yaml", *sets]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1].split() == ["imported:"], done.stdout + done.stderr
+    assert list(tmp_path.glob("runs/light/**/save-*")), (done.stdout, [*tmp_path.rglob("*")])
+
+
 def test_who_starts_the_processes_of_a_mesh_imports_nothing_heavy() -> None:
     program = f"import sys, diloco.launch.mesh_processes; print([n for n in {HEAVY!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

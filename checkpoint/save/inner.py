@@ -7,22 +7,25 @@ file what overlaps with its own parts, so that no process ever holds more than t
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
 from diloco.atomic import sync_path
 from diloco.checkpoint.log.writing import DTYPES, Rest, no_rest, write_tensors
 from diloco.errors import SaveError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 FORMAT = 1
 MOST_RANKS = 1 << 16
@@ -82,23 +85,34 @@ class StagedInner:
         return node
 
 
+def is_cut(tensor: Tensor) -> "TypeIs[DTensor]":
+    """Tell whether a tensor is a DTensor. Whoever makes one has imported them; most never do, and save a second."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def offset_of(tensor: Tensor) -> Offset:
     """Return where the part that this process holds begins in the whole tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
+
     offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
     return tuple(int(at) for at in offset)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, sharing its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_cut(tensor) else tensor
 
 
 def _gives(tensor: Tensor, path: Keys) -> bool:
     """Tell whether this process writes its part: of the holders of copies along a mesh's dimension, the first does. Of
     what is not sharded every process has a copy, except for its own random numbers."""
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return not dist.is_initialized() or dist.get_rank() == 0 or str(path[0]).startswith(OF_ONE_RANK)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a process holds tensors of its own meshes only"
@@ -242,7 +256,7 @@ class SavedInner:
         if VALUE in node:
             return None
         shape, dtype, cut = tuple(map(int, node["shape"])), getattr(torch, node["dtype"]), like(path)
-        if not isinstance(cut, DTensor) or not shape:
+        if cut is None or not is_cut(cut) or not shape:
             return torch.empty(shape, dtype=dtype)
         if shape != tuple(cut.shape):
             raise ValueError(f"{_in_words(path)} is {list(shape)} there and its parameter {list(cut.shape)}")

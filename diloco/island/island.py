@@ -16,17 +16,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from diloco.checkpoint.save.inner import is_cut
 from diloco.config.schema import InnerConfig, IslandConfig
 from diloco.errors import DeviceError
 from diloco.island.flat import Shards
 from diloco.island.mesh import ProcessMesh
 from diloco.island.optimizer import build_optimizer, set_weight_decay, step_if_finite
-from diloco.island.parallel import blocks_of, gradient_norm, local, norms_of, retie, shard, tied_names, whole
+from diloco.island.parallel import (
+    blocks_of,
+    gather_gradients,
+    gradient_norm,
+    local,
+    norms_of,
+    reshard,
+    retie,
+    shard,
+    tied_names,
+    whole,
+)
 from diloco.model.build import Network
 from diloco.model.frozen import FrozenDigests, buffers_of, tensor_digest
 
@@ -65,8 +74,8 @@ class Island:
         loss, not yet read from the device."""
         loss = torch.zeros((), device=self.place.device)
         for number, tokens in enumerate(micro_batches, start=1):
-            if isinstance(self.module, FSDPModule):
-                self.module.set_requires_gradient_sync(number == len(micro_batches))
+            if self.place.mesh is not None:
+                gather_gradients(self.module, number == len(micro_batches))
             with self._computing():
                 part = self._loss_of(self.module, tokens) / len(micro_batches)
                 part.backward()
@@ -100,19 +109,19 @@ class Island:
             self.place.activity.count()
             with self._computing():
                 losses.append(whole(self._loss_of(self.module, tokens)))
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # what was gathered stays without a backward pass: old values, after a write
+        reshard(self.module)  # what was gathered stays without a backward pass: old values, after a write
         self.module.train()
         return self.place.mean(torch.stack(losses).mean())
 
     def state(self) -> dict[str, Any]:
-        """Return everything of this island that the next step depends on, as torch distributed checkpoint wants it.
+        """Return everything of this island that the next step depends on, tensors by the names of parameters.
 
         The optimizer's settings are not in it: those come from the configuration, so that they may change at a resume.
         """
-        model, optimizer = get_state_dict(self.module, self.optimizer)
-        state = {"model": model, "optimizer": optimizer["state"], f"rng.{self.place.rank}.cpu": torch.get_rng_state()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        moments = {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
+        state: dict[str, Any] = {"model": self.module.state_dict(), "optimizer": moments}
+        state[f"rng.{self.place.rank}.cpu"] = torch.get_rng_state()
         if self.place.device.type == "cuda":
             state[f"rng.{self.place.rank}.cuda"] = torch.cuda.get_rng_state(self.place.device)
         return state
@@ -120,9 +129,10 @@ class Island:
     def set_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned. Random numbers' states are loaded where they are in it: a save from another mesh
         or device has those of other processes."""
-        groups = get_state_dict(self.module, self.optimizer)[1]["param_groups"]
-        optimizer = {"state": state["optimizer"], "param_groups": groups}
-        set_state_dict(self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        self.module.load_state_dict(state["model"])
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state[parameter].items():
+                local(value).copy_(local(state["optimizer"][name][key]))
         # what is there: a save from another mesh or device has the state of other processes
         if (cpu := state.get(f"rng.{self.place.rank}.cpu")) is not None:
             torch.set_rng_state(cpu)
@@ -156,6 +166,8 @@ class Island:
         if self.place.mesh is None and self.compute_dtype != torch.float32:
             stack.enter_context(torch.autocast(self.place.device.type, dtype=self.compute_dtype))
         if self.place.mesh is not None and self.place.mesh["tp"].size() > 1:
+            from torch.distributed.tensor.parallel import loss_parallel
+
             stack.enter_context(loss_parallel())
         return stack
 
@@ -196,7 +208,14 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     """Give a module built on the meta device memory, keeping its ties and the contents of its buffers."""
     ties = tied_names(module)
     buffers = dict(module.named_buffers())
-    module.to_empty(device=device)
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_cut(tensor):
+            return torch.empty_like(tensor, device=device)
+        # of a tensor on the meta device, `empty_like` begins with an import of sympy, half a second
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    module._apply(empty)  # what `to_empty` does
     retie(module, ties)
     for name, buffer in buffers.items():
         module.get_buffer(name).copy_(buffer)

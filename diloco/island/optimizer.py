@@ -1,6 +1,7 @@
 """Inner optimizers: torch's AdamW, Muon, and for users' own loops any that torch has."""
 
 import difflib
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from diloco.checkpoint.save.inner import is_cut
 from diloco.config.schema import InnerConfig
 from diloco.errors import ConfigError
 from diloco.island.parallel import fill, local, whole
@@ -26,7 +27,7 @@ def build_optimizer(module: nn.Module, config: InnerConfig) -> "Muon | LocalAdam
     groups: dict[tuple[str, bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            mesh = parameter.device_mesh if is_cut(parameter) else None
             groups["muon" if id(parameter) in hidden else "adamw", parameter.ndim >= 2, mesh].append(parameter)
     made: list[dict[str, Any]] = [
         {"params": parameters, "rule": rule, "weight_decay": config.weight_decay if decays else 0.0}
@@ -76,7 +77,17 @@ def step_if_finite(optimizer: "Muon | LocalAdamW", norm: Tensor, lr: float) -> T
     return optimizer.found_inf
 
 
-class LocalAdamW(torch.optim.AdamW):
+class Uncompiled(torch.optim.Optimizer):
+    """Call methods as they are, without the wrapper that keeps them from being compiled: to do so, it imports torch's
+    compiler, half a second of each start. Nobody compiles these optimizers."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class LocalAdamW(Uncompiled, torch.optim.AdamW):
     """Update the parts of parameters that this process holds by torch's fused AdamW, without DTensors' dispatch.
 
     A step with `found_inf` at 1 changes nothing.
@@ -97,7 +108,7 @@ class LocalAdamW(torch.optim.AdamW):
             update_by_adamw(self, group, parameters, self.found_inf)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Uncompiled):
     """Make the momentum of every hidden matrix orthogonal before it is applied; AdamW does the rest.
 
     After Keller Jordan, with the scale of "Muon is Scalable for LLM Training": the entries of an orthogonal matrix have
@@ -127,7 +138,7 @@ class Muon(torch.optim.Optimizer):
     def _muon(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Update matrices by Muon. On a mesh as many at a time as there are processes, equally large ones together."""
         parameters.sort(key=Tensor.numel)
-        together = dist.get_world_size() if parameters and isinstance(parameters[0], DTensor) else 1
+        together = dist.get_world_size() if parameters and is_cut(parameters[0]) else 1
         for start in range(0, len(parameters), together):
             some = parameters[start : start + together]
             updates = [self._nesterov(parameter, group["momentum"]) for parameter in some]
@@ -186,7 +197,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 def orthogonalise(updates: Sequence[Tensor]) -> None:
     """Make each update orthogonal in place. On a mesh there are at most as many as processes: each is gathered, and one
     process computes it for all."""
-    if not isinstance(updates[0], DTensor):
+    if not is_cut(updates[0]):
         for update in updates:
             update.copy_(newton_schulz(_in_compute_type(update)))
         return

@@ -6,37 +6,35 @@ that live on different meshes (`clip_grad_norm_` refuses).
 """
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.utils import get_total_norm
 
+from diloco.checkpoint.save.inner import is_cut, offset_of
 from diloco.errors import ModelError
 from diloco.island.layout import Box
 from diloco.island.mesh import ProcessMesh
 from diloco.model.build import Anatomy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 ATTENTION_IN, FEED_FORWARD_IN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def shard(module: nn.Module, anatomy: Anatomy, place: ProcessMesh, compute_dtype: torch.dtype) -> None:
     """Turn the parameters of `module` (on the meta device) into DTensors on the place's mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
     assert place.mesh is not None
     # torch warns that gathering a parameter cut in both dimensions takes two steps; it does, and it is right
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -56,8 +54,11 @@ def shard(module: nn.Module, anatomy: Anatomy, place: ProcessMesh, compute_dtype
     fully_shard(module, mesh=place.mesh["fsdp"], mp_policy=policy)
 
 
-def tensor_parallel_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, "ParallelStyle"]:
     """Split columns of q, k, v, gate and up, rows of o and down, and the vocabulary, but not the residual stream."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
     attention = f"{anatomy.blocks}.*.{anatomy.attention}"
     feed_forward = f"{anatomy.blocks}.*.{anatomy.feed_forward}"
     plan: dict[str, ParallelStyle] = {
@@ -127,6 +128,25 @@ def retie(module: nn.Module, ties: list[list[str]]) -> None:
             setattr(module.get_submodule(owner), leaf, parameter)
 
 
+def gather_gradients(module: nn.Module, on: bool) -> None:
+    """Let the next backward pass of a module that `shard` has cut reduce gradients over the processes, or only add."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(on)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let FSDP free the whole parameters that it keeps gathered after a forward pass, in all parts of a module."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # so nothing of it is FSDP's
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm over all gradients, as a plain tensor that is equal on every process."""
     by_mesh: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
@@ -146,7 +166,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def cut_over(tensor: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """Return a tensor's mesh, and those of its dimensions along which processes hold different parts of the tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return None, ()
     assert not any(way.is_partial() for way in tensor.placements), "FSDP2 reduces gradients before anybody sees them"
     dimensions = (dimension for dimension, way in enumerate(tensor.placements) if not way.is_replicate())
@@ -155,12 +175,12 @@ def cut_over(tensor: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor. Every process of the mesh must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_cut(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_cut(tensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -179,15 +199,14 @@ class Held:
 
 def held(parameter: Tensor, place: ProcessMesh) -> Held:
     """Locate what this process holds of a parameter, and choose which one of equal holders gives it out."""
-    if not isinstance(parameter, DTensor):
+    if not is_cut(parameter):
         return Held(parameter, (0,) * parameter.ndim, place.leader)
     mesh, placements = parameter.device_mesh, parameter.placements
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a process holds parameters of its own meshes only"
     first = all(at == 0 for at, way in zip(coordinate, placements, strict=True) if way.is_replicate())
     # a mesh over some of the processes has brothers with the same values: the leader's holds all of them
-    return Held(parameter, tuple(offset), first and 0 in mesh.mesh)
+    return Held(parameter, offset_of(parameter), first and 0 in mesh.mesh)
 
 
 Slices = tuple[slice, ...]
@@ -211,9 +230,11 @@ def slices(box: Box) -> Slices:
 
 def fill(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter, sharded or not, from the whole value, which every process of its mesh has."""
-    if not isinstance(parameter, DTensor):
+    if not is_cut(parameter):
         parameter.copy_(value)
         return
+    from torch.distributed.tensor import DTensor, Replicate
+
     everywhere = [Replicate()] * parameter.device_mesh.ndim
     replicated = DTensor.from_local(value, parameter.device_mesh, everywhere, run_check=False)
     parameter.to_local().copy_(replicated.redistribute(placements=parameter.placements).to_local())

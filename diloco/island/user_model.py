@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config.schema import SyncConfig
@@ -16,7 +15,7 @@ from diloco.errors import ConfigError, ModelError
 from diloco.island.flat import Rule, Shards
 from diloco.island.layout import Layout, fragments_of
 from diloco.island.mesh import ProcessMesh
-from diloco.island.parallel import held
+from diloco.island.parallel import held, reshard
 from diloco.model.build import refuse_float_buffers
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile, of checkpointing
@@ -103,13 +102,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of a module's first trainable parameter, or the CPU where it has none."""
     return next((parameter.device for parameter in module.parameters() if parameter.requires_grad), torch.device("cpu"))
-
-
-def reshard(module: nn.Module) -> None:
-    """Let FSDP free the whole parameters that it keeps gathered after a forward pass, in all parts of a module."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _refuse_unfit(name: str, parameter: nn.Parameter) -> None:

@@ -156,7 +156,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocab, shape.width)
+        # without values: torch's own ones for a table on the meta device begin with an import of its compiler
+        self.embed = nn.Embedding.from_pretrained(torch.empty(shape.vocab, shape.width, device="meta"), freeze=False)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.norm = RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 FrozenDigests = tuple[tuple[str, str], ...]  # by name, the SHA-256 of each
 
@@ -24,7 +23,7 @@ ELSEWHERE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 def tensor_digest(tensor: Tensor) -> str:
     """Compute the SHA-256 of a tensor's type, shape and bytes, piece by piece, wherever it lies. Of a sharded one all
     processes call this."""
-    if isinstance(tensor, DTensor):
+    if hasattr(tensor, "full_tensor"):  # a DTensor
         tensor = tensor.full_tensor()
     kind = str(tensor.dtype).removeprefix("torch.")
     digest = hashlib.sha256(f"{kind} {list(tensor.shape)}\n".encode())

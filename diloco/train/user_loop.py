@@ -22,8 +22,8 @@ from diloco.data.shuffle import over_epochs
 from diloco.elastic.protocol.ranges import Ranges, first, minus, normal, size
 from diloco.errors import DataError, LoopError, SaveError
 from diloco.island.mesh import ProcessMesh
-from diloco.island.parallel import whole
-from diloco.island.user_model import OwnModel, reshard
+from diloco.island.parallel import reshard, whole
+from diloco.island.user_model import OwnModel
 from diloco.model.frozen import FrozenDigests, frozen_of
 from diloco.report.sinks import Events
 from diloco.train.participant import Participant

@@ -21,7 +21,6 @@ from diloco.errors import DilocoError
 PICKLERS = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 HARMLESS = {("pickle", "PickleError")}  # an error class, to catch it
 CHECKPOINTS = "torch.distributed.checkpoint"
-NAMES_ONLY = f"{CHECKPOINTS}.state_dict"  # says what a module's state is called; reads and writes nothing
 CALLS = ("torch.load", "torch.save", "torch.hub.load", "torch.jit.load", "torch.export.load", "yaml.unsafe_load")
 SWITCHES = ("allow_pickle", "trust_remote_code")
 
@@ -49,8 +48,7 @@ def offences_of(node: ast.AST) -> Iterator[str]:
 
 
 def is_pickler(module: str) -> bool:
-    checkpoints = f"{module}.".startswith(f"{CHECKPOINTS}.") and not f"{module}.".startswith(f"{NAMES_ONLY}.")
-    return module.partition(".")[0] in PICKLERS or checkpoints
+    return module.partition(".")[0] in PICKLERS or f"{module}.".startswith(f"{CHECKPOINTS}.")
 
 
 def test_no_module_of_ours_can_unpickle_anything():
