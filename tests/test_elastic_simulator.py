@@ -59,7 +59,10 @@ HARSH_ONCE_WRONG = [
     ("quorum", 8873),  # one without samples, so with nothing to wait with, promised to nobody but an idle coordinator
     ("quorum", 12711),  # a result was spoilt when the faults were over: of two islands, one was excluded for 40 s
 ]
-LONG = {("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935)}  # ten seconds each
+LONG = {  # three to ten seconds each
+    ("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935), ("auto", 10347), ("quorum", 2991),
+    ("auto", 40037), ("auto", 1183), ("auto", 9266), ("quorum", 10228),
+}  # fmt: skip
 
 # Seeds whose disaster shows what a rule is for. The others have scenarios only.
 CAUGHT = {
