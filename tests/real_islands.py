@@ -52,6 +52,9 @@ class Island:
         raise AssertionError("no p2pd")
 
 
+# Rounds that wait for the network, as those of real runs do: else islands that train until a test has seen enough take
+# all cores from whatever else is started.
+LINK = "1gbit,20ms"
 Start = Callable[..., Island]
 AHEAD = """
 import time
@@ -63,19 +66,24 @@ main()
 
 
 @contextmanager
-def open_islands(tmp_path: Path, settings: dict[str, Any] | None = None) -> Iterator[Start]:
-    """Give a function that starts an island: the first one founds the run, the others join it."""
+def open_islands(tmp_path: Path, settings: dict[str, Any] | None = None, *, founders: int = 1) -> Iterator[Start]:
+    """Give a function that starts an island: the first one founds the run, the others join it.
+
+    With several founders nobody trains until all of them are there, and they have a link.
+    """
+    waiting = {"elastic": {**ENDLESS["elastic"], "start_islands": founders}}
+    shaped = {"link": LINK} if founders > 1 else {}
     config = tmp_path / "run.yaml"
     with ExitStack() as stack:
 
         def make(number: int, *, prefix: tuple[str, ...] = (), ahead_s: float = 0.0, **options: str) -> Island:
             folder = tmp_path / f"island-{number}"
-            tree = {**ENDLESS, **(settings or {}), "checkpoint": {"dir": str(tmp_path / "island-1")}}
+            tree = {**ENDLESS, **waiting, **(settings or {}), "checkpoint": {"dir": str(tmp_path / "island-1")}}
             config.write_text(yaml.safe_dump(tree))
             ticket = tmp_path / "island-1" / "ticket"
             name = ("--name", folder.name, "--dir", str(folder))
             words = ("run", str(config), "--islands", "1") if number == 1 else ("join", str(ticket), *name)
-            more = [word for option, value in options.items() for word in (f"--{option}", value) if word]
+            more = [word for option, value in {**shaped, **options}.items() for word in (f"--{option}", value) if word]
             process: Process
             if prefix:  # a command that runs it, elsewhere
                 diloco = [*prefix, sys.executable, "-c", AHEAD.format(ahead_s=ahead_s)]

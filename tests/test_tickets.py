@@ -47,7 +47,7 @@ def test_without_its_founder_a_run_still_lets_others_in(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_ticket_is_in_no_file_but_its_own(tmp_path: Path) -> None:
-    with open_islands(tmp_path) as start:
+    with open_islands(tmp_path, founders=2) as start:
         islands = [start(1), start(2)]
         assert wait_until(lambda: together(islands), 90)
     secret = Ticket.parse((islands[0].folder / "ticket").read_text(), 0.0).render()[:100].encode()  # invite and key

@@ -35,7 +35,7 @@ LOOK_S = 6.0
 
 @pytest.fixture(scope="module")
 def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Island]]:
-    with open_islands(tmp_path_factory.mktemp("run")) as start:
+    with open_islands(tmp_path_factory.mktemp("run"), founders=2) as start:
         two = [start(1), start(2)]
         assert wait_until(lambda: together(two), 60)
         yield two

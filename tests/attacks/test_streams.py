@@ -32,7 +32,7 @@ Open = Callable[[int], object]
 
 @pytest.fixture(scope="module")
 def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Island]]:
-    with open_islands(tmp_path_factory.mktemp("run")) as start:
+    with open_islands(tmp_path_factory.mktemp("run"), founders=3) as start:
         three = [start(1), start(2), start(3)]
         assert wait_until(lambda: together(three))
         end(three[2].process)
