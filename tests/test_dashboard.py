@@ -28,13 +28,13 @@ from diloco.checkpoint.log.history import HISTORY, ContributionHeader, Move, Rou
 from diloco.comm.peers.admission import Right
 from diloco.dashboard import afar
 from diloco.dashboard.beside import Beside
-from diloco.dashboard.feed import MOST, Book, Feed
+from diloco.dashboard.feed import Book, Feed
 from diloco.dashboard.local import LocalRun
 from diloco.dashboard.server import Door, open_door, stream
 from diloco.dashboard.still import write_report
 from diloco.errors import DeviceError, JoinRefused, SaveError
 from diloco.history.follow import RoundsFollower
-from diloco.report.shape import COLUMNS, MOST_ROUNDS, thinned
+from diloco.report.shape import COLUMNS, MOST, MOST_ROUNDS, View, thinned
 from diloco.report.status import read_status
 from diloco.run.folder import OUTER
 
@@ -395,6 +395,38 @@ def test_curves_move_as_rounds_commit_a_killed_island_is_lost_a_new_one_appears_
         text = tab.text()
         assert EVIL in text and names["island-2"] in text
         assert tab.run("document.querySelectorAll('main img, main a').length") == 0
+        assert tab.complaints == []
+
+
+def view_of(rounds: list[int], waits: list[float]) -> dict:
+    """What a page is told of an island that waits in the last tenth of each second, and contributes to rounds."""
+    usual = {"collect_s": 1.0, "exchange_s": 0.0, "who": "c", "joined": [], "left": []}
+    told = [{**dict.fromkeys(COLUMNS, 0), **usual, "round": each, "time": 1e6 + each} for each in rounds]
+    rows = [[each[name] for name in COLUMNS] for each in told]
+    late = [[0, 1e6 + each - 0.1, 1e6 + each] for each in waits]
+    return View(False, ["one"], rows, late, [[each, 0, "lost", ""] for each in waits], [], [], {}).plain()
+
+
+@needs_browser
+def test_a_page_that_stays_open_forgets_what_a_new_one_would_not_be_told(tmp_path):
+    with MadeRun(tmp_path / "run", 3, 30) as run, shown(run) as (tab, _):
+        views = [
+            view_of(list(range(1, 9001)), list(range(1, 9001))), view_of([9001], list(range(1, 20_001))),
+            view_of([], [9000.5]),
+        ]  # fmt: skip
+        seen = tab.run(
+            f"""(() => {{
+                const page = new RunPage(document), seen = [];
+                for (const view of {json.dumps(views)}) {{
+                    page.apply(view);
+                    const drawn = page.past[0].spans.some((span) => span[1] === {1e6 + 9000.5});
+                    seen.push([page.rounds.length, page.waits.length, page.marks.length, drawn]);
+                }}
+                return [...seen, page.rounds[page.rounds.length - 1][0], page.waits[page.waits.length - 1][2]];
+            }})()"""
+        )
+        full = [5001, 20_000, 2000]
+        assert seen == [[5000, 9000, 2000, False], [*full, False], [*full, True], 9001, 1e6 + 9000.5]
         assert tab.complaints == []
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from diloco.errors import DilocoError, first_line
-from diloco.report.shape import Row, View, thinned
+from diloco.report.shape import MOST, Row, View, thinned
 
 LOOK_S = 0.5  # islands write their status every second: so that it is seen soon after
 SERIES = ("rounds", "waits", "marks", "flow", "validation")
-MOST = {"waits": 20_000, "marks": 2_000, "flow": 900, "validation": 4_000}  # rows that are kept; rounds are thinned
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +91,7 @@ class Feed:
     def __init__(self, source: Source) -> None:
         self._source, self._book = source, Book()
         self._problem, self._looks = "", 0
+        self._told: tuple[int, dict[str, tuple[str, str]]] = 0, {}  # of the last look, by the viewers' places
         self._listeners: list[Callable[[], object]] = []
         self._awake = threading.Condition()
         self._closed = False
@@ -123,10 +123,15 @@ class Feed:
     def news(self, place: str) -> tuple[str, str]:
         """Return where a viewer at this place comes to, and the message that brings it there; empty: nothing is known
         yet."""
-        if not self._looks:
+        looks, told = self._looks, self._told[1]
+        if not looks:
             return place, ""
-        there, view = self._book.since(place)
-        return there, json.dumps(view.plain(), separators=(",", ":"))
+        if self._told[0] != looks:
+            self._told = looks, (told := {})
+        if place not in told:  # most viewers are at the same one: it is encoded once for all of them
+            there, view = self._book.since(place)
+            told[place] = there, json.dumps(view.plain(), separators=(",", ":"))
+        return told[place]
 
     @property
     def problem(self) -> str:

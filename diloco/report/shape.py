@@ -20,6 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 MOST_ROUNDS = 4000  # that a page is given at once: of older ones it gets every second, third, …
 WHOLE_ROUNDS = 1000  # the last ones, which it gets all
+MOST = {"waits": 20_000, "marks": 2_000, "flow": 900, "validation": 4_000}  # rows that are kept, here and by a page
 CONTRIBUTED, LATE, SILENT, ABSENT = "c", "l", "s", "."
 SHOWN = (  # of an island's status
     "name", "state", "since", "waiting_for", "cause", "text", "member", "leads", "round", "step", "loss",
@@ -103,7 +104,7 @@ class View:
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {**vars(self), "columns": COLUMNS}
+        return {**vars(self), "columns": COLUMNS, "most": {**MOST, "rounds": MOST_ROUNDS, "whole": WHOLE_ROUNDS}}
 
 
 class IslandNumbers:

@@ -29,12 +29,22 @@ const RunPage = (() => {
       view.columns.forEach((name, at) => { COLUMN[name] = at; });
       for (const series of ["rounds", "waits", "marks", "flow", "validation"]) {
         if (view.reset) this[series] = [];
+        if (!view[series].length && !view.reset) continue;
         for (const row of view[series]) this[series].push(row);
-        if (view[series].length || view.reset) this.stale.add(series);
+        this.forget(series, view.most);
+        this.stale.add(series);
+        if (series === "rounds" || series === "waits") this.past = null;
       }
       this.islands = view.islands;
       if (view.now.islands) this.now = view.now;
       if (!document.hidden) this.show(); // a tab that nobody sees draws nothing
+    }
+
+    // a page may stay open for weeks: it forgets what a new one would not be told either
+    forget(series, most) {
+      const rows = this[series];
+      if (series !== "rounds") rows.splice(0, Math.max(0, rows.length - most[series]));
+      else if (rows.length > 2 * most.rounds) this.rounds = rows.filter((_, at) => at % 2 === 0 || at >= rows.length - most.whole);
     }
 
     show() {
@@ -245,7 +255,7 @@ const RunPage = (() => {
 
     // what each island did, as far as the rounds, its waits and its present state say it
     spans() {
-      if (this.spansFor !== this.rounds || this.spansUpTo !== this.rounds.length || this.spansWaits !== this.waits.length) this.pastSpans();
+      if (!this.past) this.pastSpans();
       const last = this.rounds[this.rounds.length - 1], until = last ? last[COLUMN.time] : 0;
       const rows = this.past.map((row) => ({...row, spans: row.spans}));
       for (const each of this.now.islands) {
@@ -260,9 +270,6 @@ const RunPage = (() => {
     }
 
     pastSpans() {
-      this.spansFor = this.rounds;
-      this.spansUpTo = this.rounds.length;
-      this.spansWaits = this.waits.length;
       const past = this.islands.map((name, number) => ({number, name, spans: [], in: false}));
       this.phases = [];
       let before = 0;
