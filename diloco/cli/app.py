@@ -11,12 +11,13 @@ from diloco.cli.demo import demo
 from diloco.cli.doctor import doctor
 from diloco.cli.history import export, log, restore, rewind, sample, set_settings
 from diloco.cli.init import init
+from diloco.cli.join import join
 from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.owner import evict, force_roster
 from diloco.cli.plan import plan
 from diloco.cli.prepare import config, tokenize
-from diloco.cli.run import join, run
+from diloco.cli.run import run
 from diloco.cli.simulate import simulate
 from diloco.cli.status import bundle, ls, status, stop, why
 from diloco.cli.ticket import ticket

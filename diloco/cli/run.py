@@ -1,4 +1,4 @@
-"""Declare `diloco run` and `diloco join`: take part in a run, and say how it ended."""
+"""Declare `diloco run`: train on this machine, and say how it ended."""
 
 import ctypes
 import json
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,11 +18,7 @@ from diloco.cli.dashboard import Dashboard, show_beside
 from diloco.cli.shared import (
     ConfigPath,
     EventsJson,
-    JoinHost,
-    JoinOverrides,
     Link,
-    MaxDown,
-    MaxUp,
     MetricsAt,
     Overrides,
     Port,
@@ -33,12 +28,11 @@ from diloco.cli.shared import (
     loading,
     next_commands,
     parse_option,
-    parse_positive,
     say,
     show_of,
 )
 from diloco.errors import ConfigError, TicketError
-from diloco.units import counted, format_count, format_size, parse_bytes, parse_link, parse_rate
+from diloco.units import counted, format_count, format_size, parse_link, parse_rate
 
 if TYPE_CHECKING:
     from diloco.launch.fleet import Plan
@@ -48,55 +42,59 @@ if TYPE_CHECKING:
 
 
 VARIABLE = "env:"  # before the name of a variable that holds a ticket
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from what the run's folder holds.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is kept as NAME.1, NAME.2, …")]
+Islands = Annotated[
+    int | None, typer.Option(min=1, max=64, help="Start a run that others can join, with this many islands.")
+]
+Restart = Annotated[
+    bool, typer.Option("--restart/--no-restart", help="Restart an island that dies, or in which a process hangs.")
+]
+Attach = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", show_default=False,
+        help="Take part by this secret of `diloco launch`: found, resume or join, whichever is right.",
+    ),
+]  # fmt: skip
+At = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME=HOST:PORT,…", show_default=False,
+        help="With --attach: where other islands are now; or a folder with a file for each, NAME, that says so.",
+    ),
+]  # fmt: skip
+AttachedDir = Annotated[
+    Path | None, typer.Option(help="With --attach: this island's folder (default: NAME in the run's folder).")
+]
+Wait = Annotated[
+    float | None, typer.Option(metavar="SECONDS", min=0, help="With --attach: for a member (default: for ever).")
+]
+Script = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND", show_default=False,
+        help="With --attach: a program that trains by diloco.connect, in place of the built-in trainer.",
+    ),
+]  # fmt: skip
 
 
 def run(
     config: ConfigPath,
     set_: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from what the run's folder holds.")] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; an earlier run is kept as NAME.1, NAME.2, …")
-    ] = False,
-    islands: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Start a run that others can join, with this many islands.")
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart/--no-restart", help="Restart an island that dies, or in which a process hangs.")
-    ] = True,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    islands: Islands = None,
+    restart: Restart = True,
     link: Link = None,
     host: RunHost = None,
     port: Port = None,
     relay: RelayRate = None,
-    attach: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Take part by this secret of `diloco launch`: found, resume or join, whichever is right.",
-            show_default=False,
-        ),
-    ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=HOST:PORT,…",
-            help="With --attach: where other islands are now; or a folder with a file for each, NAME, that says so.",
-            show_default=False,
-        ),
-    ] = None,
-    dir: Annotated[
-        Path | None, typer.Option(help="With --attach: this island's folder (default: NAME in the run's folder).")
-    ] = None,
-    wait: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="With --attach: for a member (default: for ever).")
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="With --attach: a program that trains by diloco.connect, in place of the built-in trainer.",
-            show_default=False,
-        ),
-    ] = None,
+    attach: Attach = None,
+    at: At = None,
+    dir: AttachedDir = None,
+    wait: Wait = None,
+    script: Script = None,
     metrics: MetricsAt = None,
     quiet: Quiet = False,
     as_json: EventsJson = False,
@@ -228,115 +226,6 @@ def many_islands(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     raise SystemExit(0 if board.paused or (board.finished and board.agree) else 1)
 
 
-def join(
-    ticket: Annotated[
-        str,
-        typer.Argument(
-            metavar="TICKET", help="The run's ticket, a file that holds it, - (standard input) or env:NAME."
-        ),
-    ],
-    set_: JoinOverrides = None,
-    dir: Annotated[Path | None, typer.Option(help="This island's folder (default runs/RUN_ID-NAME).")] = None,
-    name: Annotated[str | None, typer.Option(help="Name under which others see this island.")] = None,
-    fsdp: Annotated[int | None, typer.Option(min=1, help="Processes to shard parameters and batch over.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Processes to split each matrix over.")] = None,
-    witness: Annotated[
-        bool, typer.Option("--witness", help="Train nothing: only store the run's state, and vote.")
-    ] = False,
-    max_up: MaxUp = None,
-    max_down: MaxDown = None,
-    link: Link = None,
-    host: JoinHost = None,
-    port: Port = None,
-    relay: RelayRate = None,
-    hours: Annotated[
-        str | None, typer.Option(help="Train in these hours of the day only, by this machine's clock: 22-7")
-    ] = None,
-    max_month: Annotated[
-        str | None, typer.Option(help="Send and receive no more than this in a calendar month: 50GB")
-    ] = None,
-    yield_gpu: Annotated[
-        bool, typer.Option("--yield-gpu", help="Be away while another process uses the GPU (asks nvidia-smi).")
-    ] = False,
-    metrics: MetricsAt = None,
-    quiet: Quiet = False,
-    as_json: EventsJson = False,
-    dashboard: Dashboard = False,
-) -> None:
-    """Join a run as a peer.
-
-    The run's configuration and state come from the other islands. Ctrl-C contributes what was trained so far, says
-    goodbye and leaves; a second Ctrl-C leaves at once. A witness needs no accelerator and no data: with one, a run of
-    two islands goes on when either of them is lost.
-
-    With --hours, --max-month or --yield-gpu the island leaves in good order when it must not train, and comes back by
-    itself.
-    """
-    from diloco.comm.peers.ticket import Ticket
-    from diloco.config.file import overrides_tree, own_island
-    from diloco.launch.mesh_processes import start_if_several
-
-    show = show_of(quiet=quiet, as_json=as_json)
-    mesh = [f"island.{key}={value}" for key, value in (("fsdp", fsdp), ("tp", tp)) if value is not None]
-    told = [f"log.metrics={json.dumps(metrics)}"] if metrics is not None else []
-    own = overrides_tree([*(set_ or []), *mesh, *told])
-    island = own_island(own)
-    text = read_ticket(ticket)
-    if ticket == text:
-        hide_argument(text)
-    parsed = Ticket.parse(text, 0.0)
-    if witness and island.fsdp * island.tp > 1:
-        raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
-    from diloco.run.machine import host_towards, own_name
-
-    name = name or own_name()
-    folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
-    up, down, delay_s = rates_of(link, max_up, max_down)
-    if hours is not None or max_month is not None or yield_gpu:
-        heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu, show=show)
-    if dashboard:
-        show_beside(folder, show)
-    start_if_several(island)
-    with loading():
-        from diloco.run import start
-        from diloco.run.local import Connection
-        from diloco.simulate.real.network import as_simulated
-
-    mesh_name = "witness" if witness else island.mesh
-    where = host or host_towards(parsed.addresses)
-    connection = Connection(
-        where, up, down, delay_s, name, mesh=mesh_name, port=port or 0, metered=max_month is not None,
-        relay_bits_per_s=relay_rate("0" if relay is None and max_month is not None else relay),
-    )  # fmt: skip
-    enter = start.witness if witness else start.join
-    outcome = enter(text, own, as_simulated(connection, folder), folder, show)
-    if outcome.leader:
-        again = [*_launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]
-        come_back = {shlex.join([*again, *["--witness"] * witness]): "comes back, with what this folder holds"}
-        ended = [ending(outcome, str(folder)), *contributed(str(folder))]
-        say_ending(show, ended, [] if outcome.finished else next_commands(come_back))
-
-
-def heed_limits(
-    ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool, show: "Show"
-) -> None:
-    """Take part by a process of its own for as long as the volunteer's limits allow, and exit as it does; do nothing in
-    that process itself."""
-    from diloco.launch.volunteer import VOLUNTEER, limits_of, volunteer
-    from diloco.run.allowance import Hours, gpu_processes
-
-    given = None if hours is None else parse_option("--hours", hours, Hours.parse)
-    most = None if max_month is None else parse_positive("--max-month", max_month, parse_bytes)
-    if VOLUNTEER in os.environ:
-        return
-    if yield_gpu:
-        list(gpu_processes())  # raises, where they cannot be found
-    os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
-    sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == "-" else word for word in sys.argv]
-    tell = partial(say, show=show)
-    raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, tell))
-
-
 def read_ticket(given: str) -> str:
     """Return the ticket's text: given as such, in a file, on standard input (-) or in a variable (env:NAME)."""
     from diloco.comm.peers.ticket import OLD_PREFIX, PREFIX, TEXT_LIMIT
@@ -461,10 +350,10 @@ def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False)
 def _command(path: Path, overrides: Iterable[str], *options: str) -> str:
     """Format the command that started this run, with these overrides and options, so that it can be typed again."""
     changes = [word for override in overrides for word in ("--set", override)]
-    return shlex.join([*_launcher(), "run", str(path), *options, *changes])
+    return shlex.join([*launcher(), "run", str(path), *options, *changes])
 
 
-def _launcher() -> list[str]:
+def launcher() -> list[str]:
     """Return the words by which this process was started: torchrun, `python -m diloco` or the program."""
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if processes is not None and "DILOCO_MEETING" not in os.environ:
