@@ -256,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with all metrics at /metrics, and with 404 everywhere else; with 421 who asks another machine."""
         if not is_own_host(self.headers.get("Host", ""), self.server.host):
-            self.send_error(421, "this is not the host that you look for")
+            self.send_error(421, "by that name anybody could ask: use an address, or start with --metrics NAME:PORT")
             return
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "metrics are at /metrics")
