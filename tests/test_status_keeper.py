@@ -23,7 +23,8 @@ from diloco.report.events import IslandNews
 from diloco.report.sinks import EVENTS
 from diloco.report.status import ASKED, IslandStatus, RunStatus, merged, read_status
 from diloco.run.local import Connection
-from diloco.run.status import AGE, ANSWER, CHANNEL, StatusKeeper, write_status
+from diloco.run.status import StatusKeeper, write_status
+from diloco.run.status_streams import AGE, ANSWER, CHANNEL
 
 
 def test_the_last_status_has_the_last_round_and_that_the_island_left_in_good_order(tmp_path):

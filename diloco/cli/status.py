@@ -44,7 +44,10 @@ def status(
     end. With a ticket whose right is watch it looks from anywhere: nobody is admitted by that, and no place is taken.
     """
     from diloco.report.shown import status_lines
+    from diloco.report.watching import give_way
 
+    if watch:
+        give_way()
     found = _statuses(run, watch=watch)
     try:
         if watch and not as_json and sys.stdout.isatty():

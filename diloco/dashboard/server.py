@@ -21,6 +21,7 @@ from diloco.dashboard.feed import Feed
 from diloco.errors import DeviceError, MissingExtra
 from diloco.report.admitted import is_own_host
 from diloco.report.page import ASSETS, POLICY, asset, live_page, plotting_library
+from diloco.report.watching import give_way
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -213,6 +214,7 @@ def serve(feed: Feed, door: Door) -> None:
     """Answer requests until SIGINT or SIGTERM; viewers are let go."""
     import uvicorn
 
+    give_way()
     config = uvicorn.Config(
         application(feed, door), log_level="error", access_log=False, server_header=False, lifespan="off",
         timeout_graceful_shutdown=int(LEAVE_S), log_config=None, proxy_headers=False,

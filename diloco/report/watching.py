@@ -1,6 +1,7 @@
 """Follow what islands report in their files, and print what several of them report as plain lines."""
 
 import json
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,12 @@ from diloco.report.board import Row
 from diloco.report.events import Event, read_event
 
 RECENT_BYTES = 2 << 20
+NICE = 10  # of a process that only looks: islands on the same machine go first
+
+
+def give_way() -> None:
+    """Lower the priority of this process and of what it starts."""
+    os.nice(max(0, NICE - os.nice(0)))
 
 
 class LineTail:

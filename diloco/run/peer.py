@@ -37,7 +37,7 @@ from diloco.run.local import LOOK_S, Connection, Fail, Know, LocalPeer
 from diloco.run.machine import ANYWHERE, listen_host
 from diloco.run.neighbours import Neighbours
 from diloco.run.reachable import Reachability
-from diloco.run.status import CHANNEL as STATUS_CHANNEL
+from diloco.run.status_streams import CHANNEL as STATUS_CHANNEL
 from diloco.run.twins import END, Twins
 
 if TYPE_CHECKING:

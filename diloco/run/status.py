@@ -2,29 +2,26 @@
 
 The file is replaced every second and not synced: it says what is, and after a crash that is nothing. Whoever reads it
 tells by its age, and by the process that it names, whether that is still so. What other islands say of themselves is
-asked for only while somebody wants to see it, and travels on streams of its own (`CHANNEL`).
+asked for only while somebody wants to see it, and travels on streams of its own (`status_streams.py`).
 """
 
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from diloco.comm.peers.clock import RUN_CLOCK
-from diloco.comm.transport.transport import PeerAddress, Stream, Transport
-from diloco.errors import FrameError, StreamClosed, TransportError, TransportTimeout
 from diloco.report.events import End, Event, IslandNews, Start, Step, Validation, Waiting, WitnessStart
-from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, decode_status, merged, redated
+from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, merged
 from diloco.run.seeing import view_of
+from diloco.run.status_streams import StatusAsker, StatusServer
 from diloco.version import __version__
 
 if TYPE_CHECKING:
@@ -32,17 +29,11 @@ if TYPE_CHECKING:
     from diloco.run.join import Entrant
     from diloco.run.local import LocalPeer
 
-CHANNEL = "status"
 LAST_SPEEDS = 15
 WAITS = ("waiting", "sending", "catching up")  # what is reported when it lasts
 WAITS_S, WAITS_AGAIN_S = 10.0, 60.0
-ASK, ANSWER = 1, 2
-AGE = struct.Struct("<d")  # the head of an answer: how many seconds old it is. Clocks of machines may differ
-MAX_AGE_S = 3600.0
 ASKED_S = 10.0  # for so long after somebody has looked, others are asked
-ASK_TIMEOUT_S, AT_ONCE = 2.0, 8
-MAX_STREAMS, IDLE_S, WAIT_S, LOOK_S = 16, 60.0, 2.0, 0.2
-MAX_STATUS_BYTES = 4 << 20
+WAIT_S, LOOK_S = 2.0, 0.2
 
 log = logging.getLogger(__name__)
 
@@ -189,18 +180,22 @@ class StatusKeeper:
 
     def _ask_others(self) -> None:
         """Ask what others say of themselves, while somebody looks."""
-        asked_at = -REFRESH_S
+        asked_at, asker = -REFRESH_S, StatusAsker(self._peer.plain, self._stop.is_set)
         while not self._stop.wait(LOOK_S):
-            if time.monotonic() - asked_at < REFRESH_S or not self._is_wanted():
+            if not self._is_wanted():
+                asker.close()
+                continue
+            if time.monotonic() - asked_at < REFRESH_S:
                 continue
             asked_at = time.monotonic()
             try:
                 alive = self._driver.node.liveness.alive(asked_at)
                 known = {peer: address for peer, address in list(self._driver.addresses.items()) if peer in alive}
-                self._reports = ask_all(self._peer.plain, known, self._stop.is_set)
+                self._reports = asker.ask(known)
             except Exception:  # the node is another thread's: it may have changed meanwhile
                 log.exception("others were not asked for their status")
             self._write()
+        asker.close()
 
     def _is_wanted(self) -> bool:
         try:
@@ -244,20 +239,25 @@ def with_process(status: RunStatus, folder: Path) -> RunStatus:
 
 def started_at(pid: int) -> int:
     """Return when a process was started, by the kernel's count; 0 where it is gone or the kernel does not say."""
-    return _stat_of(pid, 19)
+    return int(_stat_of(pid, 19))
 
 
 def parent_of(pid: int) -> int:
     """Return which process started this one; 0 where it is gone or the kernel does not say."""
-    return _stat_of(pid, 1)
+    return int(_stat_of(pid, 1))
 
 
-def _stat_of(pid: int, field: int) -> int:
-    """Read one of the numbers that Linux tells of a process, counted from behind its name, which may be anything."""
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal or a debugger has stopped a process, as far as the kernel says."""
+    return _stat_of(pid, 0) in ("T", "t")
+
+
+def _stat_of(pid: int, field: int) -> str:
+    """Read what Linux tells of a process, counted from behind its name, which may be anything; "0": it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field])
-    except (OSError, ValueError, IndexError):
-        return 0
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field]
+    except (OSError, IndexError):
+        return "0"
 
 
 def is_running(status: RunStatus) -> bool:
@@ -271,92 +271,3 @@ def is_running(status: RunStatus) -> bool:
     except PermissionError:
         pass
     return not status.pid_started or started_at(status.pid) == status.pid_started
-
-
-class StatusServer:
-    """Answer peers that ask for this island's status, members and watchers alike, on a channel of its own."""
-
-    def __init__(self, transport: Transport, status: Callable[[], tuple[bytes, float]]) -> None:
-        """Begin to answer; `status` returns what to say, and how many seconds old that is."""
-        self._transport, self._status = transport, status
-        self._closed = False
-        self._places = threading.Semaphore(MAX_STREAMS)
-        self._thread = threading.Thread(target=self._accept, name="status-server", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Refuse whoever asks from now on."""
-        self._closed = True
-        self._transport.forget(CHANNEL)
-        self._thread.join(WAIT_S)
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                stream = self._transport.accept(CHANNEL, timeout_s=0.5)
-            except TransportTimeout:
-                continue
-            except StreamClosed:
-                return
-            if not self._places.acquire(blocking=False):
-                stream.close()
-                continue
-            threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
-
-    def _serve(self, stream: Stream) -> None:
-        try:
-            while not self._closed:
-                stream.receive(_no_payload, timeout_s=IDLE_S)
-                said, age_s = self._status()
-                stream.send(ANSWER, AGE.pack(age_s), said, timeout_s=ASK_TIMEOUT_S)
-        except (TransportError, FrameError) as over:
-            log.debug("%s does not ask any more: %s", stream.peer, over)
-        finally:
-            stream.close()
-            self._places.release()
-
-
-def ask(transport: Transport, address: PeerAddress, timeout_s: float = ASK_TIMEOUT_S) -> RunStatus | None:
-    """Return what a peer says of itself and of the run; None if it does not answer, or with nonsense."""
-    try:
-        stream = transport.connect(address, CHANNEL, timeout_s=timeout_s)
-    except TransportError as error:
-        log.info("%s was not asked for its status: %s", address.identity, error)
-        return None
-    try:
-        stream.send(ASK, timeout_s=timeout_s)
-        answer = stream.receive(_status_only, timeout_s=timeout_s)
-        status, received = decode_status(bytes(answer.payload)), time.time()
-    except (TransportError, FrameError) as error:
-        log.info("%s does not say its status: %s", address.identity, error)
-        return None
-    finally:
-        stream.close()
-    if status is None or status.me != address.identity:
-        return None
-    return redated(status, received - min(max(0.0, *AGE.unpack(answer.head)), MAX_AGE_S))
-
-
-def ask_all(
-    transport: Transport, addresses: Mapping[str, PeerAddress], given_up: Callable[[], bool] = lambda: False
-) -> list[RunStatus]:
-    """Return what these peers say of themselves; those who do not answer in time are left out, and all that are still
-    to be asked once it is given up."""
-
-    def ask_one(address: PeerAddress) -> RunStatus | None:
-        return None if given_up() else ask(transport, address)
-
-    with ThreadPoolExecutor(AT_ONCE, "ask") as pool:
-        return [said for said in pool.map(ask_one, addresses.values()) if said is not None]
-
-
-def _no_payload(kind: int, head: bytes, length: int) -> memoryview:
-    if kind != ASK or length or head:
-        raise FrameError(f"a frame of kind {kind} with {length} bytes, a question was due")
-    return memoryview(bytearray())
-
-
-def _status_only(kind: int, head: bytes, length: int) -> memoryview:
-    if kind != ANSWER or len(head) != AGE.size or length > MAX_STATUS_BYTES:
-        raise FrameError(f"a frame of kind {kind} with {length} bytes, a status was due")
-    return memoryview(bytearray(length))

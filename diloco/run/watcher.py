@@ -11,15 +11,17 @@ from pathlib import Path
 
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
+from diloco.comm.transport.transport import PeerAddress
 from diloco.errors import DirectoryError, JoinRefused
 from diloco.report.status import RunStatus, merged
 from diloco.run.folder import IDENTITY_KEY
 from diloco.run.local import Connection
 from diloco.run.machine import host_towards
 from diloco.run.peer import Peer
-from diloco.run.status import ask_all
+from diloco.run.status_streams import StatusAsker
 
 SEARCH_S, AGAIN_S = 30.0, 0.5
+DIRECTORY_S = 5.0  # for which those who were found are asked before others are looked for
 NAME = "watcher"
 RENEW_S, EXPIRES_S = 8.0, 20.0  # of its record: the next one to look may need its place
 MEET_S = 6.0  # until all members have heard of it
@@ -36,7 +38,10 @@ def watch_run(ticket: Ticket, *, pause_s: float) -> Iterator[RunStatus]:
 
 
 def _looks(peer: Peer, pause_s: float) -> Iterator[RunStatus]:
-    heard, published, why = time.monotonic(), -RENEW_S, "no answer"
+    heard, published, looked, why = time.monotonic(), -RENEW_S, -DIRECTORY_S, "no answer"
+    known: dict[str, PeerAddress] = {}
+    said: list[RunStatus] = []
+    asker = StatusAsker(peer.plain)
     while True:
         if time.monotonic() - published > RENEW_S:
             try:
@@ -44,8 +49,9 @@ def _looks(peer: Peer, pause_s: float) -> Iterator[RunStatus]:
                 published = time.monotonic()
             except DirectoryError as error:  # as many watch by this ticket as may: one of them may be gone soon
                 why = str(error)
-        known = peer.find_peers()
-        said = ask_all(peer.plain, known)
+        if not said or len(said) < len(known) or time.monotonic() - looked > DIRECTORY_S:
+            known, looked = peer.find_peers(), time.monotonic()
+        said = asker.ask(known)
         waited_s = time.monotonic() - heard
         if len(said) == len(known) > 0 or (said and waited_s > MEET_S):
             heard = time.monotonic() - MEET_S  # who has not answered by now is not waited for again
