@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -33,7 +34,8 @@ from diloco.report.status import STATUS, IslandStatus, RunStatus, decode_status,
 from diloco.report.why import Facts, why_island, why_now
 from diloco.run import status as kept_status
 from diloco.run.gate import Gate
-from diloco.run.status import CHANNEL, StatusServer, ask, ask_all, is_running, say_starting, started_at
+from diloco.run.status import is_running, say_starting, started_at
+from diloco.run.status_streams import CHANNEL, StatusAsker, StatusServer
 
 ME = IslandStatus("id-1", "one", "training", told_by="one", member=True, share=0.5)
 STATUS_OF_ONE = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ME, replace(ME, island="id-2", name="two")))
@@ -169,19 +171,35 @@ def test_who_only_watches_is_answered_on_one_channel_and_refused_on_all_others()
     with closing(member), closing(watcher), closing(liar):
         server = StatusServer(member, lambda: (STATUS_OF_ONE.encode(), 2.0))
         before = time.time()
-        found = ask(watcher, PeerAddress("id-1"))
-        assert found is not None and before - 2 <= found.at <= time.time() - 2  # by the watcher's clock
+        asker, one = StatusAsker(watcher), {"a": PeerAddress("id-1")}
+        (found,) = asker.ask(one)
+        assert before - 2 <= found.at <= time.time() - 2  # by the watcher's clock
         assert replace(found, at=1000.0, phase_since=0.0) == STATUS_OF_ONE
         assert found.at - found.phase_since == pytest.approx(1000.0)
         for channel in ("control", "fetch", "pool"):
             with pytest.raises(PeerLost, match="may not open"):
                 watcher.connect(PeerAddress("id-1"), channel, timeout_s=1)
         false = StatusServer(liar, lambda: (STATUS_OF_ONE.encode(), 0.0))  # it passes for somebody else
-        (found,) = ask_all(watcher, {"a": PeerAddress("id-1"), "b": PeerAddress("id-9")})
+        (found,) = asker.ask({**one, "b": PeerAddress("id-9")})
         assert found.me == "id-1"
         server.close()
-        assert ask(watcher, PeerAddress("id-1")) is None
+        assert asker.ask(one) == []
         false.close()
+
+
+def test_who_asks_again_needs_no_new_stream_unless_the_old_one_was_closed():
+    network, opened = MemoryNetwork(), []
+    member, watcher = network.transport("id-1"), network.transport("watcher")
+    counted = SimpleNamespace(connect=lambda *way, **more: opened.append(way) or watcher.connect(*way, **more))
+    with closing(member), closing(watcher):
+        server, asker = StatusServer(member, lambda: (STATUS_OF_ONE.encode(), 0.0)), StatusAsker(counted)
+        for _ in range(3):
+            assert len(asker.ask({"a": PeerAddress("id-1")})) == 1
+        assert len(opened) == 1
+        member.inbox.drop("watcher")
+        assert len(asker.ask({"a": PeerAddress("id-1")})) == 1 and len(opened) == 2
+        assert asker.ask({}) == [] and len(asker.ask({"a": PeerAddress("id-1")})) == 1 and len(opened) == 3
+        server.close()
 
 
 # real islands
@@ -239,7 +257,8 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
         pid = read_status(two).pid
         os.kill(pid, signal.SIGSTOP)
         assert wait_until(lambda: status().island("island-2").state == "silent", 60)
-        assert "island-2 is stopped or starved" in diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        said = diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        assert f"ago: its process {pid} is stopped by a signal, kill -CONT {pid} lets it go on" in said
         os.kill(pid, signal.SIGKILL)
         assert wait_until(lambda: status().island("island-2").state == "ended", 60)
         assert "gone without a goodbye" in diloco("why", "run", "island-2", cwd=tmp_path).stdout
@@ -271,7 +290,7 @@ def test_an_island_whose_disk_is_full_is_not_taken_for_a_stopped_one(tmp_path, c
     with small_disk(tmp_path / "disk") as folder:
         mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)
         (folder / STATUS).write_bytes(replace(mine, at=time.time() - 60, islands=(ME,)).encode())
-        assert "one is stopped or starved" in command("why", folder).out
+        assert "is there, and starved or hangs" in command("why", folder).out
         fill(folder)
         said = command("why", folder).out
         assert said.startswith(f"one's disk takes nothing: {folder} has no space left") and "stopped" not in said

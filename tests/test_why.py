@@ -1,7 +1,35 @@
-"""`diloco why`: situations of simulated islands, each with the sentence that explains it, and what measurements say."""
+"""`diloco why`: situations of simulated islands, each with the sentence that explains it, and what measurements say.
+
+The situations in which both `why` and `status` must say the right thing, and where that is shown: among simulated
+islands, by the name that SITUATIONS has below, or among real ones, in another file.
+
+ 1 healthy                      "healthy"; test_why_islands.py
+ 2 one island is slow           "one island slow"; test_why_islands.py: held_up
+ 3 links are slow               "slow links"; of one that is full: test_why_islands.py: max-up
+ 4 a disk is slow               "slow disk"
+ 5 a disk is full               test_why_islands.py: fill
+ 6 an island is lost            "lost"; killed, seen from its own machine: test_status.py: SIGKILL
+ 7 an island is stopped         "stopped"; seen from its own machine: test_status.py: SIGSTOP
+ 8 a minority is cut off        "partitioned minority"
+ 9 a majority goes on           "the majority"
+10 waiting for min_islands      "waiting for min_islands"
+11 waiting for the founding     "waiting for the founding"
+12 catching up                  "catching up"
+13 not in the roster yet        "not in the roster yet"
+14 no route to one peer         "no route to one peer"
+15 a contribution is refused    "refused contribution"
+16 excluded for what it says    "another result than everybody's", "signs of life and no answers", "garbage"
+17 taken out, or gone by itself "evicted", "left"
+18 a ticket is revoked          test_why_islands.py: revoke
+19 a clock is wrong             test_why_islands.py: ahead_s
+20 waiting for samples          "without samples"
+21 a witness                    "a witness"
+22 two islands with one key     test_why_islands.py: twin
+"""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from situations import BEGAN, Situation
@@ -87,6 +115,14 @@ SITUATIONS = {
         "C contributes nothing because it is a witness",
     ),
 }  # fmt: skip
+
+
+def test_each_situation_that_the_list_above_names_is_somewhere():
+    lines = [line[31:] for line in __doc__.splitlines() if re.match(r"[ \d]\d ", line)]
+    assert len(lines) >= 20 and all(lines)
+    assert {name for line in lines for name in re.findall('"([^"]+)"', line)} <= set(SITUATIONS)
+    for file, what in (place for line in lines for place in re.findall(r"(test_\w+\.py)(?:: ([\w-]+))?", line)):
+        assert what in (Path(__file__).parent / file).read_text(), (file, what)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -195,14 +231,17 @@ MEASURED = {
         "two's disk takes nothing: /data cannot be written (No space left on device). It trains on",
     ),
     "slow disk": ({"write_s": 4.0}, "two's disk is the bottleneck: a write takes 4.0 s"),
-    "wrong clock": ({"clock_off_s": 3600.0}, "the clock of two's machine is 60:00 min behind the run's"),
+    "wrong clock": (
+        {"clock_off_s": 3600.0},
+        "the clocks of one's and two's machines are 60:00 min apart: set the one that is wrong",
+    ),
     "process gone": (
         {"state": "ended", "since": NOW - 30, "text": "its process is gone without a goodbye"},
-        "two does not run any more: its process is gone without a goodbye (30 s ago)",
+        "two does not run any more, last heard 30 s ago: its process is gone without a goodbye",
     ),
     "process stopped": (
-        {"state": "silent", "since": NOW - 30}, "two is stopped or starved: its process is there, and the last it said "
-        "is from 30 s ago",
+        {"state": "silent", "since": NOW - 30, "text": "its process is starved"},
+        "two is silent, last heard 30 s ago: its process is starved",
     ),
     "waiting for samples": ({"state": "waiting", "cause": "samples"}, "two waits for samples to be leased"),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from diloco.errors import SaveError
 from diloco.history.find import RUNS
 from diloco.report.status import STATUS, IslandStatus, RunStatus, ask_for_others, merged, read_status
 from diloco.run.folder import has_log
-from diloco.run.status import is_running, parent_of
+from diloco.run.status import is_running, is_stopped, parent_of
 
 FRESH_S, LOOK_S = 3.0, 0.1  # how long to wait for what remote islands say of themselves
 
@@ -107,8 +107,10 @@ def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
         return each
     if here.is_silent and _is_full(here.folder):  # a status is a file, too
         return replace(each, disk=f"{here.folder} has no space left, not even for a status")
-    text = f"its process {here.status.pid} is there, and has said nothing since: it is stopped, or starved"
-    state = "silent"
+    pid, state = here.status.pid, "silent"
+    text = f"its process {pid} is there, and starved or hangs"
+    if is_stopped(pid):
+        text = f"its process {pid} is stopped by a signal, kill -CONT {pid} lets it go on"
     if not here.is_silent:
         state, text = "ended", _how_it_ended(here.status)
     return replace(
@@ -129,7 +131,7 @@ def _how_it_ended(status: RunStatus) -> str:
         return "it left in good order"
     if status.failed:
         return "it ended by an error, or by a signal while it joined: see what it printed"
-    return "its process is gone without a goodbye"
+    return "its process is gone without a goodbye, as by kill -9 or for want of memory; started again, it continues"
 
 
 def glance(place: Path) -> RunStatus | None:

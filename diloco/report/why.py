@@ -63,7 +63,9 @@ def why_island(facts: Facts, name: str) -> list[str]:
     island = status.island(name) if status is not None else None
     if status is None or island is None:
         return _of_history(facts, name)
-    found = [*_state(facts, status, island), *_contribution(facts, status, island), *_own_trouble(facts, island)]
+    found = [
+        *_state(facts, status, island), *_contribution(facts, status, island), *_own_trouble(facts, status, island)
+    ]  # fmt: skip
     return found or [f"{island.name} trains, and its work is in the last rounds: nothing is wrong with it"]
 
 
@@ -196,15 +198,21 @@ def _disk(facts: Facts, status: RunStatus) -> list[str]:
 
 
 def _clock(facts: Facts, status: RunStatus) -> list[str]:
-    return [sentence for each in status.islands for sentence in _clock_trouble(each)]
+    return list(dict.fromkeys(sentence for each in status.islands for sentence in _clock_trouble(status, each)))
+
+
+def _twins(facts: Facts, status: RunStatus) -> list[str]:
+    return [sentence for each in status.islands for sentence in _twin_trouble(facts, each)]
 
 
 def _samples(facts: Facts, status: RunStatus) -> list[str]:
-    return [f"{each.name} waits for samples to be leased" for each in status.islands if each.cause == "samples"]
+    waiting = [each.name for each in status.islands if each.cause == "samples"]
+    then = "the next round does that, unless all of the data is taken (data.epochs)"
+    return [f"{name} waits for samples to be leased: {then}" for name in waiting]
 
 
 QUESTIONS: tuple[Callable[[Facts, RunStatus], list[str]], ...] = (
-    _quorum, _too_few, _excluded, _lost, _no_route, _catching_up, _disk, _slow_island, _link, _samples, _clock,
+    _quorum, _too_few, _excluded, _lost, _no_route, _catching_up, _disk, _slow_island, _link, _samples, _clock, _twins,
 )  # fmt: skip
 AWAY = ("lost", "left", "ended", "evicted", "silent")
 
@@ -264,9 +272,9 @@ def _contribution(facts: Facts, status: RunStatus, each: IslandStatus) -> list[s
     return [f"the last round did not wait for {each.name}, {part}: what it has done since comes with the next one"]
 
 
-def _own_trouble(facts: Facts, each: IslandStatus) -> list[str]:
-    link = _full_link(each)
-    return [*_disk_trouble(each), *([link] if link else []), *_clock_trouble(each)]
+def _own_trouble(facts: Facts, status: RunStatus, each: IslandStatus) -> list[str]:
+    link = [_full_link(each)] if _full_link(each) else []
+    return [*_disk_trouble(each), *link, *_clock_trouble(status, each), *_twin_trouble(facts, each)]
 
 
 def _of_history(facts: Facts, name: str) -> list[str]:
@@ -382,9 +390,9 @@ def _healthy(status: RunStatus) -> str:
 def _lost_sentence(facts: Facts, status: RunStatus, each: IslandStatus) -> str:
     since = _ago(status, each)
     if each.state == "silent":
-        return f"{each.name} is stopped or starved: its process is there, and the last it said is from {since}"
+        return f"{each.name} is silent, last heard {since}: {each.text}"
     if each.state == "ended":
-        return f"{each.name} does not run any more: {each.text or 'its process is gone'} ({since})"
+        return f"{each.name} does not run any more, last heard {since}: {each.text or 'its process is gone'}"
     if each.heard_by:
         return _cut_sentence(status, each)
     how = f"{each.text}, for longer than elastic.silence_s={status.silence_s:g}" if "silent" in each.text else each.text
@@ -429,12 +437,27 @@ def _disk_trouble(each: IslandStatus) -> list[str]:
     return []
 
 
-def _clock_trouble(each: IslandStatus) -> list[str]:
-    if abs(each.clock_off_s) < CLOCK_S:
+def _clock_trouble(status: RunStatus, each: IslandStatus) -> list[str]:
+    """Say whose clock is wrong: the run's time is the latest of all, so that one that is ahead makes others late."""
+    told = [other for other in status.islands if other.told_by == other.name]
+    if each not in told:
         return []
-    which = "behind" if each.clock_off_s > 0 else "ahead of"
-    off = format_duration(abs(each.clock_off_s))
-    return [f"the clock of {each.name}'s machine is {off} {which} the run's, which is used: set the clock"]
+    off_s = each.clock_off_s - (median(other.clock_off_s for other in told) if len(told) > 2 else 0.0)
+    if len(told) == 2:
+        off_s = told[0].clock_off_s - told[1].clock_off_s
+    if abs(off_s) < CLOCK_S:
+        return []
+    if len(told) == 2:
+        whose = " and ".join(f"{other.name}'s" for other in told)
+        return [f"the clocks of {whose} machines are {format_duration(abs(off_s))} apart: set the one that is wrong"]
+    which = "behind" if off_s > 0 else "ahead of"
+    whose = "the others'" if len(told) > 2 else "the run's, which is used"
+    return [f"the clock of {each.name}'s machine is {format_duration(abs(off_s))} {which} {whose}: set the clock"]
+
+
+def _twin_trouble(facts: Facts, each: IslandStatus) -> list[str]:
+    news = facts.news(each.name, "twin")
+    return [] if news is None else [f"{each.name}: {news.text}. Stop one of them, or give it a key of its own"]
 
 
 def _training(status: RunStatus) -> list[IslandStatus]:
