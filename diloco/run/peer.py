@@ -113,7 +113,7 @@ class Peer(LocalPeer):
         self._meter = None
         if connection.metered and isinstance(self.plain, ShapedTransport):
             self._meter = TrafficMeter(folder, self.plain.link)
-        self._twins = Twins(self._direct.address(connection.host).certificate_der, int(1000 * RUN_CLOCK.now()))
+        self._twins: Twins | None = None  # from the first record on that this process publishes
         self.bulk = PooledTransport(self.plain)
 
     def _listen(self, host: str, port: int, inbox: Inbox) -> DirectTransport:
@@ -202,6 +202,9 @@ class Peer(LocalPeer):
     def publish(self, expires_s: float = EXPIRES_S) -> None:
         """Put this peer's record into the directory, with its addresses and its present head, for some seconds."""
         me = self._direct.address(self.connection.host)
+        if self._twins is None:
+            self._twins = Twins(me.certificate_der, int(1000 * RUN_CLOCK.now()))
+            self._twins.look(self._own_record)  # before ours takes its place
         (round_number, digest), relay = self.head(), self._relay.relay
         up, down = self.connection.up_bits_per_s or 0, self.connection.down_bits_per_s or 0
         record = PeerRecord(
@@ -325,7 +328,12 @@ class Peer(LocalPeer):
                 if (refusal := self._refusal) and refusal != refused:
                     refused = refusal
                     self.report("kept out", self.id, f"another island does not let this one in: {refusal}")
-                twin, was_first = self._twins.look(self._board.peers().get(self.identity.public_key))
+                # before it publishes: of two records under one key the newer is kept, and a twin's would not be seen
+                ask = time.monotonic() - asked > ASK_OTHERS_S or self._ask_soon.is_set()
+                self._ask_soon.clear()
+                know(self.find_peers(ask_others=ask))
+                asked = time.monotonic() if ask else asked
+                twin, was_first = ("", False) if self._twins is None else self._twins.look(self._own_record)
                 if twin and was_first:
                     fail(IdentityError(f"{twin}: {END}"))
                     return
@@ -340,16 +348,17 @@ class Peer(LocalPeer):
                     self._publish_soon.clear()
                 if time.monotonic() - published > PUBLISH_S and self._publish_again():
                     published = time.monotonic()
-                ask = time.monotonic() - asked > ASK_OTHERS_S or self._ask_soon.is_set()
-                self._ask_soon.clear()
-                know(self.find_peers(ask_others=ask))
-                asked = time.monotonic() if ask else asked
                 present = {peer: record.control for peer, record in self.records.items() if self._gate.knows(peer)}
                 self._book.remember(present, self._is_member)
             except (TicketError, IdentityError) as error:  # of one record: the others count
                 log.warning("%s: a record is not used: %s", self.connection.name, error)
             except OSError as error:  # a full disk, no descriptors: that passes
                 self._say_once("cannot look for others", error)
+
+    @property
+    def _own_record(self) -> PeerRecord | None:
+        """Return the newest record under this peer's key: its own, unless another process has the key, too."""
+        return self._board.peers().get(self.identity.public_key)
 
     @property
     def _refusal(self) -> str:
