@@ -289,11 +289,14 @@ def test_an_island_whose_disk_is_full_is_not_taken_for_a_stopped_one(tmp_path, c
     """It cannot refresh its status there: the disk says why."""
     with small_disk(tmp_path / "disk") as folder:
         mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)
-        (folder / STATUS).write_bytes(replace(mine, at=time.time() - 60, islands=(ME,)).encode())
+        fast, usual = replace(ME, tokens_per_s=9e3), replace(ME, island="id-2", name="two", told_by="two")
+        then = (fast, replace(usual, tokens_per_s=1e3))
+        (folder / STATUS).write_bytes(replace(mine, at=time.time() - 60, islands=then).encode())
         assert "is there, and starved or hangs" in command("why", folder).out
         fill(folder)
         said = command("why", folder).out
-        assert said.startswith(f"one's disk takes nothing: {folder} has no space left") and "stopped" not in said
+        assert said.startswith(f"one's disk takes nothing: {folder} has no space left")
+        assert "stopped" not in said and "slow" not in said
         assert "disk: " in command("status", folder).out
 
 

@@ -16,7 +16,7 @@ from diloco.report.status import STATUS, IslandStatus, RunStatus, ask_for_others
 from diloco.run.folder import has_log
 from diloco.run.status import is_running, is_stopped, parent_of
 
-FRESH_S, LOOK_S = 3.0, 0.1  # how long to wait for what remote islands say of themselves
+FRESH_S, LOOK_S = 5.0, 0.1  # how long to wait for what remote islands say of themselves
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def _as_it_is(each: IslandStatus, here: LocalIsland | None) -> IslandStatus:
     if here is None or here.status is None or (here.running and not here.is_silent):
         return each
     if here.is_silent and _is_full(here.folder):  # a status is a file, too
-        return replace(each, disk=f"{here.folder} has no space left, not even for a status")
+        full = f"{here.folder} has no space left, not even for a status"
+        return replace(each, disk=full, tokens_per_s=None)  # how fast it was then says nothing now
     pid, state = here.status.pid, "silent"
     text = f"its process {pid} is there, and starved or hangs"
     if is_stopped(pid):
