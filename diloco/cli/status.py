@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +53,7 @@ def status(
             _draw(found)
         for each in found:
             if as_json:
-                print(json.dumps(asdict(each)), flush=True)
+                print(each.encode().decode(), flush=True)
             else:
                 say(*status_lines(each))
     except KeyboardInterrupt:

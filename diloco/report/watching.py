@@ -17,8 +17,10 @@ NICE = 10  # of a process that only looks: islands on the same machine go first
 
 
 def give_way() -> None:
-    """Lower the priority of this process and of what it starts."""
+    """Lower the priority of this process and of what it starts; where the kernel can, let it interrupt nobody."""
     os.nice(max(0, NICE - os.nice(0)))
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class LineTail:

@@ -83,8 +83,9 @@ class StatusAsker:
         """Return what these peers say; those who do not answer in time, or with nonsense, are left out."""
         for peer in self._streams.keys() - {address.identity for address in addresses.values()}:
             self._streams.pop(peer).close()
-        with ThreadPoolExecutor(AT_ONCE, "ask") as pool:
-            return [said for said in pool.map(self._ask_one, addresses.values()) if said is not None]
+        with ThreadPoolExecutor(AT_ONCE, "ask") as pool:  # no threads for one alone
+            ask = map if len(addresses) == 1 else pool.map
+            return [said for said in ask(self._ask_one, addresses.values()) if said is not None]
 
     def close(self) -> None:
         """Close all streams; the next question opens new ones."""

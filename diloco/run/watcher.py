@@ -21,7 +21,7 @@ from diloco.run.peer import Peer
 from diloco.run.status_streams import StatusAsker
 
 SEARCH_S, AGAIN_S = 30.0, 0.5
-DIRECTORY_S = 5.0  # for which those who were found are asked before others are looked for
+DIRECTORY_S = 10.0  # for which those who were found are asked before others are looked for
 NAME = "watcher"
 RENEW_S, EXPIRES_S = 8.0, 20.0  # of its record: the next one to look may need its place
 MEET_S = 6.0  # until all members have heard of it
