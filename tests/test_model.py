@@ -18,7 +18,9 @@ def build(shape: Shape) -> Decoder:
     return module
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("tiny", 1.0), ("35m", 35), ("90m", 90), ("150m", 150), ("1b", 1300)])
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("tiny", 1.0), ("35m", 35), ("90m", 90), ("150m", 150), ("1b", 1300), ("3b", 3040)]
+)
 def test_presets_have_the_size_of_their_name(preset, millions):
     shape = replace(PRESETS[preset], vocab=256 if preset == "tiny" else 32_000)
     with torch.device("meta"):

@@ -22,6 +22,10 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "data": {"sequence": 1024}, "island": {"activation_checkpointing": True}, "sync": {"every": 100},
         "inner": {"lr": 2e-4, "warmup": 1000, "steps": 50000},
     },
+    "3b": {
+        "data": {"sequence": 2048}, "island": {"activation_checkpointing": True}, "sync": {"every": 100},
+        "inner": {"lr": 1.5e-4, "warmup": 2000, "steps": 100000},
+    },
 }  # fmt: skip
 LOADED = {"inner": {"lr": 1e-4, "warmup": 50, "steps": 1000}, "sync": {"every": 50}}  # weights that know something
 SEQUENCE = 512
@@ -32,7 +36,7 @@ DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub: some have no owner
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The YAML file to write.")] = Path("run.yaml"),
     model: Annotated[
-        str, typer.Option(help="tiny, 35m, 90m, 150m, 1b, or a Hugging Face model: a folder, or a name on the hub.")
+        str, typer.Option(help="tiny, 35m, 90m, 150m, 1b, 3b, or a Hugging Face model: a folder, or a name on the hub.")
     ] = "tiny",
     data: Annotated[
         str,

@@ -34,7 +34,9 @@ GUESSED_STEPS = 100  # in a phase whose length is a time
 class ModelConfig(Section):
     """What is trained."""
 
-    preset: Literal["tiny", "35m", "90m", "150m", "1b"] | None = key(None, "a built-in size; tiny if hf is not set")
+    preset: Literal["tiny", "35m", "90m", "150m", "1b", "3b"] | None = key(
+        None, "a built-in size; tiny if hf is not set"
+    )
     hf: Where | None = key(None, "instead: a Hugging Face causal LM: a folder, a config.json or OWNER/NAME")
     weights: Literal["auto", "load", "fresh"] = key(
         "auto", "hf: load the folder's weights, or start fresh from its config"

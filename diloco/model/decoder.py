@@ -56,6 +56,7 @@ PRESETS = {
     "90m": Shape(blocks=9, heads=12, width=768, feed_forward=2048),
     "150m": Shape(blocks=12, heads=16, width=896, feed_forward=2368),
     "1b": Shape(blocks=24, heads=32, width=2048, feed_forward=5440),
+    "3b": Shape(blocks=26, heads=24, width=3072, feed_forward=8192),  # of no paper: Llama's proportions
 }
 
 
