@@ -32,8 +32,9 @@ RUN = RunStatus("r", "id-1", 1000.0, 7, 70, 100, islands=(ONE, TWO))
 def totals() -> Totals:
     found = Totals()
     for event in (
-        Step(step=9, loss=2.5, tokens_per_s=5.0, lr=1e-3, skipped=2), Wait(seconds=1.5), Wait(seconds=2.0),
-        Round(round=7, contributors=("one",), step=70, digest="d"),
+        Step(step=9, loss=2.5, tokens_per_s=5.0, lr=1e-3, skipped=2, gradient_norm=0.5),
+        Wait(seconds=1.5), Wait(seconds=2.0),
+        Round(round=7, contributors=("one",), step=70, digest="d", pseudo_gradient_norm=0.25),
         Round(round=8, contributors=(), step=70, digest="e"),
         Saved(step=9, path="p", seconds=1.0), IslandNews(what="lost", island="two"),
     ):  # fmt: skip
@@ -62,6 +63,7 @@ def test_prometheus_own_parser_reads_every_metric():
     assert found["diloco_waited_seconds_total"][0][1] == 3.5 and found["diloco_rounds_total"][0][1] == 1.0
     assert found["diloco_news_total"] == [({"run": "r", "island": "one", "what": "lost"}, 1.0)]
     assert "diloco_validation_loss" not in found  # nobody has said it
+    assert found["diloco_gradient_norm"][0][1] == 0.5 and found["diloco_pseudo_gradient_norm"][0][1] == 0.25
 
 
 def test_a_name_of_ill_will_is_a_label_like_any_other():

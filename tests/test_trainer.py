@@ -221,3 +221,24 @@ def test_every_mesh_position_reads_its_own_rows(small):
     halves = [Batches(samples, config.island, place).read(batch) for place in places]
     for number, micro_batch in enumerate(alone):
         assert torch.equal(torch.cat([half[number] for half in halves]), micro_batch)
+
+
+def test_norms_of_gradients_and_contributions_are_in_the_events(small):
+    """The outer update moves by what was contributed: from where the run began to where it ended."""
+    seen, began = list[float](), list[torch.Tensor]()
+
+    def watch(trainer):
+        began.append(trainer.initial_vectors()["parameters"])
+        parameters = trainer.island.parameters.values()
+        trainer.island.optimizer.register_step_pre_hook(
+            lambda *_: seen.append(nn.utils.get_total_norm([p.grad for p in parameters]).item())
+        )
+
+    plain = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+    life = train(
+        small(inner={"steps": 4, "clip": 0}, sync={"every": 4, "codec": "fp32"}, outer=plain, log={"every": 2}),
+        prepare=watch,
+    )
+    assert [event["gradient_norm"] for event in life.events("step")] == pytest.approx([seen[1], seen[3]])
+    (norm,) = [event["pseudo_gradient_norm"] for event in life.events("round") if event["contributors"]]
+    assert norm == pytest.approx((began[0] - life.outer["parameters"]).norm().item(), rel=1e-4)

@@ -65,6 +65,7 @@ class Island:
         self.layout = self.shards.layout
         self.tune(inner)
         self.skipped = torch.zeros((), device=place.device)  # steps whose gradient was not finite
+        self.gradient_norm = torch.zeros((), device=place.device)  # of the last step, before clipping
         filled = self._fill_everything(network.initial)
         # the leader alone has seen the values; all processes refuse a run together
         self.frozen: FrozenDigests = place.share((*network.settings, *filled, *buffers_of(self.module)))
@@ -91,7 +92,7 @@ class Island:
     @torch.no_grad()
     def _update(self, lr: float) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = gradient_norm(gradients)
+        norm = self.gradient_norm = gradient_norm(gradients)
         if self._clip:
             torch._foreach_mul_(
                 [local(gradient) for gradient in gradients], (self._clip / (norm + 1e-6)).clamp(max=1.0)

@@ -112,6 +112,9 @@ class Step(Event, kind="step"):
     )
     skipped: Annotated[int, "Steps so far whose gradients were not finite."] = 0
     lr: Annotated[float | None, "Learning rate of the last step; null for a loop that sets its own."] = None
+    gradient_norm: Annotated[
+        float | None, "Norm of the last step's gradient, before clipping; null if it is not finite, or not known."
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,9 @@ class Round(Event, kind="round"):
     samples: Annotated[tuple[Any, ...], "The samples behind each contribution, as ranges of positions."] = ()
     round_s: Annotated[float, "Seconds from this island's last launch until it saw the result; 0 for a witness."] = 0.0
     validated: Annotated[bool, "This island validates it: a `validation` follows."] = False
+    pseudo_gradient_norm: Annotated[
+        float | None, "Norm of this island's contribution as it was sent; null if the round has none of it."
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ class Totals:
     """Add up what an island reports by its events since it was started."""
 
     step: Step | None = None
+    pseudo_gradient_norm: float | None = None
     waited_s: float = 0.0
     saves: int = 0
     rounds: int = 0
@@ -52,6 +53,8 @@ class Totals:
                 self.saves += 1
             case Round() if event.contributors:
                 self.rounds += 1
+                if event.pseudo_gradient_norm is not None:
+                    self.pseudo_gradient_norm = event.pseudo_gradient_norm
             case IslandNews():
                 self.news[event.what] += 1
 
@@ -131,6 +134,10 @@ METRICS = (
            lambda totals: None if totals.step is None else totals.step.mfu, "gauge"),
     _total("learning_rate", "Of the last inner step.",
            lambda totals: None if totals.step is None else totals.step.lr, "gauge"),
+    _total("gradient_norm", "Of the last inner step that was reported, before clipping.",
+           lambda totals: None if totals.step is None else totals.step.gradient_norm, "gauge"),
+    _total("pseudo_gradient_norm", "Of this island's last contribution that a round contains.",
+           lambda totals: totals.pseudo_gradient_norm, "gauge"),
     _total("skipped_steps_total", "Steps whose gradients were not finite.",
            lambda totals: totals.step.skipped if totals.step is not None else 0),
     _total("waited_seconds_total", "How long this island did not train, since it was started: for rounds and samples.",

@@ -13,9 +13,9 @@ from diloco.report.events import Event, Round, Step, Validation
 
 # the fields of an event that are worth a curve
 CURVES: dict[type[Event], tuple[str, ...]] = {
-    Step: ("loss", "lr", "tokens_per_s", "mfu", "skipped"),
+    Step: ("loss", "lr", "gradient_norm", "tokens_per_s", "mfu", "skipped"),
     Validation: ("validation_loss",),
-    Round: ("round_s", "tokens", "islands"),
+    Round: ("round_s", "tokens", "islands", "pseudo_gradient_norm"),
 }
 
 

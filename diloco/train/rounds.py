@@ -159,6 +159,9 @@ def _round_event(driver: Driver, record: Record, names: Callable[[str], str]) ->
         applied_at=driver.applier.applied_at.get(proposal.key.round),
         late=sum(contribution.offer.late for contribution in proposal.contributions),
         samples=tuple(contribution.offer.samples for contribution in proposal.contributions),
+        pseudo_gradient_norm=next(
+            (each.offer.norm for each in proposal.contributions if each.island == driver.node.me), None
+        ),
     )
 
 

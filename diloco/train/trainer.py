@@ -104,7 +104,11 @@ class Trainer(Participant):
         self.place.activity.begin(f"inner step {self.sync.policy.steps}", long=self._compiles)
         rate = self._learning_rate
         loss = self.island.step(self.batches.read(batch, first(self.sync.pool, size(batch))), rate)
-        self.observe(self._tokens_per_step, loss, lr=rate, skipped=lambda: int(self.island.skipped.item()))
+        island = self.island  # what is on its device is read where it is reported, not in every step
+        self.observe(
+            self._tokens_per_step, loss, lr=rate, skipped=lambda: int(island.skipped.item()),
+            gradient_norm=lambda: island.gradient_norm.item(),
+        )  # fmt: skip
         self._compiles = False
         if self._slowness > 1:
             time.sleep((self._slowness - 1) * (time.perf_counter() - began))
