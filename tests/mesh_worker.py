@@ -13,6 +13,7 @@ with loading():
     import torch
     from alone import train as train_alone
     from largest import Largest
+    from reads import Reads
 
     from diloco.config.file import parse_config
     from diloco.data.batches import validation_batches
@@ -40,8 +41,17 @@ def train(tree, place, stop_at=None):
         "ties": tied_names(trainer.island.module),
         "agrees": place.leader and torch.equal(local, trainer.rounds.outer()["parameters"]),
         "skipped": trainer.island.skipped.item(),
+        "reads": reads_in_a_step(trainer),
         "buckets": through_small_buckets(trainer.island),
     }
+
+
+def reads_in_a_step(trainer) -> int:
+    """How often two micro-batches and the optimizer read a value from the device."""
+    (tokens,) = validation_batches(trainer.samples, trainer.config.island, trainer.place, count=1)
+    with Reads() as reads:
+        trainer.island.step([tokens, tokens], lr=0.0)
+    return reads.count
 
 
 def through_small_buckets(island) -> dict[str, object]:

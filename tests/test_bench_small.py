@@ -1,10 +1,8 @@
 """What other benches count: real processes and real files, scaled down. What they measure depends on the machine."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from reads import Reads
 
 from diloco.bench import checkpoint, join, mesh, ranks
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
@@ -50,16 +48,6 @@ def test_a_mesh_that_is_forced_on_one_process_computes_what_the_process_does_wit
         plain_s, forced_s, losses = mesh.compare(config, ProcessMesh(0, 1, cpu, None), forced, blocks=1)
     assert len(plain_s) == len(forced_s) == 1
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
-class Reads(TorchDispatchMode):
-    """Count how often a value is read from the device, for which a GPU would have to finish all its work."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -122,6 +122,11 @@ def test_values_travel_unchanged_in_buckets_that_are_never_larger_than_allowed(r
     assert 0 < found["largest"] <= found["limit"]
 
 
+@pytest.mark.parametrize(("mesh", "model"), CUT)
+def test_a_step_reads_nothing_from_the_device(results, mesh, model):
+    assert results(mesh, model)["reads"] == 0
+
+
 @pytest.mark.parametrize("mesh", ["1x1", "fsdp 2 x tp 2"])
 def test_resuming_changes_nothing(results, mesh):
     assert results(mesh, "stopped and resumed")["losses"] == results(mesh, "built-in tied")["losses"]

@@ -49,6 +49,8 @@ class Island:
         if self.compute_dtype == torch.bfloat16:
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 is slow, not wrong
         self.module = network.module
+        # asked once: a part of a mesh is found by reading tensors
+        self._splits_vocabulary = place.mesh is not None and place.mesh["tp"].size() > 1
         if place.mesh is not None:
             shard(self.module, network.anatomy, place, self.compute_dtype)
         materialise(self.module, place.device)
@@ -166,7 +168,7 @@ class Island:
         stack = ExitStack()
         if self.place.mesh is None and self.compute_dtype != torch.float32:
             stack.enter_context(torch.autocast(self.place.device.type, dtype=self.compute_dtype))
-        if self.place.mesh is not None and self.place.mesh["tp"].size() > 1:
+        if self._splits_vocabulary:
             from torch.distributed.tensor.parallel import loss_parallel
 
             stack.enter_context(loss_parallel())
@@ -180,7 +182,7 @@ class Island:
             return
         for part in parts:
             part.compile()
-        if self.place.mesh["tp"].size() == 1:
+        if not self._splits_vocabulary:
             self._loss_of = partial(next_token_loss, loss=torch.compile(cross_entropy))
 
 
