@@ -1,4 +1,5 @@
-"""int8 and int4 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec.dense` computes with torch.
+"""int8, int4, fp4 and bf16 on a CPU as one pass over memory, bit for bit what `diloco.comm.codec.dense` computes with
+torch. Which of them is said by `levels`: 127, 7, 1 and 0.
 
 Numba compiles these loops on first use (a second; kept on disk) and needs no compiler on the machine. They hold no GIL,
 so several threads encode and decode at once. Multiplication and addition stay apart: Numba fuses them only when asked.
@@ -27,10 +28,12 @@ SCALE_BYTES = 4
 WORTH_A_THREAD = 32 * PAGE  # values; below that, starting one costs more than it saves
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITE = np.int32(0x7F800000)  # magnitudes from here on are infinity and NaN, and compare as integers do
+LARGEST, NAN = np.int32(0x7F7FFFFF), np.int32(0x7FC00000)
 TINY = np.float32(2.0**-100)
 SHRINK = np.float32(1 - 2.0**-22)
 ROUNDING_MARGIN = np.float32(2.0**-12)
 NOTHING = np.float32(0)
+LOWEST = np.float32(2.0**-6)  # fp4's smallest magnitude but zero, as a share of the largest
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.int8]
@@ -69,18 +72,26 @@ def first_run(work: Callable[[], None]) -> None:
 
 def _run_everything() -> None:
     key, count = NoiseKey(0, 0, "prepare"), BLOCK + 1
-    for levels, size in ((127, BLOCK), (7, HALF)):
-        payloads = torch.zeros(2, 2 * (size + SCALE_BYTES), dtype=torch.uint8)
+    for levels, size in ((127, BLOCK + SCALE_BYTES), (7, HALF + SCALE_BYTES), (1, HALF + SCALE_BYTES), (0, 2 * BLOCK)):
+        payloads = torch.zeros(2, 2 * size, dtype=torch.uint8)
         values = torch.ones(count)
         encode(values, key, 0, levels, payloads[0])
-        assert is_finite(payloads[0], levels) and sum_of_squares(payloads[0], count, levels) > 0
+        assert is_finite(payloads[0], levels)
+        assert levels < 2 or sum_of_squares(payloads[0], count, levels) > 0
         accumulate(payloads[0], values, 1.0, levels, fresh=False)
         mean(payloads, (0.5, 0.5), count, key, 0, levels, torch.empty_like(payloads[0]))
 
 
 @compiled
+def _block_bytes(levels: int) -> int:
+    if levels == 0:
+        return 2 * BLOCK
+    return SCALE_BYTES + (BLOCK if levels > 8 else HALF)
+
+
+@compiled
 def _page_bytes(levels: int) -> int:
-    return PAGE_BLOCKS * (SCALE_BYTES + (BLOCK if levels > 8 else HALF))
+    return PAGE_BLOCKS * _block_bytes(levels)
 
 
 @compiled
@@ -103,6 +114,58 @@ def _unpack(packed: Bytes, numbers: Bytes) -> None:
 
 
 @compiled
+def _round_fp4(row: Floats, peak: Any, noise: Floats, shares: Floats, small: Any, numbers: Bytes) -> None:
+    """Return codes in `numbers`: the sign in bit 3, the exponent in bits 0 to 2. The others are memory to work in."""
+    exponents = shares.view(np.int32)
+    for i in range(BLOCK):
+        shares[i] = abs(row[i]) / peak
+        small[i] = shares[i] < LOWEST
+        shares[i] += LOWEST if small[i] else NOTHING
+    for i in range(BLOCK):
+        code = np.int32(np.int32(exponents[i] + np.int32(noise[i] * np.float32(2**23))) >> 23) - 120 - small[i]
+        code = min(max(code, 0), 7)
+        numbers[i] = code | (8 if code > 0 and row[i] < 0 else 0)
+
+
+@compiled
+def _unpack_fp4(packed: Bytes, bits: Any) -> None:
+    """Return the bits of the values: a code's low bits are an exponent, 2^(code - 7), or zero for code 0."""
+    for i in range(HALF):
+        for shift in (0, 4):
+            code = np.int32(packed[i]) >> shift
+            power = code & 7
+            bits[i + 32 * shift] = ((power + 120 << 23) if power > 0 else 0) | (code & 8) << 28
+
+
+@compiled
+def _encode_bf16(bits: Any, noise: Floats, out: Any) -> None:
+    """Keep the upper half of the bits after adding noise to the lower one; NaN for what is not finite."""
+    for i in range(len(bits)):
+        magnitude = np.int32(bits[i] & MAGNITUDE)
+        rounded = min(np.int32(magnitude + np.int32(noise[i] * np.float32(65536))), LARGEST)
+        rounded = NAN if magnitude >= INFINITE else rounded
+        out[i] = np.int16(np.int32(rounded | (bits[i] & ~MAGNITUDE)) >> 16)
+
+
+@compiled
+def _widen(halves: Any, bits: Any) -> None:
+    for i in range(BLOCK):
+        bits[i] = np.int32(halves[i]) << 16
+
+
+@compiled
+def _accumulate_bf16(halves: Any, share: Any, into: Floats, fresh: bool) -> None:
+    bits = np.empty(BLOCK, np.int32)
+    for first in range(0, len(into), BLOCK):
+        row = into[first : first + BLOCK]
+        _widen(halves[first : first + BLOCK], bits)
+        if fresh:
+            _set(row, bits.view(np.float32), share)
+        else:
+            _add(row, bits.view(np.float32), share)
+
+
+@compiled
 def _scale_and_steps(largest: Any, levels: Any) -> tuple[Any, Any]:
     """Return the scale of a block with this largest magnitude (its bits), and what its values are multiplied with."""
     peak = np.int32(largest).view(np.float32)
@@ -121,28 +184,40 @@ def _encode_blocks(values: Floats, noise: Floats, levels: Any, packed: Bytes, sc
     """
     width = len(packed) // max(1, len(scales))
     bits, numbers = values.view(np.int32), np.empty(BLOCK, np.int8)
+    shares, small = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32)
     for block in range(len(scales)):
         at, to = block * BLOCK, block * width
         largest = np.int32(0)
         for i in range(BLOCK):
             largest = max(largest, np.int32(bits[at + i] & MAGNITUDE))
         scales[block], steps = _scale_and_steps(largest, levels)
+        row, here = values[at : at + BLOCK], noise[at : at + BLOCK]
         if width == BLOCK:
-            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], packed[to : to + BLOCK])
+            _round(row, steps, here, packed[to : to + BLOCK])
         else:
-            _round(values[at : at + BLOCK], steps, noise[at : at + BLOCK], numbers)
+            if levels == 1:
+                peak = np.int32(largest).view(np.float32) if scales[block] > 0 else np.float32(np.inf)
+                _round_fp4(row, peak, here, shares, small, numbers)
+            else:
+                _round(row, steps, here, numbers)
             _pack(numbers, packed[to : to + HALF])
 
 
 @compiled
-def _encode_page(values: Floats, noise: Floats, levels: Any, packed: Bytes, scales: Floats) -> None:
-    """Encode one page; `packed` begins behind the page's scales."""
-    width, whole = len(packed) // len(scales), len(values) // BLOCK
+def _encode_page(values: Floats, noise: Floats, levels: Any, raw: Bytes) -> None:
+    """Encode one page."""
+    blocks, whole = -(-len(values) // BLOCK), len(values) // BLOCK
+    scales, packed = raw[: SCALE_BYTES * blocks].view(np.float32), raw[SCALE_BYTES * blocks :]
+    width = _block_bytes(levels) - SCALE_BYTES
+    last = np.zeros(BLOCK if whole < blocks else 0, np.float32)
+    last[: len(values) - whole * BLOCK] = values[whole * BLOCK :]
+    if levels == 0:
+        halves = raw.view(np.int16)
+        _encode_bf16(values[: whole * BLOCK].view(np.int32), noise, halves)
+        _encode_bf16(last.view(np.int32), noise[whole * BLOCK :], halves[whole * BLOCK :])
+        return
     _encode_blocks(values, noise, levels, packed[: whole * width], scales[:whole])
-    if whole < len(scales):
-        last = np.zeros(BLOCK, np.float32)
-        last[: len(values) - whole * BLOCK] = values[whole * BLOCK :]
-        _encode_blocks(last, noise[whole * BLOCK :], levels, packed[whole * width :], scales[whole:])
+    _encode_blocks(last, noise[whole * BLOCK :], levels, packed[whole * width :], scales[whole:])
 
 
 @compiled
@@ -151,21 +226,24 @@ def _encode(values: Floats, table: Floats, starts: Any, levels: Any, packed: Byt
     for page in range(-(-len(values) // PAGE)):
         part = values[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
-        cut = SCALE_BYTES * -(-len(part) // BLOCK)
-        noise = table[starts[page] :]
-        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
+        _encode_page(part, table[starts[page] :], levels, raw)
 
 
 @compiled
 def _is_finite(packed: Bytes, levels: Any) -> bool:
-    """Tell whether every value that these scales allow is finite."""
-    width = BLOCK if levels > 8 else HALF
-    page_bytes = PAGE_BLOCKS * (SCALE_BYTES + width)
+    """Tell whether every value that these scales allow is finite, of bf16 every value itself."""
+    if levels == 0:
+        halves, bad = packed.view(np.int16), 0
+        for i in range(len(halves)):
+            bad += (halves[i] & 0x7F80) == 0x7F80
+        return bad == 0
+    page_bytes = _page_bytes(levels)
+    largest = levels + np.float32(levels > 1)  # whole numbers from elsewhere may be one more than we ever write
     for first in range(0, len(packed), page_bytes):
         raw = packed[first : first + page_bytes]
-        scales = raw[: len(raw) // (SCALE_BYTES + width) * SCALE_BYTES].view(np.float32)
+        scales = raw[: len(raw) // _block_bytes(levels) * SCALE_BYTES].view(np.float32)
         for i in range(len(scales)):
-            if not abs(scales[i] * (levels + np.float32(1))) < np.inf:
+            if not abs(scales[i] * largest) < np.inf:
                 return False
     return True
 
@@ -215,13 +293,23 @@ def _set(row: Floats, numbers: Bytes, scale: Any) -> None:
 
 
 @compiled
-def _accumulate_page(packed: Bytes, scales: Floats, share: Any, into: Floats, fresh: bool) -> None:
-    width = len(packed) // len(scales)
-    unpacked = np.empty(BLOCK, np.int8)
-    for block in range(len(scales)):
+def _accumulate_page(raw: Bytes, levels: Any, share: Any, into: Floats, fresh: bool) -> None:
+    if levels == 0:
+        _accumulate_bf16(raw.view(np.int16), share, into, fresh)
+        return
+    blocks, width = -(-len(into) // BLOCK), _block_bytes(levels) - SCALE_BYTES
+    scales, packed = raw[: SCALE_BYTES * blocks].view(np.float32), raw[SCALE_BYTES * blocks :]
+    unpacked, floats = np.empty(BLOCK, np.int8), np.empty(BLOCK, np.float32)
+    for block in range(blocks):
         row = into[block * BLOCK : (block + 1) * BLOCK]
         numbers, scale = packed[block * width : (block + 1) * width], scales[block] * share
-        if width == HALF:
+        if levels == 1:
+            _unpack_fp4(numbers, floats.view(np.int32))
+            if fresh:
+                _set(row, floats, scale)
+            else:
+                _add(row, floats, scale)
+        elif width == HALF:
             _unpack(numbers, unpacked)
             if fresh:
                 _set(row, unpacked, scale)
@@ -239,8 +327,7 @@ def _accumulate(packed: Bytes, levels: Any, share: Any, into: Floats, fresh: boo
     for page in range(-(-len(into) // PAGE)):
         part = into[page * PAGE : (page + 1) * PAGE]
         raw = packed[page * page_bytes : (page + 1) * page_bytes]
-        cut = SCALE_BYTES * -(-len(part) // BLOCK)
-        _accumulate_page(raw[cut:], raw[:cut].view(np.float32), share, part, fresh)
+        _accumulate_page(raw, levels, share, part, fresh)
 
 
 @compiled
@@ -251,12 +338,10 @@ def _mean(payloads: Any, shares: Floats, count: int, table: Floats, starts: Any,
     for page in range(-(-count // PAGE)):
         first = page * page_bytes
         part, raw = sums[: min(PAGE, count - page * PAGE)], packed[first : first + page_bytes]
-        cut = SCALE_BYTES * -(-len(part) // BLOCK)
         for member in range(len(payloads)):
             theirs = payloads[member][first : first + len(raw)]
-            _accumulate_page(theirs[cut:], theirs[:cut].view(np.float32), shares[member], part, member == 0)
-        noise = table[starts[page] :]
-        _encode_page(part, noise, levels, raw[cut:], raw[:cut].view(np.float32))
+            _accumulate_page(theirs, levels, shares[member], part, member == 0)
+        _encode_page(part, table[starts[page] :], levels, raw)
 
 
 def mean(

@@ -1,4 +1,5 @@
-"""int8 and int4 as one kernel each way, bit for bit what `diloco.comm.codec.dense` computes on a CPU.
+"""int8, int4, fp4 and bf16 as one kernel each way, bit for bit what `diloco.comm.codec.dense` computes on a CPU. Which
+of them is said by `levels`: 127, 7, 1 and 0.
 
 Division is the correctly rounded one, and the launch forbids fusing the multiplication with the addition of the noise.
 """
@@ -20,13 +21,18 @@ ROWS, WARPS = 4, 1  # blocks for each program; the fastest of a sweep on an H200
 
 
 @triton.jit
-def _noise(position, first, second):
-    """Compute the noise at a position, by the permutation of `diloco.comm.codec.noise`."""
+def _step(position, first, second):
+    """Compute which step of 65536 the noise at a position is, by the permutation of `diloco.comm.codec.noise`."""
     x = (position + first) & 0xFFFF
     x = ((x ^ (x >> 7)) * 0x2C1B) & 0xFFFF
     x = ((x ^ (x >> 9)) + second) & 0xFFFF
     x = ((x ^ (x >> 8)) * 0x297B) & 0xFFFF
-    return ((x ^ (x >> 7)) * 2 + 1).to(tl.float32) * (1.0 / 131072)  # a power of two: exact
+    return x ^ (x >> 7)
+
+
+@triton.jit
+def _noise(position, first, second):
+    return (_step(position, first, second) * 2 + 1).to(tl.float32) * (1.0 / 131072)  # a power of two: exact
 
 
 @triton.jit
@@ -63,6 +69,52 @@ def _scale_at(payload, block, packed_bytes: tl.constexpr):
     return place.to(tl.pointer_type(tl.float32))
 
 
+@triton.jit
+def _round_fp4(x, peak, step):
+    """Return codes with the sign in bit 3 and the exponent in bits 0 to 2."""
+    share = tl.div_rn(tl.abs(x), tl.zeros_like(x) + peak)
+    small = share < 0.015625
+    share += tl.where(small, 0.015625, 0.0)
+    code = ((share.to(tl.int32, bitcast=True) + (step * 2 + 1) * 64) >> 23) - 120 - small.to(tl.int32)
+    code = tl.minimum(tl.maximum(code, 0), 7)
+    return tl.where((code > 0) & (x < 0), code | 8, code)
+
+
+@triton.jit
+def _value_of_fp4(code):
+    power = code & 7
+    bits = tl.where(power > 0, (power + 120) << 23, 0) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _upper_half(x, step):
+    """Return the upper half of the bits after adding noise to the lower one; NaN for what is not finite."""
+    magnitude = _magnitude(x)
+    rounded = tl.minimum(magnitude + step, 0x7F7FFFFF)
+    rounded = tl.where(magnitude >= 0x7F800000, 0x7FC00000, rounded)
+    return ((rounded | (x.to(tl.int32, bitcast=True) & -0x80000000)) >> 16).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["count", "seed", "first", "second"])
+def _encode_bf16(values, payload, count, seed, first, second, levels: tl.constexpr, rows: tl.constexpr):
+    block = tl.program_id(0) * rows + tl.arange(0, rows)
+    column = tl.arange(0, BLOCK)
+    place = block[:, None].to(tl.int64) * BLOCK + column[None, :]
+    x = tl.load(values + place, place < count, 0.0)
+    noise_at = (_start(block // PAGE_BLOCKS, seed) + block % PAGE_BLOCKS * BLOCK)[:, None] + column[None, :]
+    there = (block < ((count - 1) // BLOCK + 1))[:, None]
+    tl.store(payload.to(tl.pointer_type(tl.int16)) + place, _upper_half(x, _step(noise_at, first, second)), there)
+
+
+@triton.jit(do_not_specialize=["count", "share", "keep"])
+def _accumulate_bf16(payload, into, count, share, keep, levels: tl.constexpr, rows: tl.constexpr):
+    block = tl.program_id(0) * rows + tl.arange(0, rows)
+    place = block[:, None].to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    halves = tl.load(payload.to(tl.pointer_type(tl.int16)) + place, place < count, 0).to(tl.int32)
+    _add(into, place, (halves << 16).to(tl.float32, bitcast=True), share, count, keep)
+
+
 @triton.jit(do_not_specialize=["count", "seed", "first", "second"])
 def _encode(values, payload, count, seed, first, second, levels: tl.constexpr, rows: tl.constexpr):
     block = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -78,14 +130,19 @@ def _encode(values, payload, count, seed, first, second, levels: tl.constexpr, r
     steps = tl.where(empty, 0.0, tl.div_rn(tl.zeros_like(peak) + (levels - 2.0**-12), peak))[:, None]
 
     noise_at = (_start(block // PAGE_BLOCKS, seed) + block % PAGE_BLOCKS * BLOCK)[:, None] + column[None, :]
-    numbers_low = libdevice.float2int_rd(low * steps + _noise(noise_at, first, second))
-    numbers_high = libdevice.float2int_rd(high * steps + _noise(noise_at + HALF, first, second))
+    if levels == 1:
+        divisor = tl.where(empty, float("inf"), peak)[:, None]
+        numbers_low = _round_fp4(low, divisor, _step(noise_at, first, second))
+        numbers_high = _round_fp4(high, divisor, _step(noise_at + HALF, first, second))
+    else:
+        numbers_low = libdevice.float2int_rd(low * steps + _noise(noise_at, first, second))
+        numbers_high = libdevice.float2int_rd(high * steps + _noise(noise_at + HALF, first, second))
 
-    packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
+    packed_bytes: tl.constexpr = BLOCK if levels == 127 else HALF
     there = block < ((count - 1) // BLOCK + 1)
     tl.store(_scale_at(payload, block, packed_bytes), scale, there)
     out = payload + _packed_at(block, count, packed_bytes)[:, None] + column[None, :]
-    if levels == 7:
+    if levels != 127:
         tl.store(out, ((numbers_low & 15) | ((numbers_high & 15) << 4)).to(tl.uint8), there[:, None])
     else:
         tl.store(out, (numbers_low & 255).to(tl.uint8), there[:, None])
@@ -97,11 +154,14 @@ def _accumulate(payload, into, count, share, keep, levels: tl.constexpr, rows: t
     """Add the decoded values to `into`. With `keep` 0, what lies in `into` is not looked at, not even for NaN."""
     block = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, HALF)
-    packed_bytes: tl.constexpr = HALF if levels == 7 else BLOCK
+    packed_bytes: tl.constexpr = BLOCK if levels == 127 else HALF
     there = block < ((count - 1) // BLOCK + 1)
     scale = (tl.load(_scale_at(payload, block, packed_bytes), there, 0.0) * share)[:, None]
     source = (payload + _packed_at(block, count, packed_bytes)[:, None] + column[None, :]).to(tl.pointer_type(tl.int8))
-    if levels == 7:
+    if levels == 1:
+        both = tl.load(source, there[:, None], 0).to(tl.int32)
+        low, high = _value_of_fp4(both), _value_of_fp4(both >> 4)
+    elif levels == 7:
         both = tl.load(source, there[:, None], 0).to(tl.int32)
         low, high = (both << 28) >> 28, both >> 4
     else:
@@ -151,10 +211,16 @@ def _launch(name: str, levels: int, source: Tensor, target: Tensor, count: int, 
     if kernel is not None:
         kernel[grid](source, target, count, *numbers, levels, ROWS)
     else:
-        kernel = {"encode": _encode, "accumulate": _accumulate}[name]
+        kernel = _KERNELS[name, levels == 0]
         options = {"levels": levels, "rows": ROWS, "num_warps": WARPS, "enable_fp_fusion": False}
         _compiled[kind] = kernel[grid](source, target, count, *numbers, **options)
     return None
 
 
+_KERNELS = {
+    ("encode", False): _encode,
+    ("encode", True): _encode_bf16,
+    ("accumulate", False): _accumulate,
+    ("accumulate", True): _accumulate_bf16,
+}
 _compiled: dict[tuple[Any, ...], Any] = {}

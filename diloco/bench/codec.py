@@ -33,7 +33,7 @@ def measure(*, device: str, values: int, repeats: int | None) -> Report:
     error = {name: _error(codec, data) for name, codec in CODECS.items()}
     checks = [
         Check(f"codec.{name}.encode_over_memcpy", speed[name]["over_memcpy"], SPEED_LIMIT[place.type], "higher")
-        for name in ("int8", "int4")
+        for name in ("int8", "int4", "fp4", "bf16")
     ]
     checks += [
         Check(f"codec.{name}.bias_sigma", row["normal bias"], 1e-3, "lower")
