@@ -14,6 +14,7 @@ with loading():
     from alone import train as train_alone
     from largest import Largest
     from reads import Reads
+    from scarce import Scarce
 
     from diloco.config.file import parse_config
     from diloco.data.batches import validation_batches
@@ -25,8 +26,12 @@ with loading():
 LIMIT = 1000  # values in a bucket: embeddings are larger, norms go together
 
 
-def train(tree, place, stop_at=None):
-    config = parse_config(tree)
+def train(config, place, stop_at=None, rows=None):
+    tree, config = config, parse_config(config)
+    if rows is not None and place.rank == place.world - 1:
+        # at the end of a step: what comes between two of them, the others would wait for
+        with Scarce(rows, late=True):
+            return train(tree, place, stop_at)
     lives = [] if stop_at is None else [train_alone(config, place=place, until=stop_at)]
     lives.append(train_alone(config, place=place, resume=stop_at is not None))
     trainer, told = lives[-1].trainer, [event.plain() for life in lives for event in life.heard.events]
@@ -41,6 +46,7 @@ def train(tree, place, stop_at=None):
         "ties": tied_names(trainer.island.module),
         "agrees": place.leader and torch.equal(local, trainer.rounds.outer()["parameters"]),
         "skipped": trainer.island.skipped.item(),
+        "accumulate": trainer.config.island.accumulate,
         "reads": reads_in_a_step(trainer),
         "buckets": through_small_buckets(trainer.island),
     }
@@ -87,7 +93,7 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     first = parse_config(next(iter(cases.values()))["config"])
     with open_mesh(first.island) as place:
-        results = {name: train(case["config"], place, case.get("stop_at")) for name, case in cases.items()}
+        results = {name: train(**case, place=place) for name, case in cases.items()}
         if place.leader:
             Path(sys.argv[2]).write_text(json.dumps(results))
 

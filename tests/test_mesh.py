@@ -127,6 +127,17 @@ def test_a_step_reads_nothing_from_the_device(results, mesh, model):
     assert results(mesh, model)["reads"] == 0
 
 
+def test_all_processes_find_the_same_number_of_micro_batches_though_one_alone_lacks_memory(tmp_path):
+    def case(name: str, accumulate: object, **more: object) -> dict[str, object]:
+        island = {"batch": 8, "accumulate": accumulate, "fsdp": 2, "device": "cpu"}
+        tree = {**RUN, "model": model_of("built-in tied", {}), "island": island, "run": name}
+        return {"config": {**tree, "checkpoint": {"dir": str(tmp_path / name)}}, **more}
+
+    found = launch(tmp_path, {"found": case("found", "auto", rows=2), "written": case("written", 2)}, 2)
+    assert found["found"]["accumulate"] == 2
+    assert found["found"]["losses"] == found["written"]["losses"]
+
+
 @pytest.mark.parametrize("mesh", ["1x1", "fsdp 2 x tp 2"])
 def test_resuming_changes_nothing(results, mesh):
     assert results(mesh, "stopped and resumed")["losses"] == results(mesh, "built-in tied")["losses"]

@@ -47,6 +47,16 @@ def steps_or_time(value: object) -> int | str:
     raise ValueError("write a number of inner steps, 1 or more, or a time such as 60s or 5min")
 
 
+def auto_or_count(value: object) -> int | str:
+    """Accept `auto`, or a whole number from 1."""
+    with suppress(ValueError):
+        if value == "auto":
+            return "auto"
+        if (count := parse_count(value)) >= 1:
+            return count
+    raise ValueError("write a whole number, 1 or more, or `auto`")
+
+
 def on_or_off(value: object) -> object:
     """Turn a bool back into `on` or `off`: YAML reads a plain `on` as true."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

@@ -47,7 +47,8 @@ def parse_config(tree: dict[str, Any]) -> Config:
 def own_island(own: dict[str, Any]) -> IslandConfig:
     """Return an island's own settings before it knows the run, which says how large a batch is unless they do."""
     island = own.get("island", {})
-    parts = [island.get("fsdp", 1), island.get("accumulate", 1)]
+    accumulate = island.get("accumulate", 1)
+    parts = [island.get("fsdp", 1), 1 if accumulate == "auto" else accumulate]
     fitting = {"batch": parts[0] * parts[1]} if all(isinstance(part, int) for part in parts) else {}
     return parse_config({"island": fitting | island}).island
 

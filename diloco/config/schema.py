@@ -19,6 +19,7 @@ from diloco.config.fields import (
     Section,
     Where,
     auto_or,
+    auto_or_count,
     key,
     names,
     on_or_off,
@@ -110,7 +111,9 @@ class IslandConfig(Section):
     """How one island computes: accelerators, batch, precision."""
 
     batch: Positive = key(16, "samples in one inner step of the island, over all its processes")
-    accumulate: Positive = key(1, "micro-batches that make up one inner step")
+    accumulate: Annotated[Any, BeforeValidator(auto_or_count)] = key(
+        1, "micro-batches that make up one inner step; auto: as few as fit into the accelerator's memory"
+    )
     fsdp: Positive = key(1, "processes that share parameters and data (FSDP)")
     tp: Positive = key(1, "processes that share each matrix (tensor parallel)")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes CUDA where there is one")
@@ -131,9 +134,14 @@ class IslandConfig(Section):
         """Describe the mesh for people, as in `fsdp 2 x tp 1`."""
         return f"fsdp {self.fsdp} x tp {self.tp}"
 
+    @property
+    def least_accumulate(self) -> int:
+        """Return the micro-batches of a step, at least; `auto` may find that it takes more."""
+        return 1 if self.accumulate == "auto" else int(self.accumulate)
+
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        parts = self.fsdp * self.accumulate
+        parts = self.fsdp * self.least_accumulate
         if self.batch % parts:
             raise ValueError(
                 f"island.batch={self.batch} cannot be divided by island.fsdp={self.fsdp} x "

@@ -271,10 +271,10 @@ def new_islands(config: Config, first: int, count: int, *, nodes: int, gpus: int
         )
     else:
         fsdp, processes = asked // island.tp, asked
-        if island.batch % (fsdp * island.accumulate):
+        if island.batch % (fsdp * island.least_accumulate):
             raise ConfigError(
                 f"island.batch={island.batch}: {asked} processes of an island make island.fsdp={fsdp}, so it must be a "
-                f"multiple of {fsdp * island.accumulate} (island.fsdp times island.accumulate)"
+                f"multiple of {fsdp * island.least_accumulate} (island.fsdp times island.accumulate)"
             )
     base = config.launch.port
     numbers = range(first, first + count)

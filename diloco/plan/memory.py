@@ -63,7 +63,7 @@ def _bf16_copies(work: Workload, config: Config) -> float:
 def _activations(work: Workload, config: Config, dtype: str) -> float:
     """Estimate the activations of one micro-batch on one accelerator, in bytes."""
     island = config.island
-    tokens = work.tokens_per_step / (island.fsdp * island.accumulate)
+    tokens = work.tokens_per_step / (island.fsdp * island.least_accumulate)
     block: float = KEPT_WIDTH[dtype] * work.width + KEPT_FEED_FORWARD[dtype] * work.feed_forward
     block *= COMPILED if island.compile else 1.0
     kept = work.blocks * block

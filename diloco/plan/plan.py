@@ -81,6 +81,7 @@ def make_plan(
 
     With `line` equal to NO_LINE nothing is chosen: a ladder of settings shows which rate each of them needs.
     """
+    config = with_accumulate(config, work, machine)
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
     memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
     run_steps = config.inner.steps
@@ -101,13 +102,27 @@ def make_plan(
     )  # fmt: skip
 
 
+def with_accumulate(config: Config, work: Workload, machine: Machine) -> Config:
+    """Return the configuration with a number for `island.accumulate: auto`: the smallest that should fit, else all."""
+    island = config.island
+    if island.accumulate != "auto":
+        return config
+    rows = island.batch // island.fsdp
+    for count in (count for count in range(1, rows + 1) if rows % count == 0):
+        found = config.model_copy(update={"island": island.model_copy(update={"accumulate": count})})
+        memory = memory_of(work, found, machine.dtype, islands=1, step_s=1.0)
+        if machine.on_cpu or machine.accelerator is None or memory.accelerator <= machine.accelerator.memory_bytes:
+            break
+    return found
+
+
 def _step_s(config: Config, work: Workload, machine: Machine) -> float:
     """Return the seconds of an inner step: by FLOPs, and on a GPU no less than launching its kernels takes."""
     flops = work.flops_per_token * work.tokens_per_step
     seconds = flops / (machine.flops * config.island.fsdp * config.island.tp)
     if machine.profile.flops is not None or machine.on_cpu:
         return seconds
-    return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.accumulate)
+    return max(seconds, LAUNCH_S[config.island.compile] * work.blocks * config.island.least_accumulate)
 
 
 def advice(plan: Plan) -> str:

@@ -87,6 +87,7 @@ class Start(Event, kind="start"):
     steps: Annotated[int, "At which step the run ends."]
     every: Annotated[int | str, "`sync.every`: inner steps of a phase, or a time."]
     tokens_per_step: Annotated[int | None, "Tokens of an inner step; null for a loop that brings its own."]
+    accumulate: Annotated[int | None, "Micro-batches of an inner step; null for a loop that brings its own."] = None
 
 
 @dataclass(frozen=True, kw_only=True)

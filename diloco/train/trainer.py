@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from diloco.errors import TrainingDiverged
 from diloco.island.island import Island
 from diloco.island.layout import fragments_of
 from diloco.island.mesh import ProcessMesh
-from diloco.model.build import build_network
+from diloco.model.build import Network, build_network
 from diloco.model.flops import Meter, flops_per_token, peak_flops
 from diloco.model.frozen import FrozenDigests
 from diloco.report.events import Note, Validation
 from diloco.report.sinks import Events
+from diloco.train.fitting import with_accumulate
 from diloco.train.participant import Participant
 from diloco.train.schedule import learning_rate
 from diloco.train.sync import never
@@ -59,9 +61,17 @@ class Trainer(Participant):
     def __init__(self, config: Config, place: ProcessMesh, events: Events, *, slowness: float = 1.0) -> None:
         """Build the model, its island and its data. In a simulation, inner steps take `slowness` times as long."""
         samples = open_samples(config)
-        torch.manual_seed(config.seed + place.data_rank)  # dropout, where a model has it
         vocab, sequence = samples.source.vocab, config.data.sequence
-        network = build_network(config.model, data_vocab=vocab, sequence=sequence, seed=config.seed)
+
+        def network_of() -> Network:
+            return build_network(config.model, data_vocab=vocab, sequence=sequence, seed=config.seed)
+
+        self._found = ""  # what is to be said of island.accumulate=auto
+        if config.island.accumulate == "auto":
+            build = partial(Island, place=place, island=config.island, inner=config.inner)
+            config, self._found = with_accumulate(config, place, lambda: build(network_of()))
+        torch.manual_seed(config.seed + place.data_rank)  # dropout, where a model has it
+        network = network_of()
         self.island = Island(network, place, config.island, config.inner)
         blocks = network.anatomy.blocks
         fragments = fragments_of(self.island.layout, config.sync.fragments, config.sync.pattern, blocks)
@@ -201,8 +211,10 @@ class Trainer(Participant):
         self.report_start(
             self.island.module, model=self._model_name, data=source.name, data_tokens=len(source),
             dtype=str(self.island.compute_dtype).removeprefix("torch."),
-            mesh=config.island.mesh, tokens_per_step=self._tokens_per_step,
+            mesh=config.island.mesh, tokens_per_step=self._tokens_per_step, accumulate=config.island.accumulate,
         )  # fmt: skip
+        if self._found:
+            self.events.emit(Note(text=self._found))
         if self._model_name.endswith("weights loaded)") and config.data.tokenizer == "bytes" and source.vocab == 256:
             text = "the loaded weights are trained on bytes: is data.tokenizer set as they expect?"
             self.events.emit(Note(text=text))
