@@ -156,7 +156,9 @@ def check_devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         yield from _cuda_devices()
     elif torch.backends.mps.is_available():
-        yield Finding("mps", "ok", f"Apple GPU, shares {format_size(_total_memory())} with the CPU")
+        from diloco.run.machine import total_memory
+
+        yield Finding("mps", "ok", f"Apple GPU, shares {format_size(total_memory())} with the CPU")
     else:
         # macOS cannot tell the cores that this process may use from all cores
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -200,7 +202,9 @@ def _unused_nvidia(built_for_cuda: str | None) -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Check that at least 2 GiB of memory are available; where that is unknown, report the total only."""
-    total, available = _total_memory(), _available_memory()
+    from diloco.run.machine import available_memory, total_memory
+
+    total, available = total_memory(), available_memory()
     if available is None:
         yield Finding("memory", "ok", f"{format_size(total)} in all")
         return
@@ -209,30 +213,6 @@ def check_memory() -> Iterator[Finding]:
         yield Finding("memory", "warn", detail, "close other programs; an island takes 0.3 GiB before its model")
     else:
         yield Finding("memory", "ok", detail)
-
-
-def _total_memory() -> int:
-    """Return the machine's memory in bytes, or its container's limit."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, _container_bytes("memory.max") or physical)
-
-
-def _available_memory() -> int | None:
-    """Return the available bytes, within the container's limit; None where /proc is missing (macOS)."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = _container_bytes("memory.max"), _container_bytes("memory.current")
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _container_bytes(name: str) -> int | None:
-    """Return a container's own limit or use; /proc/meminfo shows the whole machine. None: no limit."""
-    file = Path("/sys/fs/cgroup") / name
-    text = file.read_text().strip() if file.exists() else "max"
-    return None if text == "max" else int(text)
 
 
 def check_hivemind() -> Iterator[Finding]:

@@ -122,6 +122,7 @@ def join(
         show_beside(folder, show)
     start_if_several(island)
     with loading():
+        from diloco.plan.fit import shortage_here
         from diloco.run import start
         from diloco.run.local import Connection
         from diloco.simulate.real.network import as_simulated
@@ -132,7 +133,7 @@ def join(
         where, up, down, delay_s, name, mesh=mesh_name, port=port or 0, metered=max_month is not None,
         relay_bits_per_s=relay_rate("0" if relay is None and max_month is not None else relay),
     )  # fmt: skip
-    enter = start.witness if witness else start.join
+    enter = start.witness if witness else partial(start.join, check=shortage_here)
     outcome = enter(text, own, as_simulated(connection, folder), folder, show)
     if outcome.leader:
         again = [*launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]

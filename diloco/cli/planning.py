@@ -125,7 +125,11 @@ def as_object(plan: Plan) -> dict[str, Any]:
         "chosen": plan.chosen and _row_object(plan, plan.chosen),
         "others": [_row_object(plan, row) for row in plan.others],
         "data_parallel": {"utilisation": plan.data_parallel if situation.line != NO_LINE else None},
-        "memory_bytes": {**asdict(plan.memory), "accelerator": plan.memory.accelerator},
+        "memory_bytes": {
+            **asdict(plan.memory),
+            "accelerator": plan.memory.accelerator,
+            "machine": {"host": plan.need.host, "gpu": plan.need.accelerator},
+        },
         "why": advice(plan),
     }
 
@@ -215,8 +219,12 @@ def _memory(plan: Plan) -> str:
     memory, accelerator, size = plan.memory, plan.machine.accelerator, units.format_size
     state = memory.accelerator - memory.activations
     parts = f"parameters, gradients, optimizer {size(state)}; activations about {size(memory.activations)}"
-    text = f"memory: accelerator {size(memory.accelerator)} ({parts}), host {size(memory.host)}"
-    if accelerator is None or memory.accelerator <= accelerator.memory_bytes:
+    need = plan.need
+    if need.accelerator is None:
+        return f"memory of each machine, for an island on its CPU, saves included: {size(need.host)} ({parts})"
+    text = f"memory of each machine, for an island, saves included: GPU {size(need.accelerator)} ({parts}), "
+    text += f"host {size(need.host)}"
+    if accelerator is None or need.accelerator <= accelerator.memory_bytes:
         return text
     remedy = "raise island.fsdp or accumulate, or set activation_checkpointing"
     return f"{text}; an accelerator has {size(accelerator.memory_bytes)}: {remedy}"

@@ -151,6 +151,7 @@ def one_island(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     island, folder = plan.config.island, plan.config.dir
     start_if_several(island, restart=plan.restart)
     with loading():
+        from diloco.plan.fit import shortage_here
         from diloco.run.local import Connection
         from diloco.run.start import run
         from diloco.simulate.real.network import as_simulated
@@ -160,7 +161,7 @@ def one_island(plan: "Plan", *, fresh: bool, show: "Show") -> None:
         relay_bits_per_s=relay_rate(plan.relay),
     )  # fmt: skip
     seen = as_simulated(connection, Path(folder)) if plan.islands else None
-    outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh, show=show)
+    outcome = run(plan.config, seen, resume=plan.resume, fresh=fresh, show=show, check=shortage_here)
     if outcome.leader:
         next_ = what_next(plan, outcome.step, finished=outcome.finished)
         say_ending(show, [ending(outcome, folder), *contributed(folder)], next_)
@@ -187,6 +188,7 @@ def attach_island(
     up, down, delay_s = rates_of(link)
     start_if_several(config.island)
     with loading():
+        from diloco.plan.fit import shortage_here
         from diloco.run.attach import Attachment
         from diloco.run.signals import LEFT
         from diloco.run.start import attach
@@ -197,7 +199,7 @@ def attach_island(
         told, up_bits_per_s=up, down_bits_per_s=down, delay_s=delay_s, mesh=config.island.mesh,
         relay_bits_per_s=relay_rate(relay),
     )  # fmt: skip
-    outcome = attach(config, as_simulated(connection, where), attachment, show)
+    outcome = attach(config, as_simulated(connection, where), attachment, show, shortage_here)
     if outcome.leader:
         say_ending(show, [ending(outcome, str(where)), *contributed(str(where))])
     if outcome.leader or "DILOCO_MEETING" not in os.environ:

@@ -29,6 +29,7 @@ from diloco.report.events import Event
 from diloco.report.watching import IslandsView, Tail
 from diloco.run.folder import islands_in, prepare_folder, refuse_other_protocols
 from diloco.run.invites import TICKET, keep_ticket
+from diloco.run.machine import TOGETHER
 from diloco.run.signals import PAUSE, signals
 from diloco.train.amend import amended, amendment_files, read_amendment
 from diloco.units import counted
@@ -76,6 +77,12 @@ class Plan:
     def devices(self, name: str) -> dict[str, str]:
         """Return the variable that gives this island its share of this machine's GPUs."""
         return devices_of(self.names.index(name), self.islands, self.config.island)
+
+    @property
+    def together(self) -> str:
+        """Return how many islands are here, and how many of them on the first one's GPU."""
+        devices = [self.devices(name) for name in self.names]
+        return f"{self.islands} {devices.count(devices[0])}"
 
     def founder(self) -> list[str]:
         """Return the arguments of `diloco` that found the run, or resume it, as the first island."""
@@ -229,7 +236,8 @@ class Fleet:
         self.board.paused = self._asked_at is not None and all(row.state == "left" for row in self.board.rows.values())
 
     def _start(self, name: str, arguments: list[str]) -> None:
-        self.children[name].start(arguments, self.plan.environment | self.plan.devices(name))
+        together = {TOGETHER: "0 0" if self._running else self.plan.together}
+        self.children[name].start(arguments, self.plan.environment | self.plan.devices(name) | together)
         self._running.add(name)
         listed = [{"name": c.name, "pid": c.pid, "folder": str(c.folder)} for c in self.children.values() if c.pid]
         write_file(self.plan.folder / "islands.json", json.dumps(listed, indent=2) + "\n")

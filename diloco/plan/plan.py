@@ -5,6 +5,7 @@ from math import inf
 
 from diloco.config.schema import Config, SyncConfig
 from diloco.model.accelerators import CPU, Accelerator
+from diloco.plan.fit import Need, need_of
 from diloco.plan.memory import Memory, memory_of
 from diloco.plan.predict import Host, LinkModel, Prediction, Situation, Workload, data_parallel_utilisation, predict
 from diloco.plan.profiles import Profile
@@ -60,6 +61,7 @@ class Plan:
     machine: Machine
     situation: Situation
     memory: Memory
+    need: Need
     targets: tuple[float, ...]  # the first one decides
     given: Row
     chosen: Row | None  # None: no link was given to choose for
@@ -84,6 +86,8 @@ def make_plan(
     config = with_accumulate(config, work, machine)
     situation = Situation(work, islands, line, _step_s(config, work, machine), machine.host)
     memory = memory_of(work, config, machine.dtype, islands=islands, step_s=situation.step_s)
+    processes = config.island.fsdp * config.island.tp
+    need = need_of(memory, work.trained, config, on_cpu=machine.on_cpu, processes=processes)
     run_steps = config.inner.steps
     if line == NO_LINE:
         rungs = ladder(config.sync, work.blocks, run_steps)
@@ -95,7 +99,7 @@ def make_plan(
         return Row(prediction, tuple(bandwidth_needed(situation, prediction.sync, target) for target in targets))
 
     return Plan(
-        machine, situation, memory, targets,
+        machine, situation, memory, need, targets,
         given=row(predict(situation, config.sync)), chosen=row(found.chosen) if found.chosen else None,
         others=tuple(map(row, found.others)), tried=found.tried, data_parallel=data_parallel_utilisation(situation),
         run_steps=run_steps,

@@ -59,6 +59,11 @@ class Announcer:
         finally:
             over.set()
 
+    def say(self, text: str) -> None:
+        """Print a line at once, whatever is done meanwhile."""
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True, markup=False, emoji=False)
+
     def searching(self, waited_s: float, reason: str) -> None:
         """Show why no member has answered yet."""
         self._more = reason if waited_s > 0.0 else ""

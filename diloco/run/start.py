@@ -58,6 +58,7 @@ from diloco.run.join import (
     publish,
 )
 from diloco.run.local import Connection, LocalPeer
+from diloco.run.machine import TOGETHER
 from diloco.run.peer import Peer
 from diloco.run.shared import refuse_unshared
 from diloco.run.signals import LEFT, TRAINER_STOPS, WITNESS_STOPS, Stop, exit_on_signal, stop_on_signal
@@ -72,27 +73,37 @@ from diloco.train.trainer import Outcome, Trainer
 GETTING_IN = "the search for the run"
 
 Build = Callable[[Config], Participant]  # refuses what cannot work, before anything on disk is touched
+Check = Callable[[Config, ProcessMesh], str]  # a warning in one line, before that; empty if all is well
+
+
+def unchecked(config: Config, place: ProcessMesh) -> str:
+    """Return no warning."""
+    return ""
 
 
 def run(
     config: Config, connection: Connection | None = None, *, resume: bool = False, fresh: bool = False,
-    show: Show = "auto",
+    show: Show = "auto", check: Check = unchecked,
 ) -> Outcome:  # fmt: skip
     """Train in a run that was founded here, or found it first. Without a connection nobody else can join."""
-    with _built_in(config.island, connection, show) as entrance:
+    with _built_in(config.island, connection, show, check) as entrance:
         return _train(entrance, entrance.resume(config) if resume else entrance.found(config, fresh=fresh))
 
 
-def attach(config: Config, connection: Connection, attachment: Attachment, show: Show = "auto") -> Outcome:
+def attach(
+    config: Config, connection: Connection, attachment: Attachment, show: Show = "auto", check: Check = unchecked
+) -> Outcome:
     """Train in the run of a secret: found it, resume it or join it, whichever is right."""
-    with exit_on_signal(LEFT), _built_in(config.island, connection, show) as entrance:
+    with exit_on_signal(LEFT), _built_in(config.island, connection, show, check) as entrance:
         return _train(entrance, entrance.attach(config, attachment))
 
 
-def join(text: str, own: dict[str, Any], connection: Connection, folder: Path, show: Show = "auto") -> Outcome:
+def join(
+    text: str, own: dict[str, Any], connection: Connection, folder: Path, show: Show = "auto", check: Check = unchecked
+) -> Outcome:
     """Take part in a run by its ticket. Configuration and state come from the other islands, or, as far as it goes,
     from this island's own disk, if it was here before."""
-    with _built_in(own_island(own), connection, show) as entrance:
+    with _built_in(own_island(own), connection, show, check) as entrance:
         return _train(entrance, entrance.join(Ticket.parse(text, 0.0), own, folder))
 
 
@@ -109,13 +120,13 @@ def witness(text: str, own: dict[str, Any], connection: Connection, folder: Path
 
 
 @contextmanager
-def _built_in(island: IslandConfig, connection: Connection | None, show: Show) -> Iterator["RunEntry"]:
+def _built_in(island: IslandConfig, connection: Connection | None, show: Show, check: Check) -> Iterator["RunEntry"]:
     with open_mesh(island) as place, ExitStack() as stack:
         events = Events()
         stack.callback(events.close)
         slowness = 1.0 if connection is None else connection.slowness
         build = partial(Trainer, place=place, events=events, slowness=slowness)
-        yield RunEntry(place, events, stack, connection, build, show=show)
+        yield RunEntry(place, events, stack, connection, build, show=show, check=check)
 
 
 def _given(peer: Peer | None) -> Peer:
@@ -141,6 +152,7 @@ class RunEntry:
     build: Build
     view: bool = True  # of the terminal, and signals: a program of its own has its own
     show: Show = "auto"
+    check: Check = unchecked
     stop: Stop = field(default_factory=Stop)
     search: Search = field(default_factory=Search)  # for members, by one that joins
     ticket: Ticket | None = None
@@ -150,6 +162,15 @@ class RunEntry:
         drawn = self.view and self.show == "auto" and self._console.is_terminal
         quiet = self.show == "quiet" or not self.place.leader
         self._announcer = Announcer(self._console if drawn else None, quiet=quiet)
+        self._warning = ""
+
+    def _built(self, config: Config) -> Participant:
+        """Build the participant, after a warning of the check of any of the island's processes."""
+        self._warning = next(filter(None, self.place.gather(self.check(config, self.place))), "")
+        if self._warning and self.place.leader and TOGETHER not in os.environ:
+            self._announcer.say(self._warning)
+            self._warning = ""
+        return self.build(config)
 
     def _says(self, what: str, *, local: bool = False) -> AbstractContextManager[None]:
         """Have the person told what is done inside; one who has a program of their own only hears of waits."""
@@ -178,7 +199,7 @@ class RunEntry:
     ) -> Participant:
         folder = Path(config.dir)
         with self._says("opening the model and the data", local=True):
-            part = self.build(config)
+            part = self._built(config)
         self._open_folder(config, **how)
         vectors = part.initial_vectors()
         peer, start = None, None
@@ -211,8 +232,8 @@ class RunEntry:
         if not self.closed:
             if not self.place.share(has_begun(folder)):  # the leader's answer: it changes the folder as it goes on
                 return self.found(config, fresh=False)
-            return self._enter(folder, own_sections(config), self.build, open_peer, founded_with=config)
-        part = self.build(config)
+            return self._enter(folder, own_sections(config), self._built, open_peer, founded_with=config)
+        part = self._built(config)
         self._open_folder(config, resume=True, prepare=lambda: branch_if_needed(folder, part))
         return self._enter(folder, own_sections(config), lambda _: part, open_peer)
 
@@ -232,13 +253,13 @@ class RunEntry:
         if self.place.share(founds):
             return self._found(config, lambda: _given(peer), attachment.note_founded, resume=True)
         founded_with = config if attachment.secret.owner is not None else None
-        return self._enter(folder, own_sections(config), self.build, lambda: _given(peer), founded_with=founded_with)
+        return self._enter(folder, own_sections(config), self._built, lambda: _given(peer), founded_with=founded_with)
 
     def join(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Participant:
         """Enter the run that a ticket names, with this island's own settings; its files lie in `folder`."""
         checkpoint = {**own.get("checkpoint", {}), "dir": str(folder)}
         return self._enter(
-            folder, {**own, "checkpoint": checkpoint}, self.build, partial(self._joining_peer, folder, ticket)
+            folder, {**own, "checkpoint": checkpoint}, self._built, partial(self._joining_peer, folder, ticket)
         )
 
     def witness(self, ticket: Ticket, own: dict[str, Any], folder: Path) -> Witness:
@@ -291,6 +312,8 @@ class RunEntry:
     def _open_folder(self, config: Config, **how: Any) -> None:
         self.place.leader_first(lambda: open_folder(config, self.events, view=self._open_view(config), **how))
         refuse_unshared(Path(config.dir), self.place)
+        if self.place.leader and self._warning:
+            self.events.emit(Note(text=self._warning))  # what shows all islands shows it
         if self.place.leader and (ended := os.environ.get(ENDED)):
             self.events.emit(Note(text=f"restarted: {ended}"))
 
