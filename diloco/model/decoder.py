@@ -157,8 +157,10 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        # without values: torch's own ones for a table on the meta device begin with an import of its compiler
-        self.embed = nn.Embedding.from_pretrained(torch.empty(shape.vocab, shape.width, device="meta"), freeze=False)
+        table = torch.empty(shape.vocab, shape.width)
+        if not table.is_meta:  # there, values would only begin with an import of torch's compiler
+            nn.init.normal_(table)
+        self.embed = nn.Embedding.from_pretrained(table, freeze=False)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.norm = RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
