@@ -151,8 +151,10 @@ class DiskStore(Store):
     def snapshot(self, contents: SnapshotContents) -> None:
         """Write a snapshot on a thread of its own; one that comes meanwhile replaces the one that waits."""
         with self._changed:
-            self._contents = contents
+            waiting, self._contents = self._contents, contents
             self._changed.notify_all()
+        if waiting is not None:
+            waiting.release()
 
     @property
     def writing_snapshot(self) -> bool:
@@ -367,7 +369,10 @@ class DiskStore(Store):
                 self._writing_snapshot = contents is not None
             if contents is None:
                 return
-            self._write_snapshot(contents)
+            try:
+                self._write_snapshot(contents)
+            finally:
+                contents.release()
 
     def _rest(self) -> None:
         """Rest between pieces, but not while the log has no anchor: nothing is durable until there is one."""

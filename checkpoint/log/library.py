@@ -165,9 +165,9 @@ class Library:
         self._items: dict[str, Item] = {}
         self._lock = threading.Lock()
 
-    def put(self, name: str, data: Buffer, *, chunk_bytes: int | None = None) -> Item:
+    def put(self, name: str, data: Buffer | Item, *, chunk_bytes: int | None = None) -> Item:
         """Add an item, in place of one of that name: peers that are fetching the old one learn that it is gone."""
-        item = Item(name, data, chunk_bytes)
+        item = data if isinstance(data, Item) else Item(name, data, chunk_bytes)
         with self._lock:
             self._items[name] = item
         return item

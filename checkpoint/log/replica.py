@@ -1,4 +1,4 @@
-"""This island's copy of the outer state's vectors, and pinned copies of it for peers that fetch them.
+"""This island's copy of the outer state's vectors, and versions of it that stay readable for peers and writers.
 
 The vectors change by committed updates only, through a function that `apply` is given. `version` is the digest of the
 chain of records that they contain.
@@ -9,42 +9,71 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diloco.checkpoint.log.library import Library
-from diloco.checkpoint.log.writing import PIECE, Rest, no_rest
+from diloco.checkpoint.log.pinned import LEAF, PinnedItem, PinnedState, Ranges
+from diloco.checkpoint.log.writing import PIECE
 
-PIN_S = 120.0  # after its last use, a pinned copy makes way
-FRESH_S = 3.0  # so long, newcomers are given the copy that is there
+PIN_S = 120.0  # after its last use, a version that peers have asked for makes way
+FRESH_S = 3.0  # so long, newcomers are given the one that is there
+
+
+@dataclass
+class Pin:
+    """Hold a version that is kept for peers."""
+
+    made_at: float
+    used_at: float  # last asked for
+    meta: bytes
+    state: PinnedState
 
 
 class Replica:
-    """Hold the outer state's vectors under a lock, and pin copies of them for peers."""
+    """Hold the outer state's vectors under a lock, and pin versions of them."""
 
-    def __init__(self, vectors: Mapping[str, Tensor], library: Library, version: str, meta: bytes) -> None:
-        """`meta` is what else a fetcher needs to know of this version: opaque here."""
+    def __init__(
+        self, vectors: Mapping[str, Tensor], library: Library, version: str, meta: bytes, *, folder: Path | None = None,
+        leaf: int = LEAF,
+    ) -> None:  # fmt: skip
+        """`meta` is what else a fetcher needs to know of this version: opaque here. What pinned versions keep lies in
+        `folder`, where there is one."""
         self.vectors, self.library = dict(vectors), library
         self.version, self.meta = version, meta
+        self._folder, self._leaf = folder, leaf
         self._lock = threading.Condition()
-        self._pins: dict[str, tuple[float, float, bytes]] = {}  # when made, when last asked for, and its meta
+        self._pinned: list[PinnedState] = []
+        self._pins: dict[str, Pin] = {}  # of peers, by version
+        self.before_change: Callable[[Ranges], None] = lambda ranges: None  # called with the lock
 
-    def apply(self, change: Callable[[Mapping[str, Tensor]], None], version: str, meta: bytes) -> None:
-        """Let `change` update the vectors in place, and set the version that they have then; readers wait meanwhile."""
+    def apply(self, change: Callable[[Mapping[str, Tensor]], None], version: str, meta: bytes, ranges: Ranges) -> None:
+        """Let `change` update these ranges of the vectors in place, and set the version that they have then; readers
+        wait meanwhile."""
         with self._lock:
+            self._unpin_old()
+            self._keep(ranges)
             change(self.vectors)
             self.version, self.meta = version, meta
-            self._unpin_old()
             self._lock.notify_all()
 
     def replace(self, vectors: Mapping[str, Tensor], version: str, meta: bytes) -> None:
         """Copy another state's vectors over these, all at once: one that was fetched whole from peers."""
         with self._lock:
+            self._keep(((0, max(map(len, self.vectors.values()))),))
             for name, vector in self.vectors.items():
                 vector.copy_(vectors[name])
             self.version, self.meta = version, meta
             self._lock.notify_all()
+
+    def _keep(self, ranges: Ranges) -> None:
+        for state in self._pinned:
+            state.keep(ranges)
+        self.before_change(ranges)
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, Tensor]]:
@@ -52,33 +81,53 @@ class Replica:
         with self._lock:
             yield self.vectors
 
-    def digest(self) -> str:
-        """Return the SHA-256 of all bits of the vectors, in hex."""
+    def pin_now(self, *, once: bool = False) -> PinnedState:
+        """Return the present version, which stays readable until it is released; with `once`, once and in order."""
         with self._lock:
-            return vectors_digest(self.vectors)
+            state = PinnedState(
+                self.vectors, self._lock, self._folder, leaf=self._leaf, once=once, released=self._pinned.remove
+            )
+            self._pinned.append(state)
+            return state
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all bits of the vectors, in hex. Updates do not wait for it."""
+        state = self.pin_now(once=True)
+        try:
+            return state.digest()
+        finally:
+            state.release()
 
     def pin(self, version: str = "") -> bytes | None:
-        """Keep a copy of this version for others and return its meta; None where it is past. Without a version, a copy
-        made in the last FRESH_S seconds will do, else the present one is copied."""
+        """Keep this version for others and return its meta; None where it is past. Without a version, one that was
+        pinned in the last FRESH_S seconds will do, else it is the present one."""
         with self._lock:
             now = time.monotonic()
             self._unpin_old()
-            fresh = (pinned for pinned, (made, _, _) in self._pins.items() if now - made < FRESH_S)
+            fresh = (pinned for pinned, pin in self._pins.items() if now - pin.made_at < FRESH_S)
             version = version or next(fresh, self.version)
             if version not in self._pins:
                 if version != self.version:
                     return None
-                for name, vector in self.vectors.items():
-                    self.library.put(vector_name(version, name), memoryview(host_copy(vector).numpy()))  # type: ignore[arg-type]
-                self._pins[version] = now, now, self.meta
-            made, _, meta = self._pins[version]
-            self._pins[version] = made, now, meta
-            return meta
+                state = self.pin_now()
+                for name in map(partial(vector_name, version), self.vectors):
+                    self.library.put(name, PinnedItem(name, state, name.rpartition("/")[2]))
+                self._pins[version] = Pin(now, now, self.meta, state)
+            pin = self._pins[version]
+            pin.used_at = now
+            return pin.meta
+
+    def pinned_digest(self, version: str) -> str | None:
+        """Return the digest of a version that is kept for others; None where it is not."""
+        with self._lock:
+            pin = self._pins.get(version)
+        return None if pin is None else pin.state.digest()
 
     def _unpin_old(self) -> None:
-        for version, (_, used_at, _) in list(self._pins.items()):
-            if time.monotonic() - used_at > PIN_S:
+        for version, pin in list(self._pins.items()):
+            if time.monotonic() - pin.used_at > PIN_S:
                 del self._pins[version]
+                pin.state.release()
                 for name in self.vectors:
                     self.library.drop(vector_name(version, name))
 
@@ -88,22 +137,11 @@ def vector_name(version: str, name: str) -> str:
     return f"state/{version}/{name}"
 
 
-def host_copy(vector: Tensor) -> Tensor:
-    """Copy a vector to the CPU: it may lie on a device."""
-    return vector.to("cpu", copy=True)
-
-
-def vectors_digest(vectors: Mapping[str, Tensor], rest: Rest = no_rest) -> str:
-    """Return the SHA-256 of all bits of these vectors, by name, in hex; `rest` is called between pieces."""
-    views = {name: memoryview(vector.cpu().view(torch.uint8).numpy()) for name, vector in vectors.items()}  # type: ignore[arg-type]
-    return bytes_digest(views, rest)
-
-
-def bytes_digest(vectors: Mapping[str, memoryview], rest: Rest = no_rest) -> str:
-    """Return the digest that `vectors_digest` gives, from vectors that are bytes already."""
+def vectors_digest(vectors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of all bits of these vectors, by name, in hex."""
     digest = hashlib.sha256()
     for name in sorted(vectors):
-        for at in range(0, len(vectors[name]), PIECE):
-            digest.update(vectors[name][at : at + PIECE])
-            rest()
+        raw = memoryview(vectors[name].cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for at in range(0, len(raw), PIECE):
+            digest.update(raw[at : at + PIECE])
     return digest.hexdigest()

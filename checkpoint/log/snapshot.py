@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ import torch
 from torch import Tensor
 
 from diloco.atomic import PART, appearing, sync_path
-from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.writing import PIECE, Rest, canonical, header, no_rest, write_tensors
+from diloco.checkpoint.log.pinned import VALUE_BYTES, PinnedState
+from diloco.checkpoint.log.writing import (
+    PIECE,
+    Pieces,
+    Rest,
+    canonical,
+    header,
+    no_rest,
+    pieces_of,
+    write_tensors,
+)
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import SnapshotDamaged
 
@@ -30,13 +40,32 @@ GONE, DAMAGED = ".gone", ".damaged"
 
 @dataclass(frozen=True)
 class SnapshotContents:
-    """Hold a state that is to be written: nobody changes these vectors any more."""
+    """Hold a state that is to be written: nobody changes these vectors any more, or their version is pinned."""
 
     round: int
     version: str  # digest of the chain
     order: tuple[int, ...]  # snapshots of one island are ordered by it
     meta: Any  # JSON
-    vectors: Mapping[str, Tensor]
+    vectors: Mapping[str, Tensor] | PinnedState
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the number of values of each vector, by name in order."""
+        if isinstance(self.vectors, PinnedState):
+            return {name: size // VALUE_BYTES for name, size in sorted(self.vectors.sizes.items())}
+        return {name: len(vector) for name, vector in sorted(self.vectors.items())}
+
+    def part(self, name: str, start: int, count: int) -> Pieces:
+        """Return a stretch of a vector, to be written."""
+        if isinstance(self.vectors, PinnedState):
+            lo, hi = start * VALUE_BYTES, (start + count) * VALUE_BYTES
+            return Pieces(torch.float32, (count,), partial(self.vectors.parts, name, lo, hi))
+        return pieces_of(self.vectors[name][start : start + count])
+
+    def release(self) -> None:
+        """Let go of a version that was pinned: it is written, or never will be."""
+        if isinstance(self.vectors, PinnedState):
+            self.vectors.release()
 
 
 @dataclass(frozen=True)
@@ -84,17 +113,16 @@ def write_snapshot(
         return final
     with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
-        shards = []
-        for name, vector in sorted(contents.vectors.items()):
-            for start in range(0, len(vector), shard_values):
-                values = vector[start : start + shard_values]
-                file, digest = f"{name}-{start // shard_values:05}.safetensors", hashlib.sha256()
+        shards, state = [], hashlib.sha256()
+        for name, length in contents.counts.items():
+            for start in range(0, length, shard_values):
+                count, digest = min(shard_values, length - start), hashlib.sha256()
+                file = f"{name}-{start // shard_values:05}.safetensors"
+                values = contents.part(name, start, count).seen_by(state.update)
                 write_tensors(part / file, {name: values}, rest, digest.update)
-                shards.append(Shard(file, name, start, len(values), digest.hexdigest()))
-        sizes = {name: len(vector) for name, vector in contents.vectors.items()}
-        state = vectors_digest(contents.vectors, rest)
+                shards.append(Shard(file, name, start, count, digest.hexdigest()))
         about = contents.round, contents.version, contents.order, contents.meta
-        manifest = Manifest(FORMAT, *about, sizes, state, shards)
+        manifest = Manifest(FORMAT, *about, contents.counts, state.hexdigest(), shards)
         (part / "manifest.json").write_bytes(manifest.encode())
         sync_path(part / "manifest.json")
     return final

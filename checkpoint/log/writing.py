@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +65,64 @@ def no_rest() -> None:
     """Return at once: for a writer whose result is waited for."""
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Hold a tensor's type and shape, and how to come by its bytes, piece by piece."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: Callable[[], Iterator[Buffer]]
+
+    def seen_by(self, see: Callable[[Buffer], None]) -> "Pieces":
+        """Return the same tensor, of which `see` is given every byte that is read."""
+
+        def parts() -> Iterator[Buffer]:
+            for part in self.bytes():
+                see(part)
+                yield part
+
+        return replace(self, bytes=parts)
+
+
+def pieces_of(tensor: Tensor) -> Pieces:
+    """Return a tensor's bytes in pieces, each copied to the host when it is asked for, if need be."""
+
+    def parts() -> Iterator[Buffer]:
+        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for part in flat.split(PIECE):
+            yield memoryview(part.cpu().numpy())
+
+    return Pieces(tensor.dtype, tuple(tensor.shape), parts)
+
+
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], rest: Rest = no_rest, seen: Callable[[Buffer], None] = lambda data: None
-) -> None:
-    """Write a safetensors file, durable when it returns. `seen` is given every byte, to compute a digest."""
+    path: Path, tensors: Mapping[str, Tensor | Pieces], rest: Rest = no_rest,
+    seen: Callable[[Buffer], None] = lambda data: None, *, durable: bool = True,
+) -> None:  # fmt: skip
+    """Write a safetensors file, durable when it returns, if it is to be. `seen` is given every byte, to compute a
+    digest."""
     with path.open("wb") as out:
         head = header(tensors)
         seen(head)
         out.write(head)
         for name in _order(tensors):
-            data = memoryview(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for at in range(0, len(data), PIECE):
-                seen(data[at : at + PIECE])
-                out.write(data[at : at + PIECE])
+            tensor = tensors[name]
+            for part in (pieces_of(tensor) if isinstance(tensor, Tensor) else tensor).bytes():
+                seen(part)
+                out.write(part)
                 rest()
         out.flush()
-        os.fsync(out.fileno())
+        if durable:
+            os.fsync(out.fileno())
 
 
-def header(tensors: Mapping[str, Tensor]) -> bytes:
+def header(tensors: Mapping[str, Tensor | Pieces]) -> bytes:
     """Return the head of a safetensors file: its length in 8 bytes, then JSON padded to a multiple of 8 bytes."""
     tree: dict[str, Any] = {}
     end = 0
     for name in _order(tensors):
         tensor, start = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
+        end += math.prod(tensor.shape) * tensor.dtype.itemsize
         tree[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = canonical(tree)
     text += b" " * (-len(text) % 8)
@@ -100,6 +134,6 @@ def canonical(tree: Any) -> bytes:
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+def _order(tensors: Mapping[str, Tensor | Pieces]) -> list[str]:
     """Sort wide values first: each then lies at a multiple of its width."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

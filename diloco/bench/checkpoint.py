@@ -19,7 +19,6 @@ from diloco.bench.report import Check, Report, time_s
 from diloco.bench.team import trainer_of
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.journal import NOTHING, Journal
-from diloco.checkpoint.log.replica import host_copy
 from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import SnapshotContents, snapshots
 from diloco.config.file import parse_config
@@ -78,7 +77,7 @@ def _begin_writing(trainer: Trainer, store: DiskStore, block: int) -> float:
     started = time.perf_counter()
     trainer.begin_save()
     assert trainer.rounds is not None
-    vectors = {name: host_copy(vector) for name, vector in trainer.rounds.outer().items()}
+    vectors = trainer.rounds.driver.replica.pin_now(once=True)
     store.snapshot(SnapshotContents(block, f"{block:064x}", (block,), {}, vectors))
     return time.perf_counter() - started
 

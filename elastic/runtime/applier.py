@@ -1,9 +1,10 @@
 """What an island keeps of its run: the log, the vectors that follow from it, and results that are not committed yet.
 
-Records are appended in order by the driver's thread and applied by a thread of the applier's own, which also makes the
-copies that snapshots are written from. What peers may ask for is served from here.
+Records are appended in order by the driver's thread and applied by a thread of the applier's own, which also pins the
+versions that snapshots are written from. What peers may ask for is served from here.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -17,9 +18,11 @@ from torch import Tensor
 from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
-from diloco.checkpoint.log.replica import Replica, bytes_digest, host_copy, vector_name
+from diloco.checkpoint.log.pinned import PinnedState
+from diloco.checkpoint.log.replica import Replica
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
+from diloco.checkpoint.log.writing import make_way
 from diloco.comm.codec.registry import codec_named
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
@@ -33,6 +36,7 @@ KEEP_RECORDS = 1000  # for those who tell people what happened
 LAST_RECORDS = 100  # that an island has in mind again when it comes back: the last round with contributions is there
 DIGEST_EVERY = 10  # rounds between two digests of all vectors
 
+log = logging.getLogger(__name__)
 Vectors = Mapping[str, Tensor]
 DigestReport = Callable[[RunState, str], None]
 
@@ -75,7 +79,7 @@ class Applier:
     def __init__(
         self, run: RunContext, state: RunState, vectors: Vectors, store: Store, report_digest: DigestReport
     ) -> None:
-        """Start from a state; `report_digest` gets the vectors' digest every ten rounds, on the applying thread."""
+        """Start from a state; `report_digest` gets the vectors' digest every ten rounds, on a thread of its own."""
         self.run, self.store, self._report_digest = run, store, report_digest
         self.changed = threading.Condition()
         self.applied = state  # what the vectors contain
@@ -91,11 +95,12 @@ class Applier:
         self.log.replace(known)
         self._complete_history(known, state)
         self.vector_names = tuple(sorted(vectors))
-        self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state))
+        self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state), folder=store.readable)
         self._logged = state
         self.still_held: Callable[[], Iterable[str]] = tuple  # payloads that the node has promised to hold
         self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
         self._to_apply: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._to_digest: queue.SimpleQueue[tuple[RunState, PinnedState] | None] = queue.SimpleQueue()
         if store.wants_snapshot:
             self._take_snapshot(state)
 
@@ -191,8 +196,27 @@ class Applier:
 
     def apply_all(self) -> None:
         """Apply what is queued, in order, until `stop`. This is the body of the applying thread."""
+        digesting = threading.Thread(target=self._digest_all, name="digest", daemon=True)
+        digesting.start()
         while (work := self._to_apply.get()) is not None:
             work()
+        self._to_digest.put(None)
+        digesting.join()
+
+    def _digest_all(self) -> None:
+        """Work out the digests of versions that are pinned: no update waits for that."""
+        make_way()
+        while (due := self._to_digest.get()) is not None:
+            state, vectors = due
+            try:
+                digest = vectors.digest()
+            except OSError as error:
+                log.warning("the vectors of round %d could not be compared: %s", state.head.round, error)
+                continue
+            finally:
+                vectors.release()
+            self.store.record_digest(state.head.digest, digest)
+            self._report_digest(state, digest)
 
     def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
         def change(vectors: Vectors) -> None:
@@ -200,13 +224,12 @@ class Applier:
                 self.run.apply(vectors, record, payload, self.run.fragments)
             self._announce(state)
 
-        self.replica.apply(change, state.head.digest, self._meta(state))
+        changed = self.run.fragments.ranges[record.proposal.fragment] if record.proposal.contributions else ()
+        self.replica.apply(change, state.head.digest, self._meta(state), changed)
         if self.run.wants_snapshot_of(state, record) or self.store.wants_snapshot:
             self._take_snapshot(state)
         if state.head.round % DIGEST_EVERY == 0:
-            digest = self.replica.digest()
-            self.store.record_digest(state.head.digest, digest)
-            self._report_digest(state, digest)
+            self._to_digest.put((state, self.replica.pin_now(once=True)))
 
     def _announce(self, state: RunState) -> None:
         """Publish a state together with its vectors: whoever reads them holds their lock."""
@@ -217,15 +240,13 @@ class Applier:
             self.changed.notify_all()
 
     def _take_snapshot(self, state: RunState) -> None:
-        """Copy the vectors for a snapshot. Only the copy is made here; the store writes it later."""
+        """Pin the vectors for a snapshot, which the store writes later; called before anything else is applied."""
         if not self.store.keeps:
             return
-        with self.replica.reading() as vectors:
-            copies = {name: host_copy(vector) for name, vector in vectors.items()}
         kept = SnapshotMeta(self.run.genesis_digest, state, self.run.fragments.ranges)
-        head = state.head
+        head, vectors = state.head, self.replica.pin_now(once=True)
         self.store.snapshot(
-            SnapshotContents(head.round, head.digest, (head.tokens, head.round), to_plain(kept), copies)
+            SnapshotContents(head.round, head.digest, (head.tokens, head.round), to_plain(kept), vectors)
         )
 
     # what peers may ask for, besides what lies in the library
@@ -240,7 +261,7 @@ class Applier:
             case "state":
                 return self.library.held(name) if self.replica.pin(argument.partition("/")[0]) else None
             case "digest":
-                return self._pinned_digest(argument)
+                return None if (digest := self.replica.pinned_digest(argument)) is None else digest.encode()
             case "payload":
                 return self.store.item(argument)
             case "history":
@@ -249,11 +270,6 @@ class Applier:
                 entries = self.log.after(argument)
                 return None if entries is None else b"[" + b",".join(entry.header for entry in entries) + b"]"
         return None
-
-    def _pinned_digest(self, version: str) -> bytes | None:
-        items = {name: self.library.get(vector_name(version, name)) for name in self.vector_names}
-        data = {name: item.data for name, item in items.items() if item is not None}
-        return bytes_digest(data).encode() if len(data) == len(items) else None
 
     def _meta(self, state: RunState) -> bytes:
         sizes = tuple((name, self.run.fragments.count) for name in self.vector_names)
