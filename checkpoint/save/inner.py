@@ -50,36 +50,35 @@ class StagedInner:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], *, copy: bool = False) -> "StagedInner":
-        """Take the parts that this process holds; with `copy`, copy them to host memory, so that they may change."""
+    def of(cls, state: Mapping[str, Any]) -> "StagedInner":
+        """Take the parts that this process holds. They are not copied."""
         staged = cls()
-        staged.tree = staged._encode(dict(state), (), copy)
+        staged.tree = staged._encode(dict(state), ())
         return staged
 
-    def _encode(self, value: Any, path: Keys, copy: bool) -> dict[str, Any]:
+    def _encode(self, value: Any, path: Keys) -> dict[str, Any]:
         match value:
             case Tensor():
-                return self._encode_tensor(value, path, copy)
+                return self._encode_tensor(value, path)
             case dict():
                 for key in value:
                     if not isinstance(key, str | int):
                         raise SaveError(f"{_in_words(path)} has a key that no save can hold: {key!r}")
-                return {DICT: [[key, self._encode(part, (*path, key), copy)] for key, part in value.items()]}
+                return {DICT: [[key, self._encode(part, (*path, key))] for key, part in value.items()]}
             case list() | tuple():
-                parts = [self._encode(part, (*path, place), copy) for place, part in enumerate(value)]
+                parts = [self._encode(part, (*path, place)) for place, part in enumerate(value)]
                 return {TUPLE if isinstance(value, tuple) else LIST: parts}
             case None | bool() | int() | float() | str():
                 return {VALUE: value}
         raise SaveError(f"{_in_words(path)} is a {type(value).__name__}, and saves hold tensors, numbers and text only")
 
-    def _encode_tensor(self, tensor: Tensor, path: Keys, copy: bool) -> dict[str, Any]:
+    def _encode_tensor(self, tensor: Tensor, path: Keys) -> dict[str, Any]:
         shape, offset, gives = list(tensor.shape), list(offset_of(tensor)), _gives(tensor, path)
         part = local(tensor).detach()
         node: dict[str, Any] = {TENSOR: None, "shape": shape, "dtype": str(part.dtype).removeprefix("torch.")}
         if gives and part.numel():
             name = "/".join(map(str, path))
             name = name if name not in self.tensors else f"{name}#{len(self.tensors)}"
-            part = part.to("cpu", copy=True) if copy else part
             self.tensors[name] = part if part.dtype in DTYPES else _as_plain_bytes(part)
             node |= {TENSOR: name, "offset": offset, "part": list(part.shape)}
         return node
@@ -127,12 +126,21 @@ def _in_words(path: Keys) -> str:
     return "the inner state's " + ("/".join(map(str, path)) or "tree")
 
 
-def write_rank(folder: Path, rank: int, ranks: int, staged: StagedInner, rest: Rest = no_rest) -> None:
-    """Write the two files of one process, durable when it returns."""
-    write_tensors(folder / f"rank-{rank:05}.safetensors", staged.tensors, rest)
+def write_rank(
+    folder: Path, rank: int, ranks: int, staged: StagedInner, rest: Rest = no_rest, *, durable: bool = True
+) -> None:
+    """Write the two files of one process, durable when it returns, if they are to be."""
+    write_tensors(folder / f"rank-{rank:05}.safetensors", staged.tensors, rest, durable=False)
     index = folder / f"rank-{rank:05}.json"
     index.write_text(json.dumps({"format": FORMAT, "ranks": ranks, "tree": staged.tree}))
-    sync_path(index)
+    if durable:
+        sync_rank(folder, rank)
+
+
+def sync_rank(folder: Path, rank: int) -> None:
+    """Wait until the two files of one process are on the disk."""
+    for path in sorted(folder.glob(f"rank-{rank:05}.*")):
+        sync_path(path)
 
 
 @dataclass(frozen=True)

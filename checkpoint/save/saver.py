@@ -1,6 +1,7 @@
 """A plain save: everything that the next inner step depends on, in one folder that appears at once or not at all.
 
-Training does not wait for it: `Saver` writes a copy, in a thread of its own.
+Training waits until what it changes next is with the operating system: nothing is copied for that. `Saver` writes the
+rest, and waits for the disk, in a thread of its own.
 
 `DIR/save-00000400/` holds `inner/` (each process writes its shards, any mesh can load them: `inner.py`),
 `outer.safetensors` (the outer state) and `facts.json`, written last.
@@ -11,7 +12,8 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.atomic import ASIDE, PART, appearing, publish, sync_path
-from diloco.checkpoint.log.writing import Rest, WritePace, make_way, no_rest, write_tensors
+from diloco.checkpoint.log.writing import Pieces, Rest, WritePace, make_way, no_rest, write_tensors
 from diloco.checkpoint.save.facts import age, saves
-from diloco.checkpoint.save.inner import Like, SavedInner, StagedInner, whole_tensors, write_rank
+from diloco.checkpoint.save.inner import Like, SavedInner, StagedInner, sync_rank, whole_tensors, write_rank
 from diloco.errors import SaveError, first_line
 
 KEEP = 2
 MALFORMED = ValueError, KeyError, TypeError, AttributeError, OverflowError  # by what a damaged index leads to
 PATIENCE = timedelta(days=1)  # of processes that wait for each other, as everywhere
 
+Outer = Mapping[str, Tensor | Pieces]
 Written = Callable[[int, Path, float], None]  # step, where, and how many seconds it took
 Failed = Callable[[SaveError], None]
 
@@ -46,20 +49,28 @@ class Saver:
         self._pace, self._begun_at = WritePace(), -math.inf
         self._group: dist.ProcessGroup | None = None
 
-    def begin(self, step: int, *, inner: dict[str, Any], outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Wait for the save before this one, copy the state, and start to write it; then the tensors may change."""
+    def begin(
+        self, step: int, *, inner: dict[str, Any], outer: Outer, facts: dict[str, Any],
+        written: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Wait for the save before this one, write the inner state, which may change then, and begin to write the rest.
+
+        Nobody changes what `outer` gives until `written` is called, on whatever thread and however it ended.
+        """
         self.wait()
-        try:
-            staged = StagedInner.of(inner, copy=True)
-        except SaveError as error:
-            self._failed(error)
-            return
-        outer = {name: tensor.to("cpu", copy=True) for name, tensor in outer.items()}
+        self._pace = WritePace(self._time_to_spare())
         if dist.is_initialized() and self._group is None:  # what trains goes on talking by its own
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._pace = WritePace(self._time_to_spare())
+        started = time.perf_counter()
+        try:
+            write_inner(self._folder, step, inner, group=self._group)
+        except Exception as error:  # noqa: BLE001 -- as on the thread that writes the rest: training goes on
+            written()
+            self._failed(_failure(step, error))
+            return
         # not a daemon: a program that ends meanwhile ends when this is on disk
-        self._thread = threading.Thread(target=self._write, args=(step, staged, outer, facts), name="save")
+        arguments = step, outer, facts, written, started
+        self._thread = threading.Thread(target=self._write, args=arguments, name="save")
         self._thread.start()
 
     def _time_to_spare(self) -> float:
@@ -67,20 +78,19 @@ class Saver:
         before, self._begun_at = self._begun_at, time.monotonic()
         return (self._begun_at - before) / 2
 
-    def _write(self, step: int, inner: StagedInner, outer: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, outer: Outer, facts: dict[str, Any], written: Callable[[], None], started: float
+    ) -> None:
         make_way()
         self._pace.begin()
-        started = time.perf_counter()
         try:
-            path = write_save(
-                self._folder, step, inner=inner, outer=outer, facts=facts, group=self._group, rest=self._pace.rest
-            )  # fmt: skip
-        except SaveError as error:
-            self._failed(error)
+            path = finish_save(self._folder, step, outer=outer, facts=facts, group=self._group, rest=self._pace.rest)
         except Exception as error:  # noqa: BLE001 -- a thread's outermost frame
-            self._failed(SaveError(f"the save of step {step} failed: {error!r}"))
+            self._failed(_failure(step, error))
         else:
             self._written(step, path, time.perf_counter() - started)
+        finally:
+            written()
 
     def wait(self) -> None:
         """Wait until the save that was begun is on disk; its thread takes no more rests."""
@@ -97,33 +107,50 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
 
+def _failure(step: int, error: Exception) -> SaveError:
+    return error if isinstance(error, SaveError) else SaveError(f"the save of step {step} failed: {error!r}")
+
+
 def write_save(
-    folder: Path,
-    step: int,
-    *,
-    inner: dict[str, Any] | StagedInner,
-    outer: dict[str, Tensor],
-    facts: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
-    rest: Rest = no_rest,
-) -> Path:
+    folder: Path, step: int, *, inner: dict[str, Any], outer: Outer, facts: dict[str, Any],
+    group: dist.ProcessGroup | None = None, rest: Rest = no_rest,
+) -> Path:  # fmt: skip
     """Write a save in place of an earlier one of this step, and return its folder.
 
     All processes of the island call it, over one file system; only the leader (rank 0) needs `outer` and `facts`. A
     SaveError is raised on all of them. `group`: the process group that they communicate by, if it is not the one that
     trains.
     """
-    final = folder / f"save-{step:08}"
-    part = folder / (final.name + PART)
+    write_inner(folder, step, inner, group=group, rest=rest)
+    return finish_save(folder, step, outer=outer, facts=facts, group=group, rest=rest)
+
+
+def write_inner(
+    folder: Path, step: int, inner: dict[str, Any], *, group: dist.ProcessGroup | None = None, rest: Rest = no_rest
+) -> None:
+    """Write the first part of a save, what the inner steps depend on: it may change then, and need not be on disk yet.
+
+    All processes of the island call it, and then `finish_save`.
+    """
+    part = part_of(folder, step)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def prepare() -> None:
         _clean(folder)
         (part / "inner").mkdir(parents=True)
 
-    def write_own() -> None:
-        staged = inner if isinstance(inner, StagedInner) else StagedInner.of(inner)
-        write_rank(part / "inner", rank, ranks, staged, rest)
+    with _failing_whole(folder, step):
+        _by_leader(prepare, group)
+        staged = StagedInner.of(inner)
+        _by_all(lambda: write_rank(part / "inner", rank, ranks, staged, rest, durable=False), group)
+
+
+def finish_save(
+    folder: Path, step: int, *, outer: Outer, facts: dict[str, Any], group: dist.ProcessGroup | None = None,
+    rest: Rest = no_rest,
+) -> Path:  # fmt: skip
+    """Write the rest of a save, and let it appear when all of it is on disk."""
+    final, part = folder / f"save-{step:08}", part_of(folder, step)
 
     def finish() -> None:
         write_tensors(part / "outer.safetensors", outer, rest)
@@ -133,17 +160,29 @@ def write_save(
         publish(part, final, durable=True)
         _prune(folder, final)
 
-    try:
-        _by_leader(prepare, group)
-        _by_all(write_own, group)
+    with _failing_whole(folder, step):
+        _by_all(lambda: sync_rank(part / "inner", dist.get_rank() if dist.is_initialized() else 0), group)
         _by_leader(finish, group)
-    except (OSError, SafetensorError) as error:
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)  # the log needs the space
-        raise SaveError(
-            f"{final} could not be written ({first_line(error)}): free some space; earlier saves are whole"
-        ) from None
     return final
+
+
+def part_of(folder: Path, step: int) -> Path:
+    """Return where a save is written until it is complete."""
+    return folder / f"save-{step:08}{PART}"
+
+
+@contextmanager
+def _failing_whole(folder: Path, step: int) -> Iterator[None]:
+    """Leave nothing of a save where the disk refuses, and raise SaveError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(part_of(folder, step), ignore_errors=True)  # the log needs the space
+        raise SaveError(
+            f"{folder / f'save-{step:08}'} could not be written ({first_line(error)}): free some space; earlier saves "
+            "are whole"
+        ) from None
 
 
 def _by_leader(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:

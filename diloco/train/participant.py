@@ -8,6 +8,7 @@ in the same order; only the leader has rounds.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.checkpoint.log.writing import Pieces
 from diloco.checkpoint.save.saver import Saver, read_outer, write_save
 from diloco.config.schema import Config
 from diloco.data.samples import OWN_LOOP, Samples
@@ -261,31 +263,37 @@ class Participant(ABC):
         )
 
     def begin_save(self) -> None:
-        """Write a save in the background. A full disk is no reason to stop: there may be space for the next one."""
-        with self.place.activity.during("a save", long=True):
-            self.saver.begin(self.step_count, **self._contents())
+        """Write a save, the end of it in the background. A full disk is no reason to stop: there may be space for the
+        next one."""
+        with self.place.activity.during("a save", long=True), ExitStack() as outer:
+            contents = self._contents(outer)
+            self.saver.begin(self.step_count, **contents, written=outer.pop_all().close)
 
     def save(self) -> Path:
         """Write a save; it is on disk when this returns."""
-        with self.place.activity.during("a save", long=True):
+        with self.place.activity.during("a save", long=True), ExitStack() as outer:
             self.saver.wait()
             started = time.perf_counter()
-            path = write_save(Path(self.config.dir), self.step_count, **self._contents(), group=self.place.group)
+            path = write_save(Path(self.config.dir), self.step_count, **self._contents(outer), group=self.place.group)
         self.events.emit(Saved(step=self.step_count, path=str(path), seconds=time.perf_counter() - started))
         return path
 
-    def _contents(self) -> dict[str, Any]:
-        """Collect what a save holds. Its outer state is that of one named round, whatever is committed meanwhile."""
-        outer: dict[str, Tensor] = {}
+    def _contents(self, stack: ExitStack) -> dict[str, Any]:
+        """Collect what a save holds. Its outer state is that of one named round, whatever is committed meanwhile, until
+        the stack is closed."""
+        outer: dict[str, Tensor | Pieces] = {}
         facts: dict[str, Any] = {}
         if self.rounds is not None:
-            state = None
-            while self.rounds.driver.applied is not state:
-                state = self.rounds.driver.applied
-                outer = self.rounds.outer()
+            replica = self.rounds.driver.replica
+            with replica.reading() as vectors:
+                state, pinned = self.rounds.driver.applied, replica.pin_now(once=not self.paused)
+                stack.callback(pinned.release)
+                if self.paused:  # whoever trains on offers more: only then can what was launched be gone on with
+                    outer |= self.sync.exchange.vectors(vectors["parameters"])
+            outer |= pinned.pieces()
             facts = {**self._facts(self.rounds), "round": state.head.round, "outer_step": state.step}
-            if self.paused:  # whoever trains on offers more: only then can what was launched be gone on with
-                outer |= {**self.sync.exchange.vectors(outer["parameters"]), **self.rounds.session.tensors()}
+            if self.paused:
+                outer |= self.rounds.session.tensors()
         return {"inner": self.inner_state(), "outer": outer, "facts": facts}
 
     def _facts(self, rounds: Rounds) -> dict[str, Any]:
