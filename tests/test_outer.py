@@ -81,8 +81,9 @@ def test_vanishing_momentum_becomes_zero():
 def test_a_fragments_update_leaves_the_others_alone_and_a_preview_everything():
     fragments = Fragments((((0, 2), (5, 6)), ((2, 5),)))
     state = state_of(torch.zeros(6))
-    seen = preview(state, fragments, 0, torch.tensor([1.0, 2.0, 3.0]), nesterov(lr=1.0, momentum=0.0))
-    assert seen.tolist() == [-1, -2, -3] and not state["parameters"].any() and not state["momentum"].any()
+    settings = nesterov(lr=1.0, momentum=0.0)
+    seen = [preview(state, torch.tensor(mean), settings, at) for at, mean in ((0, [1.0, 2.0]), (5, [3.0]))]
+    assert torch.cat(seen).tolist() == [-1, -2, -3] and not state["parameters"].any() and not state["momentum"].any()
     apply(state, fragments, 0, torch.tensor([1.0, 2.0, 3.0]), nesterov(lr=1.0, momentum=0.0))
     assert state["parameters"].tolist() == [-1, -2, 0, 0, 0, -3]
 

@@ -13,9 +13,10 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import ModuleType
 
 import torch
@@ -28,6 +29,9 @@ REFUSED = "the vector holds NaN or infinity, or numbers beyond {}: it was not en
 NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
 SQUARES_ABOVE = 1e-15  # norms of pages below this lose squares among fp32's denormals
+STRETCH = 32 * PAGE  # values that a thread encodes at a time, of a vector that comes in parts
+WORTH_MAPPING = 1 << 20  # bytes
+CPU = torch.device("cpu")
 SQUARED_PAGES = 16  # decoded at a time for their norm: 2 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
@@ -107,6 +111,20 @@ class Codec(ABC):
         if not defer:
             self.refuse_bad(payload, count, REFUSED.format(self.largest))
         return payload
+
+    def encode_parts(self, parts: Iterable[Tensor], count: int, key: NoiseKey) -> Tensor:
+        """Encode `count` values that come in parts of any lengths. No more than a stretch of them lies in memory."""
+        payload: Tensor | None = None
+        for start, values in stretches(parts, count):
+            if payload is None:
+                payload = room_for(self.size(count), values.device)
+            self.encode(values, key, start, out=payload[self.bytes_of(start, len(values))])
+        return torch.empty(0, dtype=torch.uint8) if payload is None else payload
+
+    def bytes_of(self, start: int, count: int) -> slice:
+        """Return where values lie in a payload that begin at `start`, where a page begins."""
+        first = start // PAGE * self.size(PAGE)
+        return slice(first, first + self.size(count))
 
     def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
         """Return the values that `size(count)` bytes encode.
@@ -202,6 +220,36 @@ class Codec(ABC):
     @abstractmethod
     def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
         """Add what a payload that has passed `refuse_bad` encodes, times `share`; `fresh` memory is taken for zeros."""
+
+
+def room_for(size: int, device: torch.device = CPU) -> Tensor:
+    """Return memory for so many bytes, uninitialised. On a CPU, that of large ones goes back to the operating system as
+    soon as nobody uses it: what malloc has given and taken back, of all threads and sizes, stays with the process."""
+    if device.type != "cpu" or size < WORTH_MAPPING:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def stretches(parts: Iterable[Tensor], count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield `count` values again that come in parts of any lengths: whole pages together, and where they begin. What is
+    yielded lies in memory that is used again."""
+    start = filled = 0
+    room: Tensor | None = None
+    for part in parts:
+        if len(part) == count and not filled:  # it is all there is
+            yield 0, part
+            return
+        if room is None:
+            room = torch.empty(min(count, STRETCH * max(1, torch.get_num_threads())), device=part.device)
+        while len(part):
+            more = min(len(part), len(room) - filled, count - start - filled)
+            assert more, "more values than were due"
+            room[filled : filled + more].copy_(part[:more])
+            part, filled = part[more:], filled + more
+            if filled == len(room) or start + filled == count:
+                yield start, room[:filled]
+                start, filled = start + filled, 0
+    assert start == count, "fewer values than were due"
 
 
 def cuts(count: int, group: int) -> Iterator[tuple[int, int, int]]:

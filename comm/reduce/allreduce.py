@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from diloco import errors
-from diloco.comm.codec.base import Codec
+from diloco.comm.codec.base import Codec, room_for
 from diloco.comm.codec.noise import PAGE
 from diloco.comm.reduce.pages import (
     MAX_RANGES,
@@ -78,7 +78,7 @@ class Reduction:
         self.me = transport.identity
         self.others = [peer for peer in plan.present if peer != self.me]
         size = plan.result_codec.size(plan.count)
-        self.result = contribution.new_empty(size) if result is None else result
+        self.result = room_for(size, contribution.device) if result is None else result
         assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
         self._contribution = contribution
@@ -140,7 +140,7 @@ class Reduction:
         largest = max((self._size(chunk) for chunk in own), default=0)
         # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
         shape = (min(WINDOW, len(own)) if self._pages is None else len(own), len(members), largest)
-        room = torch.empty(prod(shape), dtype=torch.uint8) if self._pages is None else self._pages.room(prod(shape))
+        room = room_for(prod(shape)) if self._pages is None else self._pages.room(prod(shape))
         with self._lock:
             self._slots = room.view(shape)
             self._windows = {peer: Window(list(self._slots[:, members.index(peer)])) for peer in self.others}

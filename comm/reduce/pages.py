@@ -9,10 +9,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import Codec
+from diloco.comm.codec.base import Codec, room_for
 from diloco.comm.codec.noise import PAGE
 from diloco.comm.reduce.spans import Span
 from diloco.errors import FrameError
@@ -58,7 +57,7 @@ class PageStore:
         with self._lock:
             spare, self._spare = self._spare, None
             fits = spare is not None and size <= len(spare) <= 2 * size
-            self._room = spare if fits and spare is not None else torch.empty(size, dtype=torch.uint8)
+            self._room = spare if fits and spare is not None else room_for(size)
             return self._room[:size]
 
     def keep(self, name: str, span: Span, payload: Tensor, *, age: int) -> None:

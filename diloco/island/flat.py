@@ -6,6 +6,7 @@ processes of an island call the same methods in the same order; only the leader 
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,24 @@ from diloco.island.layout import LIMIT, Bucket, Layout, buckets_of
 from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import held, overlap, slices
 
+AT_ONCE = 1 << 20  # values that a process by itself copies at a time on a CPU: they stay in the cache
+
+Part = tuple[list[tuple[int, int]], Tensor | None]  # stretches of the flat vector, and their values one after the other
 Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what is there from now on, element by element
+
+
+class Values(Protocol):
+    """Give values of the flat vector: a tensor, or what is worked out when it is asked for."""
+
+    def __getitem__(self, stretch: slice) -> Tensor: ...
 
 
 class Shards:
     """Copy an island's parameters, wherever their shards lie, to and from the leader's flat vectors."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], place: ProcessMesh, *, limit: int = LIMIT) -> None:
-        self._place, self._limit = place, limit
+    def __init__(self, parameters: Mapping[str, Tensor], place: ProcessMesh, *, limit: int | None = None) -> None:
+        few = place.alone and place.device.type == "cpu"
+        self._place, self._limit = place, limit or (AT_ONCE if few else LIMIT)
         self.layout = Layout.of(parameters.items())
         self._held = {name: held(parameter, place) for name, parameter in parameters.items()}
         self._copies = Copies(place.device)
@@ -46,17 +57,30 @@ class Shards:
                     self._read_together(bucket, out)
         return self._copies.mark()
 
+    @torch.no_grad()
+    def parts(self, names: Collection[str] | None = None) -> Iterator[Part]:
+        """Yield the parameters (or those named) as they are now, bucket by bucket in canonical order. The leader gets
+        their values; all processes go through all of them, and nobody trains meanwhile."""
+        for bucket in self._buckets(names):
+            yield bucket.stretches(), self._gathered(bucket) if self._place.alone else self._reduced(bucket)
+
+    def _gathered(self, bucket: Bucket) -> Tensor:
+        values = torch.empty(bucket.count, device=self._place.device)
+        for piece, lo, hi in bucket.places():
+            values[lo:hi].view(piece.shape).copy_(self._held[piece.name].values[slices(piece.box)])
+        return values
+
     def settle(self) -> None:
         """Queue later changes of the parameters behind the copies that were started; the caller does not wait."""
         self._copies.settle()
 
-    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
+    def write(self, vector: Values | None, names: Collection[str] | None = None) -> None:
         """Set the parameters (or those named) from the leader's vector."""
         self.start_update(lambda _, value: value, vector, names=names)()
 
     @torch.no_grad()
     def start_update(
-        self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
+        self, rule: Rule, *vectors: Values | None, names: Collection[str] | None = None
     ) -> Callable[[], None]:
         """Change the parameters (or those named) in place, by a rule over the leader's vectors. Training continues with
         them; the vectors must not change before the returned function has been called."""
@@ -81,6 +105,13 @@ class Shards:
             room.copy_(values[slices(piece.box)], non_blocking=values.device == self._place.device)
 
     def _read_together(self, bucket: Bucket, out: Tensor | None) -> None:
+        values = self._reduced(bucket)
+        if out is not None:
+            for (lo, hi), part in _cut(values, bucket.stretches()):
+                out[lo:hi].copy_(part, non_blocking=True)
+
+    def _reduced(self, bucket: Bucket) -> Tensor:
+        """Return the bucket's values, which only the leader gets."""
         values = torch.zeros(bucket.count, device=self._place.device)
         for piece, lo, hi in bucket.places():
             mine = self._held[piece.name]
@@ -89,11 +120,9 @@ class Shards:
                 values[lo:hi].view(piece.shape)[there] = mine.values[here]
         # as whole numbers: one gives its bits and all others zero, and a sum of those rounds nothing
         dist.reduce(values.view(torch.int32), dst=0)
-        if out is not None:
-            for (lo, hi), part in _cut(values, bucket.stretches()):
-                out[lo:hi].copy_(part, non_blocking=True)
+        return values
 
-    def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
+    def _spread(self, bucket: Bucket, vector: Values | None) -> Tensor:
         """Return the bucket's values on this process' device."""
         stretches = bucket.stretches()
         if vector is not None and len(stretches) == 1:

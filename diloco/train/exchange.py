@@ -3,45 +3,34 @@ enter from the other.
 
 All processes of an island call the same methods in the same order; only the leader has vectors and a connection.
 
-Progress since a fragment's last cut is measured from `anchor`: it is anchor - local. After a result has been applied,
-the anchor is the new outer parameters, less the progress of earlier cuts that they do not contain. One rule follows:
-the island's parameters become the anchor plus whatever was trained since the cut. Mixing and eager previews are other
-choices at that point.
+Progress since a fragment's last cut is measured from its anchor (`anchor.py`): it is anchor - local. After a result has
+been applied, the anchor is the new outer parameters, less the progress of earlier cuts that they do not contain. One
+rule follows: the island's parameters become the anchor plus whatever was trained since the cut. Mixing and eager
+previews are other choices at that point.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from diloco.config.schema import SyncConfig
-from diloco.elastic.runtime.session import Update, at_once
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.session import Update
 from diloco.elastic.runtime.work import StepsDone
-from diloco.island.flat import Shards
+from diloco.island.flat import Part, Shards, Values
 from diloco.island.layout import names_of
 from diloco.island.mesh import ProcessMesh
+from diloco.train.anchor import Anchor
 from diloco.train.policy import AppliedResult
 from diloco.train.rounds import Rounds
 
 
-class Cut:
-    """Hold what was trained between two cuts, computed by the first thread that needs it. As a rule that is the thread
-    that encodes it, while training continues."""
-
-    def __init__(self, progress: Tensor, work: Callable[[Tensor], None]) -> None:
-        self.progress = progress  # filled when it is finished
-        self._work: Callable[[Tensor], None] | None = work
-        self._lock = threading.Lock()
-
-    def finish(self) -> None:
-        """Compute the progress if that is not done yet. Any thread may call this; a second one waits for the first."""
-        with self._lock:
-            if self._work is not None:
-                self._work(self.progress)
-                self._work = None
+def stages(place: ProcessMesh) -> bool:
+    """Tell whether a cut copies what the island holds and works it out later: beside a GPU that trains. A CPU works it
+    out at once, without a copy."""
+    return place.device.type == "cuda"
 
 
 class Exchange:
@@ -51,128 +40,190 @@ class Exchange:
         self._shards, self._place, self._sync, self.rounds = shards, place, sync, rounds
         fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
-        self.fragments = fragments
-        self._cuts: dict[int, Cut] = {}
-        self.anchor, self._local = self._vector(), self._vector()
-        if rounds is not None:
-            for fragment in range(len(fragments)):
-                rounds.session.apply_result(fragment, self.anchor)
-        self._shards.write(self.anchor)
-        self._written = at_once  # returns when the device no longer reads these vectors
+        self.fragments: Fragments = fragments
+        self._staged, self._eager = stages(place), sync.apply == "eager"
+        self._own = self._staged or self._eager or sync.delay > 0  # training goes on from an anchor of its own
+        self._held: set[int] = set()  # fragments whose anchor is what the island holds, since their cut
+        self._written: Callable[[], None] = lambda: None  # returns when the device no longer reads our vectors
+        self._anchor: Anchor | None = None
+        self._local: Tensor | None = None  # where a cut is staged
+        with self._reading():
+            if rounds is not None:
+                for fragment in range(len(fragments)):
+                    rounds.session.apply_result(fragment)
+                replica = rounds.driver.replica
+                pinned = place.device.type == "cuda" and replica.vectors["parameters"].device.type == "cpu"
+                self._anchor = Anchor(replica, fragments, own=self._own, pinned=pinned)
+                self._local = self._anchor.empty() if self._staged else None
+            self.start_again()
 
-    def _vector(self) -> Tensor | None:
-        """Allocate a vector of all parameters where the outer state lies, on the leader only. In host memory it is
-        pinned for a GPU, so that copies block nothing."""
-        if self.rounds is None:
-            return None
-        with self.rounds.driver.replica.reading() as vectors:
-            like = vectors["parameters"]
-        pinned = self._place.device.type == "cuda" and like.device.type == "cpu"
-        return torch.empty_like(like, pin_memory=pinned)
+    def _reading(self) -> AbstractContextManager[object]:
+        """Keep the outer state as it is until the block ends, on the leader."""
+        return nullcontext() if self.rounds is None else self.rounds.driver.replica.reading()
 
     def launch(self, fragment: int, done: StepsDone, *, step_ms: int = 0) -> None:
         """Contribute what was trained since this fragment's last cut.
 
         With `sync.apply: eager`, the island continues from a preview of the result.
         """
-        eager = self._sync.apply == "eager"
-        cut = self._cut(fragment)
-        if self.rounds is not None and self.anchor is not None and cut is not None:
-            if eager:
-                cut.finish()
-                self.fragments.scatter(self.rounds.preview(fragment, cut.progress), self.anchor, fragment)
-            self.rounds.session.start(fragment, cut.progress, done, step_ms=step_ms, ready=cut.finish)
-        if eager:
-            self._update(fragment, _replaced, self.anchor)
-
-    def _cut(self, fragment: int) -> Cut | None:
-        """Start a cut: from here on, progress is measured from what the island holds now. None except on the leader."""
         self._written()
+        parts = self._parts(fragment)
+        if self.rounds is not None and self._anchor is not None:
+            preview = self.rounds.previewing() if self._eager else None
+            progress = self._anchor.cut(fragment, parts, preview)
+            now = not self._staged or self._eager
+            self.rounds.session.start(fragment, progress, done, step_ms=step_ms, at_once=now)
+        else:
+            for _ in parts:  # all processes bring their shards
+                pass
+        if not self._own:
+            self._held.add(fragment)
+        if self._eager:
+            self._update(fragment, _replaced, self._anchor_of(fragment))
+
+    def _parts(self, fragment: int) -> Iterator[Part]:
+        """Return what the island holds of a fragment now, in parts; it may be staged by now, and is read later."""
+        if not self._staged:
+            return self._shards.parts(self._names[fragment])
         read = self._shards.start_reading(self._local, self._names[fragment])
-        anchor, local = self.anchor, self._local
-        if anchor is None or local is None:
-            return None
+        return self._staged_parts(fragment, read)
 
-        def work(progress: Tensor) -> None:
-            read()
-            for lo, hi, part in self.fragments.pieces(progress, fragment):
-                torch.sub(anchor[lo:hi], local[lo:hi], out=part)
-                anchor[lo:hi].copy_(local[lo:hi])
+    def _staged_parts(self, fragment: int, read: Callable[[], None]) -> Iterator[Part]:
+        if self._anchor is None or self._local is None:
+            return
+        read()
+        for lo, hi in self._anchor.leaves(fragment):
+            yield [(lo, hi)], self._local[lo:hi]
 
-        cut = self._cuts[fragment] = Cut(torch.empty(self.fragments.counts[fragment], device=anchor.device), work)
-        return cut
+    def keep_anchor(self) -> None:
+        """Keep what the island holds where that is an anchor: training goes on before a result has come."""
+        for fragment in sorted(self._held):
+            parts = self._shards.parts(self._names[fragment])
+            if self._anchor is None:
+                for _ in parts:
+                    pass
+            else:
+                with self._reading():
+                    self._anchor.fill(fragment, parts)
+        self._held.clear()
 
     def apply_result(self, fragment: int, steps: int, *, launched: bool) -> AppliedResult:
         """Move the island to the fragment's new outer parameters, plus its progress that they do not contain and what
         it has trained in `steps` since the last cut."""
-        self._finish_cut(fragment)
-        previewed = launched and self._sync.apply == "eager"
-        update = self._take(fragment, moves=not previewed)
-        contained = self._place.share(update.owed is None if update is not None else None)
-        if previewed and not contained:
-            update = self._take(fragment, moves=True)
-        taken = self._place.share(AppliedResult(update.step, update.owed_steps) if update is not None else None)
-        if previewed and contained:
-            return taken  # the phase that goes on started from a preview of it
-        if launched and self._sync.apply == "mix":
-            self._update(fragment, partial(_mixed, alpha=self._sync.alpha), self.anchor)
-        elif not steps:  # it is where the anchor was
-            self._update(fragment, _replaced, self.anchor)
-        else:
-            self._update(fragment, _rebased, self.anchor, self._local)
+        previewed = launched and self._eager
+        if self.rounds is not None:
+            self.rounds.session.finish_encoding()
+        self._held.discard(fragment)
+        with self._reading():
+            update = None if self.rounds is None else self.rounds.session.apply_result(fragment)
+            contained = self._place.share(update.owed is None if update is not None else None)
+            taken: AppliedResult
+            taken = self._place.share(AppliedResult(update.step, update.owed_steps) if update is not None else None)
+            if previewed and contained:
+                return taken  # the phase that goes on started from a preview of it
+            if launched and self._sync.apply == "mix":
+                self._move(fragment, update, partial(_mixed, alpha=self._sync.alpha))
+            elif not steps:  # it is where the anchor was
+                self._move(fragment, update, _replaced)
+            else:
+                self._move(fragment, update, _rebased, from_before=True)
         return taken
 
-    def _finish_cut(self, fragment: int) -> None:
-        if (cut := self._cuts.pop(fragment, None)) is not None:
-            cut.finish()
+    def _move(
+        self, fragment: int, update: Update | None, rule: Callable[..., Tensor], *, from_before: bool = False
+    ) -> None:
+        """Move the island by a rule, and the anchor to the outer parameters, less what they do not contain."""
+        if self._anchor is None or self.rounds is None:
+            self._update(fragment, rule, *([None, None] if from_before else [None]))
+            return
+        outer = self.rounds.driver.replica.vectors["parameters"]
+        new: Values = outer
+        if update is not None and update.owed is not None:
+            new = _Less(outer, self.fragments, fragment, update.owed)
+        if self._local is not None:  # the device reads these vectors while training goes on
+            self._written()
+            for lo, hi in self._anchor.leaves(fragment) if from_before else ():
+                self._local[lo:hi].copy_(self._anchor.of(fragment)[lo:hi])
+            self._anchor.move(fragment, new)
+            vectors: list[Values] = [self._anchor.of(fragment), self._local]
+            self._update(fragment, rule, *(vectors if from_before else vectors[:1]))
+            return
+        self._update(fragment, rule, *([new, self._anchor.of(fragment)] if from_before else [new]))
+        if new is outer:
+            self._anchor.follow(fragment)
+        else:
+            self._anchor.move(fragment, new)
 
-    def _take(self, fragment: int, *, moves: bool) -> Update | None:
-        """Take the last result; `moves`: move the anchor to the outer parameters, less what they do not contain, while
-        `_local` keeps where it was. None except on the leader."""
-        if self.rounds is None or self.anchor is None or self._local is None:
-            return None
-        if not moves:
-            return self.rounds.session.apply_result(fragment, None)
-        self._written()
-        for lo, hi in self.fragments.ranges[fragment]:
-            self._local[lo:hi].copy_(self.anchor[lo:hi])
-        update = self.rounds.session.apply_result(fragment, self.anchor)
-        if update.owed is not None:
-            for lo, hi, part in self.fragments.pieces(update.owed, fragment):
-                self.anchor[lo:hi].sub_(part.to(self.anchor.device))
-        return update
+    def _anchor_of(self, fragment: int) -> Tensor | None:
+        return None if self._anchor is None else self._anchor.of(fragment)
 
-    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
+    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Values | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """Put the outer parameters into the island while the context lasts, and restore its own afterwards."""
-        kept = None
-        if self._local is not None:
-            kept = torch.empty_like(self._local)
+        self._written()
+        if self._place.share(self._holds_outer()):
+            yield
+            return
+        kept = self._anchor.empty() if self._anchor is not None else None
         self._shards.read(kept)
-        self._shards.write(self.rounds.outer()["parameters"] if self.rounds is not None else None)
+        with self._reading():
+            self._shards.write(self.rounds.driver.replica.vectors["parameters"] if self.rounds is not None else None)
         try:
             yield
         finally:
             self._shards.write(kept)
 
-    def vectors(self, parameters: Tensor) -> dict[str, Tensor]:
+    def _holds_outer(self) -> bool:
+        """Tell whether the island holds the outer parameters now. Only the leader's answer counts."""
+        same = True
+        with self._reading():
+            for stretches, values in self._shards.parts():
+                at = 0
+                for lo, hi in stretches if self.rounds is not None and same else ():
+                    assert self.rounds is not None and values is not None
+                    outer = self.rounds.driver.replica.vectors["parameters"][lo:hi]
+                    same = same and bool((outer.to(values.device) == values[at : at + hi - lo]).all())
+                    at += hi - lo
+        return same
+
+    def vectors(self, parameters: Values) -> dict[str, Tensor]:
         """Return what a save must hold besides these outer parameters: the anchor, where it differs from them."""
-        assert self.anchor is not None
-        for fragment in list(self._cuts):
-            self._finish_cut(fragment)
-        return {} if torch.equal(self.anchor, parameters) else {"anchor": self.anchor}
+        assert self._anchor is not None and self.rounds is not None
+        self.rounds.session.finish_encoding()
+        with self._reading():
+            return {"anchor": self._anchor.whole()} if self._anchor.differs(parameters) else {}
 
     def restore(self, vectors: Mapping[str, Tensor]) -> None:
         """Take the anchor from a save; one that holds none was made where it equalled the outer parameters."""
-        assert self.anchor is not None
-        self.anchor.copy_(vectors.get("anchor", vectors["parameters"]))
+        assert self._anchor is not None
+        with self._reading():
+            self._anchor.restore(vectors)
 
     def start_again(self) -> None:
         """Set the island's parameters to the anchor: for one that has just joined, the outer parameters."""
-        self._shards.write(self.anchor)
+        with self._reading():
+            for fragment in range(len(self.fragments)):
+                self._shards.write(self._anchor_of(fragment), self._names[fragment])
+
+
+class _Less:
+    """Give the outer parameters less the progress of earlier cuts that they do not contain."""
+
+    def __init__(self, outer: Tensor, fragments: Fragments, fragment: int, owed: Tensor) -> None:
+        self._outer, self._ranges, self._owed = outer, fragments.ranges[fragment], owed
+
+    def __getitem__(self, stretch: slice) -> Tensor:
+        at = 0
+        for lo, hi in self._ranges:
+            if lo <= stretch.start < hi:
+                at += stretch.start - lo
+                break
+            at += hi - lo
+        owed = self._owed[at : at + stretch.stop - stretch.start]
+        return self._outer[stretch] - owed.to(self._outer.device)
 
 
 # How a result enters: what the island holds, the anchor, and where that was before.

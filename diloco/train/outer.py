@@ -95,17 +95,15 @@ def apply(
             optimizer.step(stretch, gradient[start - lo :][:CHUNK], settings)
 
 
-def preview(
-    vectors: Mapping[str, Tensor], fragments: Fragments, fragment: int, mean: Tensor, settings: Settings
-) -> Tensor:
-    """Return the fragment's parameters as `apply` would make them, without changing the state."""
+def preview(vectors: Mapping[str, Tensor], mean: Tensor, settings: Settings, at: int = 0) -> Tensor:
+    """Return a stretch of the parameters as `apply` would make them, without changing the state.
+
+    `at` is where the stretch begins in the flat vectors.
+    """
     found, optimizer = torch.empty_like(mean), optimizer_named(settings.optimizer)
-    for (lo, hi, gradient), (_, _, out) in zip(
-        fragments.pieces(mean, fragment), fragments.pieces(found, fragment), strict=True
-    ):
-        for start in range(lo, hi, CHUNK):
-            part, here = slice(start, min(start + CHUNK, hi)), slice(start - lo, start - lo + CHUNK)
-            copies = {name: vector[part].clone() for name, vector in vectors.items()}
-            optimizer.step(copies, gradient[here], settings)
-            out[here].copy_(copies["parameters"])
+    for start in range(0, len(mean), CHUNK):
+        gradient = mean[start : start + CHUNK]
+        copies = {name: vector[at + start : at + start + len(gradient)].clone() for name, vector in vectors.items()}
+        optimizer.step(copies, gradient, settings)
+        found[start : start + CHUNK].copy_(copies["parameters"])
     return found

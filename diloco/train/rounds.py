@@ -55,7 +55,7 @@ class Rounds:
         self.name_of = names  # of islands, for people
         self._config = AmendedConfig(config)
         for fragment in range(len(self.fragments)):
-            self.session.apply_result(fragment, None)
+            self.session.apply_result(fragment)
         self._reported, self._roster = self.session.state.head.round, self.session.state.roster
         self.contributors: tuple[str, ...] = ()  # by name, to the last reported round that had any
 
@@ -77,13 +77,18 @@ class Rounds:
             over, changed, owes = (tuple(map(of, each)) for of in (session.over, session.has_changed, session.owes))
             return View(state.head, state.step, state.updates, over, changed, owes)
 
-    def preview(self, fragment: int, progress: Tensor) -> Tensor:
-        """Compute where the fragment would be if the round had nothing but this island's share of it."""
+    def previewing(self) -> Callable[[int, Tensor], Tensor]:
+        """Return a function of progress, and of where that begins in the flat vectors: where the outer parameters would
+        be there if the round had nothing but this island's share of it."""
         share, islands = self._share()
         config = self._config.at(self.session.state.amendments)
         settings = outer_settings(config, islands, self.session.state.updates // len(self.fragments) + 1)
-        with self.driver.replica.reading() as vectors:
-            return preview(vectors, self.fragments, fragment, progress * share, settings)
+
+        def previewed(at: int, progress: Tensor) -> Tensor:
+            with self.driver.replica.reading() as vectors:
+                return preview(vectors, progress * share, settings, at)
+
+        return previewed
 
     def _share(self) -> tuple[float, int]:
         """Return this island's share of the weights in the last round, and how many were in it. If it was not in it,

@@ -125,6 +125,7 @@ class SyncLoop:
 
     def trained(self, batch: Ranges, tokens: int) -> None:
         """Count one inner step on these samples, which leave the pool."""
+        self.exchange.keep_anchor()
         self.pool = minus(self.pool, batch)
         self.policy.trained(batch, tokens)
         self._phase_steps += 1
@@ -164,6 +165,11 @@ class SyncLoop:
 
     def wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
         """Carry out a decision to its end. Return False if asked to stop before."""
+        done = self._wait_out(waits, should_stop)
+        self.exchange.keep_anchor()
+        return done
+
+    def _wait_out(self, waits: Waits, should_stop: Callable[[], bool]) -> bool:
         for head in waits:
             with self._waiting():
                 news = None

@@ -23,6 +23,7 @@ from diloco.checkpoint.log.library import ItemManifest, payload_name
 from diloco.checkpoint.log.replica import vector_name
 from diloco.checkpoint.log.store import PartialDownload
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
+from diloco.comm.codec.base import room_for
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record
@@ -75,7 +76,7 @@ def fetch_bytes(transport: Transport, donors: Addresses, digest: str, size: int)
         return torch.empty(0, dtype=torch.uint8)
     name = payload_name(digest)
     item = _describe(transport, donors, name, size)
-    room = torch.empty(size, dtype=torch.uint8)
+    room = room_for(size)
     view = memoryview(room.numpy())  # type: ignore[arg-type]
     Transfer(item, donors, transport, view).run()
     if hashlib.sha256(view).hexdigest() != digest:
@@ -292,7 +293,9 @@ class _Fetch:
 
 def tensor_of(data: Buffer) -> Tensor:
     """Copy bytes into a uint8 tensor."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    room = room_for(len(data))
+    memoryview(room.numpy())[:] = memoryview(data)  # type: ignore[arg-type]
+    return room
 
 
 def entry_of(logged: LoggedRecord) -> Entry:

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -22,14 +23,10 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, StepsDone
+from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, Progress, StepsDone, parts_of
 
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 BEATS_WHILE_SAVING = 1000  # heartbeats that may still be sent after a save has noted their number
-
-
-def at_once() -> None:
-    """Return immediately: nothing has to be waited for."""
 
 
 class Update(NamedTuple):
@@ -50,7 +47,7 @@ class Session:
         """Begin a session for one trainer thread.
 
         With `feedback`, what encoding loses is added to the next contribution, multiplied by that factor. Progress that
-        may be owed again goes to the folder `spill` where it is too much for the memory.
+        is contained, and may be owed again, goes to the folder `spill`, if there is one.
         """
         self._spill = spill
         if spill is not None:  # of an earlier life: its progress is over
@@ -75,15 +72,13 @@ class Session:
         role = holder_name(node.me, node.incarnation)
         feedback = self._feedback[fragment] if self._feedback else None
 
-        def plain(vector: Tensor, hi: int) -> Tensor:
-            return self.codec.encode(vector, NoiseKey(hi, fragment, role)).cpu()
+        def plain(progress: Progress, hi: int) -> Tensor:
+            return self.codec.encode_parts(parts_of(progress), count, NoiseKey(hi, fragment, role)).cpu()
 
-        def feeding_back(vector: Tensor, hi: int) -> Tensor:
+        def feeding_back(progress: Progress, hi: int) -> Tensor:
             assert feedback is not None
-            with self._residuals:
-                payload = feedback.encode(vector, NoiseKey(hi, fragment, role))
-                feedback.commit()  # a piece is kept until it is contained: what its encoding lost is known at once
-            return payload.cpu()
+            with self._residuals:  # a piece is kept until it is contained: what its encoding lost is known at once
+                return feedback.encode_parts(parts_of(progress), NoiseKey(hi, fragment, role)).cpu()
 
         def on_loss(loss: Tensor) -> None:
             assert feedback is not None
@@ -91,7 +86,7 @@ class Session:
                 feedback.residual += loss.to(feedback.residual.device)
 
         decode = partial(self.codec.decode, count=count)
-        keep_bytes = KEEP_BYTES // len(self.fragments)
+        keep_bytes = 0 if self._spill is not None else KEEP_BYTES // len(self.fragments)
         work = partial(
             PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill,
             measure=partial(self.codec.norm, count=count), later=self._later,
@@ -117,12 +112,12 @@ class Session:
         return self.works[offer.fragment].payload(offer)
 
     def start(
-        self, fragment: int, progress: Tensor, done: StepsDone, *, step_ms: int = 0, ready: Callable[[], None] = at_once
+        self, fragment: int, progress: Progress, done: StepsDone, *, step_ms: int = 0, at_once: bool = False
     ) -> None:
         """Contribute what was trained since the last cut, and what is owed from before.
 
-        It returns before anything is encoded: `progress` holds its values when `ready` has been called, and must not be
-        changed after that.
+        It returns before anything is encoded, and nobody changes what `progress` is worked out from; with `at_once` it
+        returns when that was gone through. If nothing was trained, it is not encoded, but gone through.
         """
         check(self.driver)
         work = self.works[fragment]
@@ -130,9 +125,13 @@ class Session:
         usual_norm = median([contribution.offer.norm for contribution in last]) if last else 0.0
         make_offer = work.cut(progress, done, usual_norm=usual_norm)
         self._offered_at[fragment] = self.driver.applied.version(fragment).digest, work.mark
+        if done.tokens and at_once:
+            self.driver.guarded(work.encode_last)
+        if at_once or not done.tokens:
+            deque(parts_of(progress), maxlen=0)
+        check(self.driver)
 
         def encode_and_offer() -> None:
-            ready()
             offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
             self.driver.post(partial(self.driver.node.offer, offer))
 
@@ -209,7 +208,7 @@ class Session:
             if self.driver.applied.head == self.state.head:
                 self.driver.changed.wait(seconds)
 
-    def apply_result(self, fragment: int, into: Tensor | None) -> Update:
+    def apply_result(self, fragment: int, into: Tensor | None = None) -> Update:
         """Write a fragment's outer parameters to their place in a vector, if one is given; return what it still owes.
 
         What was on offer is withdrawn: it is contained now, or owed.
@@ -252,7 +251,7 @@ class Session:
 
         It waits until everything is encoded.
         """
-        self._finish_encoding()
+        self.finish_encoding()
         return {
             "incarnation": self.driver.node.incarnation, "wanted": self._wanted, "taken": list(self._taken),
             "offered_at": list(self._offered_at), "works": [work.facts() for work in self.works],
@@ -262,7 +261,7 @@ class Session:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return encoded progress that is not contained, and what its encoding has lost, for a save."""
-        self._finish_encoding()
+        self.finish_encoding()
         payloads = {
             f"piece.{work.fragment}.{lo}.{hi}": payload
             for work in self.works
@@ -282,7 +281,7 @@ class Session:
             names = [name.split(".") for name in tensors if name.startswith(f"piece.{work.fragment}.")]
             work.restore(known, {(int(lo), int(hi)): tensors[f"piece.{f}.{lo}.{hi}"] for _, f, lo, hi in names})
         for number, feedback in enumerate(self._feedback):
-            feedback.residual = tensors[f"residual.{number}"]
+            feedback.residual.copy_(tensors[f"residual.{number}"])
         self.driver.post(partial(self.driver.node.number_beats_after, facts.get("beats", 0)))
         self.request_samples(facts["wanted"])
         self.refresh()
@@ -291,7 +290,8 @@ class Session:
             if not self.over(offer.fragment) and self.state.fits(self.driver.node.me, offer):
                 self.driver.post(partial(self.driver.node.offer, offer))
 
-    def _finish_encoding(self) -> None:
+    def finish_encoding(self) -> None:
+        """Wait until what was started last is encoded."""
         wait(self._encoded)
         check(self.driver)
 

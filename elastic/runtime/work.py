@@ -8,7 +8,7 @@ Cuts are made by the trainer's thread; the encoding that an offer needs may run 
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ KEEP_BYTES = 64 << 20  # of pieces of all fragments that are contained, for the 
 
 log = logging.getLogger(__name__)
 
-Encode = Callable[[Tensor, int], Tensor]
+Progress = Tensor | Iterator[Tensor]  # whole, or in parts that are worked out once, in order
+Encode = Callable[[Progress, int], Tensor]
 
 
 class StepsDone(NamedTuple):
@@ -61,28 +62,31 @@ class Encoded(NamedTuple):
 
 @dataclass
 class EncodedCut:
-    """Hold the progress between two cuts: a vector until it is first encoded, bytes from then on."""
+    """Hold the progress between two cuts: a vector, or its parts, until it is first encoded, bytes from then on."""
 
     lo: int
     hi: int
     done: StepsDone
-    vector: Tensor | None  # until it is encoded
+    vector: Progress | None  # until it is encoded
     _encoded: Encoded | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    file: Path | None = None  # that has its bytes, which are mapped
+    file: Path | None = None  # that has its bytes, which are mapped while somebody uses them
+    spilled: int = 0  # bytes in the file
     wanted: bool = True  # False: whoever writes it to a file need not, or removes that
     carried: Tensor | None = None  # progress of an earlier piece that did not count, to be encoded with it
 
-    def encoded(self, encode: Callable[[Tensor, int], Encoded]) -> Encoded:
+    def encoded(self, encode: Callable[[Progress, int], Encoded]) -> Encoded:
         """Return the bytes of this piece, encoded by the first call only. Any thread may call it."""
         with self._lock:
             if self._encoded is None:
                 assert self.vector is not None
                 if self.carried is not None:
-                    self.vector = self.vector + self.carried.to(self.vector.device)
-                    self.carried = None
+                    self.vector, self.carried = _sums(self.vector, self.carried), None
                 self._encoded, self.vector = encode(self.vector, self.hi), None
-            return self._encoded
+            payload, norm = self._encoded
+            if self.spilled:
+                payload = torch.from_file(str(self.file), size=self.spilled, dtype=torch.uint8)
+            return Encoded(payload, norm)
 
     def spill(self, path: Path) -> None:
         """Move the bytes of an encoded piece from memory to a file, unless nobody wants it any more."""
@@ -94,7 +98,7 @@ class EncodedCut:
             self.file = path  # from now on: half of it is to be removed, too
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(memoryview(payload.numpy()))  # type: ignore[arg-type]
-            self._encoded = Encoded(torch.from_file(str(path), size=payload.numel(), dtype=torch.uint8), norm)
+            self._encoded, self.spilled = Encoded(payload[:0].clone(), norm), payload.numel()
 
     def forget(self) -> None:
         """Remove the file that has its bytes, or keep it from being written."""
@@ -141,7 +145,7 @@ class PendingProgress:
         self.mark = 0  # of the state that the island's parameters were last rebased on
         self.carried: Tensor | None = None  # where what was contained last did not count, until the next cut
 
-    def cut(self, progress: Tensor, done: StepsDone, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
+    def cut(self, progress: Progress, done: StepsDone, *, usual_norm: float = 0.0) -> Callable[[], Offer]:
         """Make a piece of what was trained since the last cut, and return a function that makes the offer.
 
         The offer is of all that is owed, but only of the oldest phases where some is late.
@@ -156,6 +160,10 @@ class PendingProgress:
             owed[0].lo = self.mark
         oldest, late = owed[:MAX_PHASES], len(owed) > 1
         return lambda: self._offer(oldest, late, usual_norm)
+
+    def encode_last(self) -> None:
+        """Encode the newest piece now."""
+        self.pieces[-1].encoded(self._encode)
 
     def _offer(self, oldest: list[EncodedCut], late: bool, usual_norm: float) -> Offer:
         """Make the offer of these pieces, which stay apart: another branch may contain the first only.
@@ -177,9 +185,9 @@ class PendingProgress:
         self._scales[late[0].lo, late[-1].hi] = scale
         return self._join(vector * scale, late[-1].hi)
 
-    def _measured(self, encode: Encode) -> Callable[[Tensor, int], Encoded]:
-        def measured(vector: Tensor, hi: int) -> Encoded:
-            payload = encode(vector, hi)
+    def _measured(self, encode: Encode) -> Callable[[Progress, int], Encoded]:
+        def measured(progress: Progress, hi: int) -> Encoded:
+            payload = encode(progress, hi)
             return Encoded(payload, self._measure(payload))
 
         return measured
@@ -300,3 +308,22 @@ def _on_pages(vector: Tensor, pages: Ranges) -> Tensor:
     for lo, hi in pages:
         kept[lo * PAGE : hi * PAGE] = vector[lo * PAGE : hi * PAGE]
     return kept
+
+
+def parts_of(progress: Progress) -> Iterator[Tensor]:
+    """Return progress in parts, in order."""
+    return iter([progress]) if isinstance(progress, Tensor) else progress
+
+
+def _sums(progress: Progress, more: Tensor) -> Progress:
+    """Add a vector to progress, part by part."""
+    if isinstance(progress, Tensor):
+        return progress + more.to(progress.device)
+    return _added(progress, more)
+
+
+def _added(parts: Iterator[Tensor], more: Tensor) -> Iterator[Tensor]:
+    at = 0
+    for part in parts:
+        yield part + more[at : at + len(part)].to(part.device)
+        at += len(part)

@@ -1,0 +1,146 @@
+"""Where an island's progress is measured from: the outer parameters as they were last taken.
+
+Where rounds go on beside training, the anchor is a vector of the island's own, which each cut moves to what the island
+holds. Where training waits for rounds it is the outer parameters themselves, without a copy. A fragment is copied only
+when an update comes before the island has taken the last one in (it is late), just before that changes them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.pinned import LEAF
+from diloco.checkpoint.log.replica import Replica
+from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.island.flat import Part, Values
+
+
+class Anchor:
+    """Hold the anchor of each fragment, on the leader. Whoever reads it or changes it holds the replica's lock."""
+
+    def __init__(self, replica: Replica, fragments: Fragments, *, own: bool, pinned: bool = False) -> None:
+        """Begin at the outer parameters. `own`: in a vector of its own, which is `pinned` for copies to a GPU."""
+        self._replica, self._fragments, self._own, self._pinned = replica, fragments, own, pinned
+        self.vector: Tensor | None = None
+        self._inside: set[int] = set()  # fragments whose anchor lies in the vector
+        self._elsewhere: set[int] = set()  # was cut: it is what the island holds, and nothing was trained since
+        if own:
+            for fragment in range(len(fragments)):
+                self.move(fragment, self._outer)
+        else:
+            replica.before_change = self._preserve
+
+    @property
+    def _outer(self) -> Tensor:
+        return self._replica.vectors["parameters"]
+
+    def empty(self) -> Tensor:
+        """Return a vector like this one, with any values. Only what is written of it takes memory."""
+        return torch.empty_like(self._outer, pin_memory=self._pinned)
+
+    def of(self, fragment: int) -> Tensor:
+        """Return the flat vector in which a fragment's anchor lies now."""
+        if fragment in self._inside:
+            assert self.vector is not None
+            return self.vector
+        assert fragment not in self._elsewhere
+        return self._outer
+
+    def follow(self, fragment: int) -> None:
+        """Move a fragment's anchor to the outer parameters."""
+        if self._own:
+            self.move(fragment, self._outer)
+        else:
+            self._let_go(fragment)
+
+    def move(self, fragment: int, values: Values) -> None:
+        """Move a fragment's anchor to these values, in the vector."""
+        for lo, hi in self.leaves(fragment):
+            self._room(fragment)[lo:hi].copy_(values[lo:hi])
+
+    def fill(self, fragment: int, parts: Iterable[Part]) -> None:
+        """Move a fragment's anchor to what comes in parts."""
+        for stretches, values in parts:
+            at = 0
+            for lo, hi in stretches:
+                assert values is not None
+                self._room(fragment)[lo:hi].copy_(values[at : at + hi - lo])
+                at += hi - lo
+
+    def cut(
+        self, fragment: int, parts: Iterable[Part], preview: Callable[[int, Tensor], Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the progress from the anchor to these values of the island, and move the anchor there, or to a preview
+        of the result. Parts that nobody asks for are not worked out: the caller asks for all."""
+        own_alone = self._own and preview is None
+        for stretches, values in parts:
+            at = 0
+            for lo, hi in stretches:
+                assert values is not None
+                with nullcontext() if own_alone else self._replica.reading():
+                    anchor, local = self.of(fragment)[lo:hi], values[at : at + hi - lo]
+                    progress = anchor - local
+                    if self._own:
+                        anchor.copy_(local if preview is None else preview(lo, progress))
+                yield progress
+                at += hi - lo
+        if not self._own:
+            with self._replica.reading():
+                self._let_go(fragment)
+                self._elsewhere.add(fragment)
+
+    def _let_go(self, fragment: int) -> None:
+        self._elsewhere.discard(fragment)
+        self._inside.discard(fragment)
+        if not self._inside:
+            self.vector = None
+
+    def _room(self, fragment: int) -> Tensor:
+        if self.vector is None:
+            self.vector = self.empty()
+        self._elsewhere.discard(fragment)
+        self._inside.add(fragment)
+        return self.vector
+
+    def _preserve(self, changes: Ranges) -> None:
+        """Copy those fragments which are about to change in the outer parameters."""
+        for fragment, ranges in enumerate(self._fragments.ranges):
+            if fragment in self._inside or fragment in self._elsewhere:
+                continue
+            if any(lo < end and start < hi for lo, hi in ranges for start, end in changes):
+                self.move(fragment, self._outer)
+
+    def leaves(self, fragment: int) -> Iterator[tuple[int, int]]:
+        """Yield the stretches of a fragment in the flat vector, none longer than a leaf."""
+        for first, last in self._fragments.ranges[fragment]:
+            for lo in range(first, last, LEAF):
+                yield lo, min(lo + LEAF, last)
+
+    def differs(self, values: Values) -> bool:
+        """Tell whether any fragment's anchor has other values than these."""
+        return any(
+            not torch.equal(self.of(fragment)[lo:hi], values[lo:hi])
+            for fragment in range(len(self._fragments))
+            for lo, hi in self.leaves(fragment)
+        )
+
+    def whole(self) -> Tensor:
+        """Return the anchor of all fragments as one vector."""
+        for fragment in range(len(self._fragments)):
+            if fragment not in self._inside:
+                self.move(fragment, self._outer)
+        assert self.vector is not None
+        return self.vector
+
+    def restore(self, vectors: Mapping[str, Tensor]) -> None:
+        """Take the anchor from a save; one that holds none was made where it equalled the outer parameters."""
+        saved = vectors.get("anchor", vectors["parameters"])
+        for fragment in range(len(self._fragments)):
+            here = all(torch.equal(saved[lo:hi], self._outer[lo:hi]) for lo, hi in self.leaves(fragment))
+            if here:
+                self.follow(fragment)
+            else:
+                self.move(fragment, saved)
