@@ -23,7 +23,7 @@ def measure(*, preset: str, batch: int, sequence: int, vocab: int, steps: int, c
         "evaluate": {"every": 0}, "log": {"every": 5},
     })  # fmt: skip
     with trainer_of(config) as (trainer, heard), alone(trainer):
-        for _ in range(WARM_UP + steps):
+        while trainer.step_count < WARM_UP + steps:  # without samples yet, an advance is no step
             trainer.advance()
     reports = [event for event in of_kind(heard.events, Step) if event.step > WARM_UP]
     mfu = [event.mfu for event in reports if event.mfu is not None]
