@@ -22,6 +22,7 @@ def test_nothing_large_is_allocated_that_is_not_the_state_or_its_encoding(tmp_pa
     finally:
         torch.set_num_threads(threads)
     assert allocations.undeclared == []
-    joiner, islands = 2, 2 * (2 + VECTORS[mode])
-    assert allocations.counts[4 * values] == joiner + islands
-    assert lives["A"].trainer.validation_losses and lives["A"].store.durable
+    joiner, islands, validations = 2, 2 * (2 + VECTORS[mode]), len(lives["A"].trainer.validation_losses)
+    more = allocations.counts[4 * values] - joiner - islands
+    assert 0 <= more <= VECTORS[mode] * validations  # what it has trained since a cut is kept while it validates
+    assert validations and lives["A"].store.durable

@@ -26,8 +26,13 @@ def update(replica: Replica, fragment: int) -> None:
 
 
 def cut(anchor: Anchor, fragment: int, local: list[float], **how) -> list[float]:
-    parts = [(list(TWO.ranges[fragment]), torch.tensor(local))]
-    return torch.cat(list(anchor.cut(fragment, parts, **how))).tolist()
+    return torch.cat(list(anchor.cut(fragment, parts(fragment, local), **how))).tolist()
+
+
+def parts(fragment: int, values: list[float]) -> list[tuple[int, int, torch.Tensor]]:
+    left = torch.tensor(values)
+    lengths = [hi - lo for lo, hi in TWO.ranges[fragment]]
+    return [(*ends, part) for ends, part in zip(TWO.ranges[fragment], left.split(lengths), strict=True)]
 
 
 def held(anchor: Anchor, fragment: int) -> list[float]:
@@ -55,7 +60,7 @@ def test_an_update_that_is_not_taken_in_yet_leaves_the_anchor_where_it_was(repli
 
 def test_an_update_in_the_middle_of_a_cut_changes_nothing_of_it(replica):
     anchor = Anchor(replica, TWO, own=False)
-    progress = anchor.cut(0, [([(0, 2)], torch.zeros(2)), ([(5, 6)], torch.zeros(1))])
+    progress = anchor.cut(0, parts(0, [0.0, 0.0, 0.0]))
     first = next(progress)
     update(replica, 0)
     assert torch.cat([first, *progress]).tolist() == [10.0, 11.0, 15.0]
@@ -64,7 +69,7 @@ def test_an_update_in_the_middle_of_a_cut_changes_nothing_of_it(replica):
 def test_what_the_island_holds_since_a_cut_is_kept_if_training_goes_on(replica):
     anchor = Anchor(replica, TWO, own=False)
     cut(anchor, 0, [1.0, 2.0, 3.0])
-    anchor.fill(0, [([(0, 2), (5, 6)], torch.tensor([1.0, 2.0, 3.0]))])
+    anchor.fill(0, parts(0, [1.0, 2.0, 3.0]))
     update(replica, 0)
     assert held(anchor, 0) == [1.0, 2.0, 3.0]
     assert anchor.whole().tolist() == [1.0, 2.0, 12.0, 13.0, 14.0, 3.0]

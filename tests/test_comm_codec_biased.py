@@ -204,9 +204,8 @@ def send(feedback: ErrorFeedback, values: torch.Tensor, rounds: int) -> torch.Te
     """The mean of what was sent."""
     total = torch.zeros(len(values))
     for number in range(rounds):
-        payload = feedback.encode(values, NoiseKey(number, 0, "a"))
+        payload = feedback.encode([values], NoiseKey(number, 0, "a"))
         total += feedback.codec.decode(payload, len(values))
-        feedback.commit()
     return total / rounds
 
 
@@ -230,6 +229,5 @@ def test_error_feedback_may_forget():
     feedback = ErrorFeedback(codec, 4096, decay=0.95)
     send(feedback, values, 1)
     residual = feedback.residual.clone()
-    sent = codec.decode(feedback.encode(values, KEY), 4096)
-    feedback.commit()
+    sent = codec.decode(feedback.encode([values], KEY), 4096)
     assert torch.equal(feedback.residual, values + residual * 0.95 - sent)

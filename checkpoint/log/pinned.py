@@ -79,13 +79,11 @@ class PinnedState:
 
     def read(self, name: str, lo: int, hi: int) -> bytes:
         """Return some bytes of a vector; raise OSError where the disk has refused to keep them."""
-        return b"".join(self._parts(name, lo, hi))
+        return b"".join(self.parts(name, lo, hi))
 
     def parts(self, name: str, lo: int = 0, hi: int | None = None) -> Iterator[bytes]:
         """Yield the bytes of a vector, or those from `lo` to `hi`, a leaf at a time."""
-        return self._parts(name, lo, self.sizes[name] if hi is None else hi)
-
-    def _parts(self, name: str, lo: int, hi: int) -> Iterator[bytes]:
+        hi = self.sizes[name] if hi is None else hi
         while lo < hi:
             number = lo // self._leaf
             end = min(hi, (number + 1) * self._leaf)
@@ -113,12 +111,15 @@ class PinnedState:
             self._digest = found.hexdigest()
         return self._digest
 
-    def pieces(self) -> dict[str, Pieces]:
-        """Return the vectors, to be written."""
-        return {
-            name: Pieces(torch.float32, (size // VALUE_BYTES,), partial(self.parts, name))
-            for name, size in self.sizes.items()
-        }
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the number of values of each vector."""
+        return {name: size // VALUE_BYTES for name, size in self.sizes.items()}
+
+    def part(self, name: str, start: int, count: int) -> Pieces:
+        """Return a stretch of a vector, to be written."""
+        lo, hi = start * VALUE_BYTES, (start + count) * VALUE_BYTES
+        return Pieces(torch.float32, (count,), partial(self.parts, name, lo, hi))
 
     def release(self) -> None:
         """Let go of this version: nothing is kept for it any more, and it cannot be read."""

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.atomic import PART, appearing, sync_path
-from diloco.checkpoint.log.pinned import VALUE_BYTES, PinnedState
+from diloco.checkpoint.log.pinned import PinnedState
 from diloco.checkpoint.log.writing import (
     PIECE,
     Pieces,
@@ -50,16 +49,15 @@ class SnapshotContents:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the number of values of each vector, by name in order."""
+        """Return the number of values of each vector."""
         if isinstance(self.vectors, PinnedState):
-            return {name: size // VALUE_BYTES for name, size in sorted(self.vectors.sizes.items())}
-        return {name: len(vector) for name, vector in sorted(self.vectors.items())}
+            return self.vectors.counts
+        return {name: len(vector) for name, vector in self.vectors.items()}
 
     def part(self, name: str, start: int, count: int) -> Pieces:
         """Return a stretch of a vector, to be written."""
         if isinstance(self.vectors, PinnedState):
-            lo, hi = start * VALUE_BYTES, (start + count) * VALUE_BYTES
-            return Pieces(torch.float32, (count,), partial(self.vectors.parts, name, lo, hi))
+            return self.vectors.part(name, start, count)
         return pieces_of(self.vectors[name][start : start + count])
 
     def release(self) -> None:
@@ -114,7 +112,7 @@ def write_snapshot(
     with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
         shards, state = [], hashlib.sha256()
-        for name, length in contents.counts.items():
+        for name, length in sorted(contents.counts.items()):
             for start in range(0, length, shard_values):
                 count, digest = min(shard_values, length - start), hashlib.sha256()
                 file = f"{name}-{start // shard_values:05}.safetensors"

@@ -14,25 +14,14 @@ from diloco.comm.codec.noise import NoiseKey
 
 
 class ErrorFeedback:
-    """Add what one encoding loses to the next one.
-
-    The residual changes at `commit` only: an encoding whose round fails has lost nothing.
-    """
+    """Add what one encoding loses to the next one: whoever encodes keeps the bytes until they are in the log."""
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
         self.codec, self.decay = codec, decay
         self.residual = torch.zeros(count)
-        self._pending: Tensor | None = None
 
-    def encode(self, values: Tensor, key: NoiseKey) -> Tensor:
-        """Encode the values plus the decayed residual. What that loses is pending until `commit`."""
-        wanted = values + self.residual.to(values.device) * self.decay
-        payload = self.codec.encode(wanted, key)
-        self._pending = wanted.sub_(self.codec.decode(payload, len(values)))
-        return payload
-
-    def encode_parts(self, parts: Iterable[Tensor], key: NoiseKey) -> Tensor:
-        """Encode values that come in parts, plus the decayed residual, and commit what that loses at once."""
+    def encode(self, parts: Iterable[Tensor], key: NoiseKey) -> Tensor:
+        """Encode values that come in parts, plus the decayed residual. What that loses is the residual from then on."""
         payload: Tensor | None = None
         for start, values in stretches(parts, len(self.residual)):
             if payload is None:
@@ -42,8 +31,3 @@ class ErrorFeedback:
             part = self.codec.encode(wanted, key, start, out=payload[self.codec.bytes_of(start, len(values))])
             residual.copy_(wanted.sub_(self.codec.decode(part, len(values))))
         return torch.empty(0, dtype=torch.uint8) if payload is None else payload
-
-    def commit(self) -> None:
-        """Make what the last encoding lost the residual. Called once that encoding is sure to reach the log."""
-        if self._pending is not None:
-            self.residual, self._pending = self._pending, None

@@ -6,7 +6,6 @@ processes of an island call the same methods in the same order; only the leader 
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,8 @@ from diloco.island.parallel import held, overlap, slices
 
 AT_ONCE = 1 << 20  # values that a process by itself copies at a time on a CPU: they stay in the cache
 
-Part = tuple[list[tuple[int, int]], Tensor | None]  # stretches of the flat vector, and their values one after the other
+Part = tuple[int, int, Tensor]  # from, to in the flat vector, and the values there
 Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what is there from now on, element by element
-
-
-class Values(Protocol):
-    """Give values of the flat vector: a tensor, or what is worked out when it is asked for."""
-
-    def __getitem__(self, stretch: slice) -> Tensor: ...
 
 
 class Shards:
@@ -59,10 +52,12 @@ class Shards:
 
     @torch.no_grad()
     def parts(self, names: Collection[str] | None = None) -> Iterator[Part]:
-        """Yield the parameters (or those named) as they are now, bucket by bucket in canonical order. The leader gets
-        their values; all processes go through all of them, and nobody trains meanwhile."""
+        """Yield the parameters (or those named) as they are now, stretch by stretch in canonical order. All processes
+        go through all of them, and only the leader gets their values; nobody trains meanwhile."""
         for bucket in self._buckets(names):
-            yield bucket.stretches(), self._gathered(bucket) if self._place.alone else self._reduced(bucket)
+            values = self._gathered(bucket) if self._place.alone else self._reduced(bucket)
+            for (lo, hi), part in _cut(values, bucket.stretches()):
+                yield lo, hi, part
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         values = torch.empty(bucket.count, device=self._place.device)
@@ -74,13 +69,13 @@ class Shards:
         """Queue later changes of the parameters behind the copies that were started; the caller does not wait."""
         self._copies.settle()
 
-    def write(self, vector: Values | None, names: Collection[str] | None = None) -> None:
+    def write(self, vector: Tensor | None, names: Collection[str] | None = None) -> None:
         """Set the parameters (or those named) from the leader's vector."""
         self.start_update(lambda _, value: value, vector, names=names)()
 
     @torch.no_grad()
     def start_update(
-        self, rule: Rule, *vectors: Values | None, names: Collection[str] | None = None
+        self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
     ) -> Callable[[], None]:
         """Change the parameters (or those named) in place, by a rule over the leader's vectors. Training continues with
         them; the vectors must not change before the returned function has been called."""
@@ -122,7 +117,7 @@ class Shards:
         dist.reduce(values.view(torch.int32), dst=0)
         return values
 
-    def _spread(self, bucket: Bucket, vector: Values | None) -> Tensor:
+    def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
         """Return the bucket's values on this process' device."""
         stretches = bucket.stretches()
         if vector is not None and len(stretches) == 1:

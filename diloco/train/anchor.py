@@ -15,7 +15,7 @@ from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.island.flat import Part, Values
+from diloco.island.flat import Part
 
 
 class Anchor:
@@ -56,19 +56,15 @@ class Anchor:
         else:
             self._let_go(fragment)
 
-    def move(self, fragment: int, values: Values) -> None:
+    def move(self, fragment: int, values: Tensor) -> None:
         """Move a fragment's anchor to these values, in the vector."""
         for lo, hi in self.leaves(fragment):
             self._room(fragment)[lo:hi].copy_(values[lo:hi])
 
     def fill(self, fragment: int, parts: Iterable[Part]) -> None:
         """Move a fragment's anchor to what comes in parts."""
-        for stretches, values in parts:
-            at = 0
-            for lo, hi in stretches:
-                assert values is not None
-                self._room(fragment)[lo:hi].copy_(values[at : at + hi - lo])
-                at += hi - lo
+        for lo, hi, values in parts:
+            self._room(fragment)[lo:hi].copy_(values)
 
     def cut(
         self, fragment: int, parts: Iterable[Part], preview: Callable[[int, Tensor], Tensor] | None = None
@@ -76,17 +72,13 @@ class Anchor:
         """Yield the progress from the anchor to these values of the island, and move the anchor there, or to a preview
         of the result. Parts that nobody asks for are not worked out: the caller asks for all."""
         own_alone = self._own and preview is None
-        for stretches, values in parts:
-            at = 0
-            for lo, hi in stretches:
-                assert values is not None
-                with nullcontext() if own_alone else self._replica.reading():
-                    anchor, local = self.of(fragment)[lo:hi], values[at : at + hi - lo]
-                    progress = anchor - local
-                    if self._own:
-                        anchor.copy_(local if preview is None else preview(lo, progress))
-                yield progress
-                at += hi - lo
+        for lo, hi, local in parts:
+            with nullcontext() if own_alone else self._replica.reading():
+                anchor = self.of(fragment)[lo:hi]
+                progress = anchor - local
+                if self._own:
+                    anchor.copy_(local if preview is None else preview(lo, progress))
+            yield progress
         if not self._own:
             with self._replica.reading():
                 self._let_go(fragment)
@@ -119,7 +111,7 @@ class Anchor:
             for lo in range(first, last, LEAF):
                 yield lo, min(lo + LEAF, last)
 
-    def differs(self, values: Values) -> bool:
+    def differs(self, values: Tensor) -> bool:
         """Tell whether any fragment's anchor has other values than these."""
         return any(
             not torch.equal(self.of(fragment)[lo:hi], values[lo:hi])

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.session import Update
 from diloco.elastic.runtime.work import StepsDone
-from diloco.island.flat import Part, Shards, Values
+from diloco.island.flat import Part, Shards
 from diloco.island.layout import names_of
 from diloco.island.mesh import ProcessMesh
 from diloco.train.anchor import Anchor
@@ -93,7 +94,7 @@ class Exchange:
             return
         read()
         for lo, hi in self._anchor.leaves(fragment):
-            yield [(lo, hi)], self._local[lo:hi]
+            yield lo, hi, self._local[lo:hi]
 
     def keep_anchor(self) -> None:
         """Keep what the island holds where that is an anchor: training goes on before a result has come."""
@@ -137,15 +138,17 @@ class Exchange:
             self._update(fragment, rule, *([None, None] if from_before else [None]))
             return
         outer = self.rounds.driver.replica.vectors["parameters"]
-        new: Values = outer
+        new = outer
         if update is not None and update.owed is not None:
-            new = _Less(outer, self.fragments, fragment, update.owed)
+            new = self._anchor.empty()
+            for lo, hi, owed in self.fragments.pieces(update.owed, fragment):
+                torch.sub(outer[lo:hi], owed.to(outer.device), out=new[lo:hi])
         if self._local is not None:  # the device reads these vectors while training goes on
             self._written()
             for lo, hi in self._anchor.leaves(fragment) if from_before else ():
                 self._local[lo:hi].copy_(self._anchor.of(fragment)[lo:hi])
             self._anchor.move(fragment, new)
-            vectors: list[Values] = [self._anchor.of(fragment), self._local]
+            vectors: list[Tensor | None] = [self._anchor.of(fragment), self._local]
             self._update(fragment, rule, *(vectors if from_before else vectors[:1]))
             return
         self._update(fragment, rule, *([new, self._anchor.of(fragment)] if from_before else [new]))
@@ -157,7 +160,7 @@ class Exchange:
     def _anchor_of(self, fragment: int) -> Tensor | None:
         return None if self._anchor is None else self._anchor.of(fragment)
 
-    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Values | None) -> None:
+    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
 
     @contextmanager
@@ -180,16 +183,13 @@ class Exchange:
         """Tell whether the island holds the outer parameters now. Only the leader's answer counts."""
         same = True
         with self._reading():
-            for stretches, values in self._shards.parts():
-                at = 0
-                for lo, hi in stretches if self.rounds is not None and same else ():
-                    assert self.rounds is not None and values is not None
+            for lo, hi, values in self._shards.parts():
+                if self.rounds is not None and same:
                     outer = self.rounds.driver.replica.vectors["parameters"][lo:hi]
-                    same = same and bool((outer.to(values.device) == values[at : at + hi - lo]).all())
-                    at += hi - lo
+                    same = bool((outer.to(values.device) == values).all())
         return same
 
-    def vectors(self, parameters: Values) -> dict[str, Tensor]:
+    def vectors(self, parameters: Tensor) -> dict[str, Tensor]:
         """Return what a save must hold besides these outer parameters: the anchor, where it differs from them."""
         assert self._anchor is not None and self.rounds is not None
         self.rounds.session.finish_encoding()
@@ -207,23 +207,6 @@ class Exchange:
         with self._reading():
             for fragment in range(len(self.fragments)):
                 self._shards.write(self._anchor_of(fragment), self._names[fragment])
-
-
-class _Less:
-    """Give the outer parameters less the progress of earlier cuts that they do not contain."""
-
-    def __init__(self, outer: Tensor, fragments: Fragments, fragment: int, owed: Tensor) -> None:
-        self._outer, self._ranges, self._owed = outer, fragments.ranges[fragment], owed
-
-    def __getitem__(self, stretch: slice) -> Tensor:
-        at = 0
-        for lo, hi in self._ranges:
-            if lo <= stretch.start < hi:
-                at += stretch.start - lo
-                break
-            at += hi - lo
-        owed = self._owed[at : at + stretch.stop - stretch.start]
-        return self._outer[stretch] - owed.to(self._outer.device)
 
 
 # How a result enters: what the island holds, the anchor, and where that was before.

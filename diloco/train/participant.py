@@ -290,7 +290,7 @@ class Participant(ABC):
                 stack.callback(pinned.release)
                 if self.paused:  # whoever trains on offers more: only then can what was launched be gone on with
                     outer |= self.sync.exchange.vectors(vectors["parameters"])
-            outer |= pinned.pieces()
+            outer |= {name: pinned.part(name, 0, count) for name, count in pinned.counts.items()}
             facts = {**self._facts(self.rounds), "round": state.head.round, "outer_step": state.step}
             if self.paused:
                 outer |= self.rounds.session.tensors()

@@ -36,11 +36,6 @@ class Fragments:
         """Return the number of values in all fragments together."""
         return sum(self.counts)
 
-    def scatter(self, values: Tensor, vector: Tensor, fragment: int) -> None:
-        """Copy a fragment's own values to their places in a full vector."""
-        for lo, hi, part in self.pieces(values, fragment):
-            vector[lo:hi].copy_(part)
-
     def pieces(self, values: Tensor, fragment: int, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """Yield lo, hi and the values that belong there in a full vector; `values` may begin at `start` only."""
         at = -start

@@ -78,7 +78,7 @@ class Session:
         def feeding_back(progress: Progress, hi: int) -> Tensor:
             assert feedback is not None
             with self._residuals:  # a piece is kept until it is contained: what its encoding lost is known at once
-                return feedback.encode_parts(parts_of(progress), NoiseKey(hi, fragment, role)).cpu()
+                return feedback.encode(parts_of(progress), NoiseKey(hi, fragment, role)).cpu()
 
         def on_loss(loss: Tensor) -> None:
             assert feedback is not None
