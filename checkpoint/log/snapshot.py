@@ -7,6 +7,7 @@ from the state alone, so they are the same on every island. What the state has b
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,12 +21,10 @@ from diloco.atomic import PART, appearing, sync_path
 from diloco.checkpoint.log.pinned import PinnedState
 from diloco.checkpoint.log.writing import (
     PIECE,
-    Pieces,
     Rest,
     canonical,
     header,
     no_rest,
-    pieces_of,
     write_tensors,
 )
 from diloco.comm.transport.wire import as_bytes
@@ -48,17 +47,10 @@ class SnapshotContents:
     vectors: Mapping[str, Tensor] | PinnedState
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Return the number of values of each vector."""
-        if isinstance(self.vectors, PinnedState):
-            return self.vectors.counts
-        return {name: len(vector) for name, vector in self.vectors.items()}
-
-    def part(self, name: str, start: int, count: int) -> Pieces:
-        """Return a stretch of a vector, to be written."""
-        if isinstance(self.vectors, PinnedState):
-            return self.vectors.part(name, start, count)
-        return pieces_of(self.vectors[name][start : start + count])
+    def pinned(self) -> PinnedState:
+        """Return the vectors as they are read."""
+        given = self.vectors
+        return given if isinstance(given, PinnedState) else PinnedState(given, threading.Condition(), None)
 
     def release(self) -> None:
         """Let go of a version that was pinned: it is written, or never will be."""
@@ -111,16 +103,16 @@ def write_snapshot(
         return final
     with appearing(final, part_of(final), durable=True) as part:
         part.mkdir()
-        shards, state = [], hashlib.sha256()
-        for name, length in sorted(contents.counts.items()):
+        shards, state, vectors = [], hashlib.sha256(), contents.pinned
+        for name, length in sorted(vectors.counts.items()):
             for start in range(0, length, shard_values):
                 count, digest = min(shard_values, length - start), hashlib.sha256()
                 file = f"{name}-{start // shard_values:05}.safetensors"
-                values = contents.part(name, start, count).seen_by(state.update)
+                values = vectors.part(name, start, count).seen_by(state.update)
                 write_tensors(part / file, {name: values}, rest, digest.update)
                 shards.append(Shard(file, name, start, count, digest.hexdigest()))
         about = contents.round, contents.version, contents.order, contents.meta
-        manifest = Manifest(FORMAT, *about, contents.counts, state.hexdigest(), shards)
+        manifest = Manifest(FORMAT, *about, vectors.counts, state.hexdigest(), shards)
         (part / "manifest.json").write_bytes(manifest.encode())
         sync_path(part / "manifest.json")
     return final
