@@ -82,6 +82,7 @@ def shortage_here(config: Config, place: "ProcessMesh") -> str:
     """
     import torch
 
+    from diloco.data.batches import open_samples
     from diloco.island.island import compute_dtype
     from diloco.plan.workload import workload_of
 
@@ -94,5 +95,8 @@ def shortage_here(config: Config, place: "ProcessMesh") -> str:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
         need = least_need(workload_of(config), config, dtype, on_cpu=on_cpu, processes=processes)
         free = None if on_cpu else float(torch.cuda.mem_get_info(place.device)[0])
-        return shortage(need, config, host=available_memory(), accelerator=free, islands=(here, on_gpu))
+        found = shortage(need, config, host=available_memory(), accelerator=free, islands=(here, on_gpu))
+        if found:
+            open_samples(config)  # a sequence or a batch that the data has not is what is wrong then
+        return found
     return ""
