@@ -87,10 +87,10 @@ def test_one_whose_processor_is_slow_and_one_whose_link_is_full_are_named_with_f
             says(slow, one.folder)  # which asks it, as it would one on another machine
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_whose_disk_is_full_trains_on_and_is_healthy_when_there_is_space(tmp_path: Path) -> None:
     with (
-        small_disk(tmp_path / "island-2", "16m"),
+        small_disk(tmp_path / "island-2", "64m"),
         open_islands(tmp_path, CALM) as start,
     ):
         one, two = start(1), start(2)
