@@ -1,9 +1,11 @@
 """The driver on streams in memory: real threads, a real all-reduce, faults made by closing, cutting and lying."""
 
 import errno
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +188,24 @@ def test_a_cut_network_trains_on_and_merges_with_late_contributions():
         for island in islands:  # both sides' progress is on the one branch that is left
             assert island.phases - final.mark(island.name, 1, 0) <= 2
         assert final.ledger.overlaps != ()  # both sides trained on the same samples, and the ledger says so
+
+
+def test_work_is_kept_for_another_branch_until_all_islands_contain_it():
+    def kept(island: TestIsland) -> list[int]:
+        return [piece.lo for piece in list(island.session.works[0].pieces)]
+
+    paths = Paths()
+    with team(pace_s=0.1, shape=lambda plain: ShapedTransport(plain, Link(), paths)) as (_, islands):
+        wait_for(lambda: all(min(kept(island), default=0) > 3 for island in islands), islands)
+        divide(paths.cut)
+        wait_for(lambda: all(set(island.state.roster) != set(NAMES) for island in islands), islands)
+        cut_at = [island.session.works[0].mark for island in islands]
+        at_round(islands, max(island.state.head.round for island in islands) + 8)
+        pairs = list(zip(islands, cut_at, strict=True))
+        for island, mark in pairs:
+            assert set(kept(island)) >= set(range(mark, island.session.works[0].mark)), "the other side may lead"
+        divide(paths.heal)
+        wait_for(lambda: all(min(kept(island), default=0) > mark for island, mark in pairs), islands)
 
 
 def test_damaged_vectors_are_noticed_and_healed():
@@ -379,8 +399,23 @@ def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_p
         assert work.rebase(number) is None  # contained
     assert len(list((tmp_path / "spilled").iterdir())) == 2  # of three pieces of 8 bytes
     assert work.rebase(0).tolist() == [6.0, 0.0]  # a branch that has none of them
-    assert work.rebase(3, settled=True) is None
+    assert work.rebase(3, settled=3) is None
     assert work.pieces == [] and list((tmp_path / "spilled").iterdir()) == []
+
+
+def test_files_of_progress_leave_most_of_the_disk_to_others(tmp_path, monkeypatch):
+    free = {"bytes": 1000}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free["bytes"]))
+    work = PendingProgress(
+        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        keep_bytes=0, spill=tmp_path / "spilled",
+    )  # fmt: skip
+    for number in range(1, 9):
+        if number == 5:
+            free["bytes"] = 8 * 8  # a quarter of it has room for two pieces
+        work.cut(torch.tensor([float(number), 0.0]), StepsDone(5, ((number, number + 1),)))()
+        work.rebase(number)
+    assert [piece.hi for piece in work.pieces] == [7, 8] and len(list((tmp_path / "spilled").iterdir())) == 2
 
 
 def test_what_a_full_disk_has_taken_of_a_piece_is_removed_and_the_piece_forgotten(tmp_path, monkeypatch):

@@ -243,11 +243,11 @@ def test_what_did_not_count_comes_with_the_next_piece():
     in_hole = torch.zeros(3 * PAGE)
     in_hole[PAGE : 2 * PAGE] = 1.0
     work.cut(ones, StepsDone(5, ((0, 4),)))()
-    owed = work.rebase(1, hole=(0, ((1, 2),)), settled=True)
+    owed = work.rebase(1, hole=(0, ((1, 2),)), settled=1)
     assert owed is not None and torch.equal(owed, in_hole), "the island's parameters keep it"
     offer = work.cut(ones, StepsDone(5, ((4, 8),)))()
     assert torch.equal(work.payload(offer).view(torch.float32), ones + in_hole)
-    assert work.rebase(2, settled=True) is None, "and now it is contained"
+    assert work.rebase(2, settled=2) is None, "and now it is contained"
 
 
 def test_what_did_not_count_comes_with_the_next_contribution_although_more_is_owed():
@@ -257,12 +257,12 @@ def test_what_did_not_count_comes_with_the_next_contribution_although_more_is_ow
     in_hole[PAGE : 2 * PAGE] = 2.0
     for number in range(4):
         work.cut(ones, StepsDone(5, ((4 * number, 4 * number + 4),)))()
-    owed = work.rebase(2, hole=(0, ((1, 2),)), settled=True)
+    owed = work.rebase(2, hole=(0, ((1, 2),)), settled=2)
     assert owed is not None and torch.equal(owed, 2 * ones + in_hole)
     offer = work.cut(ones, StepsDone(5, ((16, 20),)))()
     assert (offer.lo, offer.hi) == (2, 4)
     assert torch.equal(work.payload(offer).view(torch.float32), 2 * ones + in_hole)
-    owed = work.rebase(4, settled=True)
+    owed = work.rebase(4, settled=4)
     assert owed is not None and torch.equal(owed, ones)
 
 

@@ -25,6 +25,7 @@ from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, Progress, StepsDone, parts_of
 
+HEADS = 256  # whose marks are known
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
 BEATS_WHILE_SAVING = 1000  # heartbeats that may still be sent after a save has noted their number
 
@@ -66,6 +67,8 @@ class Session:
         self._offered_at = [("", 0)] * len(fragments)
         self._offers: dict[int, Offer] = {}  # by fragment: the last one
         self._encoded: list[Future[None]] = []  # the last one
+        self._islands: set[str] = set()  # of the rosters seen, but this one
+        self._marks_at: dict[str, list[int]] = {}  # of each fragment at the last heads that were taken, by digest
 
     def _work(self, fragment: int) -> PendingProgress:
         node, count = self.driver.node, self.fragments.counts[fragment]
@@ -223,9 +226,27 @@ class Session:
         work = self.works[fragment]
         node = self.driver.node
         hole = self.state.hole(node.me, node.incarnation, fragment)
-        owed = work.rebase(self._mark(self.state, fragment), settled=bool(self.state.latch), hole=hole)
+        owed = work.rebase(self._mark(self.state, fragment), settled=self._settled(fragment), hole=hole)
         self.driver.post(lambda now: self.driver.node.withdraw(fragment))
         return Update(version.step, owed, sum(piece.done.steps for piece in work.owed(work.mark)))
+
+    def _settled(self, fragment: int) -> int:
+        """Return up to which mark no other branch can take the place of this state.
+
+        Without a latch these are the marks at the heads that all islands of its rosters last told, but for those that
+        have left: an island that is not heard may have gone on from its last head.
+        """
+        node, state = self.driver.node, self.state
+        if state.latch:
+            return self._mark(state, fragment)
+        self._marks_at[state.head.digest] = [self._mark(state, each) for each in range(len(self.works))]
+        if len(self._marks_at) > HEADS:
+            del self._marks_at[next(iter(self._marks_at))]
+        self._islands |= set(state.roster) - {node.me}
+        views = [node.own.peers.views.get(island) for island in self._islands]
+        heads = [view.head if view else None for view in views if view is None or not view.said_goodbye]
+        told = [self._marks_at.get(head.digest) if head else None for head in heads]
+        return min((marks[fragment] if marks else 0 for marks in told), default=self._mark(state, fragment))
 
     def available(self, used: Ranges) -> Ranges:
         """Return the samples that this island may train on: leased, and not used yet.

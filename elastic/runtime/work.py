@@ -7,6 +7,7 @@ Cuts are made by the trainer's thread; the encoding that an offer needs may run 
 """
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from diloco.elastic.protocol.record import Offer
 MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
 CARRIED = (-1, -1)  # among the cuts of payloads: what is carried to the next one
+DISK_SHARE = 0.25  # of what is free: so much may files of contained pieces take
 KEEP_BYTES = 64 << 20  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
 
 log = logging.getLogger(__name__)
@@ -204,10 +206,11 @@ class PendingProgress:
         """Return the samples behind progress that a state with this mark does not contain."""
         return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
-    def rebase(self, mark: int, *, settled: bool = False, hole: tuple[int, Ranges] = (0, ())) -> Tensor | None:
+    def rebase(self, mark: int, *, settled: int = 0, hole: tuple[int, Ranges] = (0, ())) -> Tensor | None:
         """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
 
-        That is the sum of the pieces owed; None if there are none. `settled`: no other branch can take its place.
+        That is the sum of the pieces owed; None if there are none. Every branch that may take its place contains what
+        is before `settled`.
         `hole` are the pages on which the last contribution does not count, and where that begins: the next one brings
         its progress there, with the oldest piece that is owed, or with the next where none is.
         """
@@ -262,18 +265,15 @@ class PendingProgress:
             total += self._decode(piece.encoded(self._encode).payload)
         return total
 
-    def _forget(self, *, settled: bool) -> None:
+    def _forget(self, *, settled: int) -> None:
         for cuts in [cuts for cuts in list(self._offered) if cuts[0] < self.mark]:
             self._offered.pop(cuts, None)
             self._scales.pop(cuts, None)
         contained = [piece for piece in self.pieces if piece.hi <= self.mark]
-        if settled:
-            for piece in contained:
-                self._drop(piece)
-            return
-        for piece in [piece for piece in contained if not piece.wanted]:
+        for piece in [piece for piece in contained if piece.hi <= settled or not piece.wanted]:
             self._drop(piece)
-        in_memory = [piece for piece in contained if piece.wanted and (piece.lo, piece.hi) not in self._spilling]
+            contained.remove(piece)
+        in_memory = [piece for piece in contained if (piece.lo, piece.hi) not in self._spilling]
         size = sum(piece.encoded(self._encode).payload.numel() for piece in in_memory)
         while in_memory and size > self._keep_bytes:
             oldest = in_memory.pop(0)
@@ -295,6 +295,17 @@ class PendingProgress:
 
         self._spilling.add((piece.lo, piece.hi))
         self._later(spill)
+        self._keep_the_disk_free(self._spill)
+
+    def _keep_the_disk_free(self, folder: Path) -> None:
+        """Drop the oldest files where they take more than a share of what the disk still has."""
+        files = [piece for piece in self.pieces if piece.spilled]
+        size = sum(piece.spilled for piece in files)
+        while files and size > DISK_SHARE * shutil.disk_usage(folder).free:
+            oldest = files.pop(0)
+            size -= oldest.spilled
+            log.warning("progress %d..%d is not kept for another branch: the disk is too full", oldest.lo, oldest.hi)
+            self._drop(oldest)
 
     def _drop(self, piece: EncodedCut) -> None:
         self.pieces.remove(piece)
