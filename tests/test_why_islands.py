@@ -90,7 +90,7 @@ def test_one_whose_processor_is_slow_and_one_whose_link_is_full_are_named_with_f
 @pytest.mark.soak
 def test_one_whose_disk_is_full_trains_on_and_is_healthy_when_there_is_space(tmp_path: Path) -> None:
     with (
-        small_disk(tmp_path / "island-2", "64m"),
+        small_disk(tmp_path / "island-2", "16m"),
         open_islands(tmp_path, CALM) as start,
     ):
         one, two = start(1), start(2)
