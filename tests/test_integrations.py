@@ -22,8 +22,8 @@ FRAMEWORKS = {  # the package, the example, where it founds its run
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["hf", pytest.param("lightning", marks=pytest.mark.cluster)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("framework", ["hf", "lightning"])
 def test_two_programs_learn_together_and_hold_the_same(tmp_path, framework):
     package, example, run = FRAMEWORKS[framework]
     pytest.importorskip(package)

@@ -232,7 +232,7 @@ def test_two_islands_train_one_model_and_one_that_is_killed_comes_back_and_contr
     assert processes_at(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_finished_run_of_several_islands_is_trained_on_by_its_owner(tmp_path):
     """In the same log, by a change of settings; and again by `diloco set` and the command that it was begun with."""
     with islands(tmp_path, "inner.steps=12") as process:

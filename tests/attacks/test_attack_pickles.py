@@ -119,7 +119,7 @@ def test_the_pickle_of_this_test_works(mark: Path):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("form", ["pickle", "zip"])
+@pytest.mark.parametrize("form", ["pickle", pytest.param("zip", marks=pytest.mark.soak)])
 def test_a_strangers_folder_runs_nothing(stranger: Config, mark: Path, tmp_path: Path, command: Command, form: str):
     """A malicious pickle in place of every file that it has, one after the other, and in those of earlier versions."""
     folder, kept, far = Path(stranger.dir), tmp_path / "kept", tmp_path / "far"
