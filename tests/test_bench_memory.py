@@ -1,7 +1,9 @@
 """`diloco bench memory`: what it counts of a process and of an island's events. Its runs take half an hour."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 
 import pytest
@@ -71,3 +73,29 @@ def test_growth_counts_from_the_settled_rounds_on_and_a_peak_is_told_with_its_ro
 
 def test_the_budget_is_that_of_the_table():
     assert pytest.approx({"classic": 12.1, "overlapped": 16.1, "streaming": 13.4}, abs=0.05) == BUDGET
+
+
+MAPPED = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    pages = mmap.mmap(file.fileno(), 0)
+sum(pages[::4096])
+print("there", flush=True); sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no folder in memory here")
+def test_files_that_lie_in_memory_are_counted_apart():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = os.path.join(folder, "file")
+        with open(path, "wb") as file:
+            file.write(os.urandom(4096) * (BYTES // 4096))
+        process = subprocess.Popen([sys.executable, "-c", MAPPED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout.readline() == b"there\n"
+            with watching(process.pid) as whole, watching(process.pid, folder) as rest:
+                while not (whole.moments and rest.moments):
+                    pass
+        finally:
+            process.communicate()
+    assert whole.peak[1] > BYTES > 4 * rest.peak[1] > 0

@@ -26,8 +26,8 @@ COMMANDS = [
     "sample", "plan", "doctor", "completion", "ticket", "key", "simulate", "bench",
 ]  # fmt: skip
 BENCHES = [
-    "overhead", "dashboard", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "mesh", "join",
-    "soak", "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
+    "overhead", "dashboard", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "sizes", "mesh",
+    "join", "soak", "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
 ]  # fmt: skip
 
 

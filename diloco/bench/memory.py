@@ -12,16 +12,15 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import linear_regression, median
 from tempfile import TemporaryDirectory
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from diloco.bench.overhead import BareLoop
 from diloco.bench.report import Check, Report
@@ -29,6 +28,7 @@ from diloco.config.file import parse_config
 from diloco.config.schema import Config
 from diloco.data.batches import open_samples
 from diloco.errors import DeviceError
+from diloco.island.mesh import accelerator_peak, pick_device
 from diloco.launch.processes import Child
 from diloco.plan.memory import memory_of
 from diloco.plan.workload import workload_of
@@ -51,6 +51,7 @@ SETTLED = 8  # rounds, after which nothing may grow
 WIDTH, FEED_FORWARD = 512, 1536
 BLOCK = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD  # parameters
 PAUSE_S = 0.05
+REST = 9  # times as long as a look has taken
 LONG_S = 900.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 FOUNDER, OTHER, NEWCOMER = "island-1", "other", "newcomer"
@@ -62,7 +63,7 @@ def measure(*, modes: tuple[str, ...], small: int, large: int, rounds: int) -> R
     if unknown:
         raise DeviceError(f"{unknown[0]} is no mode of this benchmark: {', '.join(BUDGET)} are")
     rows, checks, growth, plan_errors = dict[str, Any](), list[Check](), list[float](), list[float]()
-    bare = {size: bare_peak(config_of("classic", size, rounds)) for size in (small, large)}
+    bare = {size: bare_peak(config_of("classic", size, rounds)).host for size in (small, large)}
     for mode in modes:
         seen = {size: island_memory(config_of(mode, size, rounds), rounds) for size in (small, large)}
         one, two = seen[small], seen[large]
@@ -121,14 +122,18 @@ class Curve:
 
 
 @contextmanager
-def watching(pid: int) -> Iterator[Curve]:
-    """Yield the memory of a process and of all that it has started, as it grows while the block lasts."""
-    curve, over = Curve(), threading.Event()
+def watching(pid: int, apart: str = "") -> Iterator[Curve]:
+    """Yield the memory of a process and of all that it has started, as it grows while the block lasts. Files below
+    `apart`, which lie in memory themselves, are not counted where they are mapped."""
+    curve, over, pause_s = Curve(), threading.Event(), PAUSE_S
 
     def look() -> None:
-        while not over.wait(PAUSE_S):
-            if amount := sum(map(_memory_of, _tree(pid))):
+        nonlocal pause_s
+        while not over.wait(pause_s):
+            began = time.perf_counter()
+            if amount := sum(_memory_of(each, apart) for each in _tree(pid)):
                 curve.moments.append((time.time(), amount))
+            pause_s = max(PAUSE_S, REST * (time.perf_counter() - began))  # the kernel holds a lock of the process
 
     thread = threading.Thread(target=look, name="memory", daemon=True)
     thread.start()
@@ -148,33 +153,58 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _memory_of(pid: int) -> int:
+def _memory_of(pid: int, apart: str) -> int:
     """Return a process' share of anonymous and shared pages, in bytes; 0 where it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    amount = 0
+    with suppress(OSError):
+        process = Path(f"/proc/{pid}")
+        lines = (process / "smaps_rollup").read_text().splitlines()
+        amount = sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        if apart and apart in (process / "maps").read_text():
+            amount -= _mapped((process / "smaps").read_text(), apart)
+    return 1024 * max(0, amount)
 
 
-def bare_peak(config: Config) -> int:
+def _mapped(maps: str, apart: str) -> int:
+    """Return how many KiB of a process' mappings are pages of files below a folder."""
+    amount, below = 0, False
+    for line in maps.splitlines():
+        name, *values = line.split(maxsplit=5)
+        if not name.endswith(":"):  # a mapping begins: its addresses, and last its file
+            below = apart in line
+        elif below and name in ("Pss:", "Anonymous:"):
+            amount += int(values[0]) if name == "Pss:" else -int(values[0])
+    return amount
+
+
+class Peak(NamedTuple):
+    """Hold the most that a process took, in bytes."""
+
+    host: int
+    accelerator: int  # 0 without one
+
+
+def bare_peak(config: Config, environment: Mapping[str, str] = ENVIRONMENT) -> Peak:
     """Return the most that the shortest loop takes with the same model, data and optimizer."""
     context = multiprocessing.get_context("spawn")
-    os.environ |= ENVIRONMENT
-    process = context.Process(target=_train_bare, args=(config,), daemon=True)
+    os.environ |= environment
+    found, told = context.Pipe(duplex=False)
+    process = context.Process(target=_train_bare, args=(config, told), daemon=True)
     process.start()
     assert process.pid is not None
     with watching(process.pid) as curve:
         process.join()
     if process.exitcode:
         raise DeviceError(f"the loop that is compared with ended with exit code {process.exitcode}")
-    return curve.peak[1]
+    return Peak(curve.peak[1], found.recv())
 
 
-def _train_bare(config: Config) -> None:
-    loop = BareLoop(config, open_samples(config), torch.device("cpu"))
+def _train_bare(config: Config, told: Connection) -> None:
+    device = pick_device(config.island.device)
+    loop = BareLoop(config, open_samples(config), device)
     for _ in range(2 * EVERY):
         loop.advance()
+    told.send(accelerator_peak(device) or 0)
 
 
 @dataclass(frozen=True)
@@ -194,20 +224,15 @@ def island_memory(config: Config, rounds: int) -> Seen:
     with TemporaryDirectory(prefix="diloco-memory-", ignore_cleanup_errors=True) as folder:
         crew = MemoryCrew(Path(folder), config)
         try:
-            crew.begin()
-            measured = crew.children[FOUNDER].pid
-            assert measured is not None
-            with watching(measured) as curve:
-                crew.wait_for(lambda: crew.round >= rounds // 2)
-                crew.children[OTHER].kill()
-                crew.join(NEWCOMER)
-                crew.wait_for(lambda: crew.children[FOUNDER].exit_code is not None)
-            crew.read()
+            crew.found()
+            crew.join(OTHER)
+            crew.wait_for(lambda: crew.round >= rounds // 2)
+            crew.children[OTHER].kill()
+            crew.join(NEWCOMER)
+            crew.wait_for_end(FOUNDER)
         finally:
             crew.close()
-        if crew.children[FOUNDER].exit_code:
-            raise DeviceError(f"the measured island ended: {crew.children[FOUNDER].reason()}")
-        return seen_in(config, crew.events, curve)
+        return seen_in(config, crew.events[FOUNDER], crew.curves[FOUNDER][0])
 
 
 def seen_in(config: Config, events: list[Event], curve: Curve) -> Seen:
@@ -225,36 +250,50 @@ def seen_in(config: Config, events: list[Event], curve: Curve) -> Seen:
 
 
 class MemoryCrew:
-    """Run the islands as people start them, and read what the first one reports."""
+    """Run the islands as people start them, watch their memory, and read what they report."""
 
-    def __init__(self, root: Path, config: Config) -> None:
-        self._root = root
-        self.children = {name: Child(name, root / "output" / name) for name in (FOUNDER, OTHER, NEWCOMER)}
-        self._tail = Tail(root / FOUNDER / "events.jsonl")
-        self.events: list[Event] = []
+    def __init__(
+        self, root: Path, config: Config, watched: tuple[str, ...] = (FOUNDER,),
+        environment: Mapping[str, str] = ENVIRONMENT,
+    ) -> None:  # fmt: skip
+        self._root, self._config, self._watched, self._environment = root, root / "run.yaml", watched, dict(environment)
+        names = (FOUNDER, OTHER, NEWCOMER)
+        self.children = {name: Child(name, root / "output" / name) for name in names}
+        self._tails = {name: Tail(root / name / "events.jsonl") for name in names}
+        self.events: dict[str, list[Event]] = {name: [] for name in names}
+        self.curves: dict[str, list[Curve]] = {name: [] for name in names}  # of each life
+        self._watching = ExitStack()
         tree = json.loads(config.model_dump_json(exclude_unset=True))
         tree["checkpoint"]["dir"] = str(root / FOUNDER)
-        (root / "run.yaml").write_text(json.dumps(tree), encoding="utf-8")
+        self._config.write_text(json.dumps(tree), encoding="utf-8")
 
-    def begin(self) -> None:
-        """Found the run, and let another island join it."""
-        self.children[FOUNDER].start(("run", str(self._root / "run.yaml"), "--islands", "1"), ENVIRONMENT)
-        self.wait_for((self._root / FOUNDER / TICKET).exists)
-        self.join(OTHER)
+    def _start(self, name: str, *arguments: str) -> None:
+        child = self.children[name]
+        child.start(arguments, self._environment)
+        if name in self._watched:
+            assert child.pid is not None
+            self.curves[name].append(self._watching.enter_context(watching(child.pid, str(self._root))))
+
+    def found(self, *, alone: bool = False) -> None:
+        """Found the run; unless alone, so that others can join it when this returns."""
+        self._start(FOUNDER, "run", str(self._config), *(() if alone else ("--islands", "1")))
+        if not alone:
+            self.wait_for((self._root / FOUNDER / TICKET).exists)
 
     def join(self, name: str) -> None:
-        """Start an island that joins."""
+        """Start an island that joins, or comes back."""
         where = ("--name", name, "--dir", str(self._root / name))
-        self.children[name].start(("join", str(self._root / FOUNDER / TICKET), *where), ENVIRONMENT)
+        self._start(name, "join", str(self._root / FOUNDER / TICKET), *where)
 
     @property
     def round(self) -> int:
-        """Return the last round that was reported."""
-        return max((event.round for event in of_kind(self.events, Round)), default=0)
+        """Return the last round that the founder reported."""
+        return max((event.round for event in of_kind(self.events[FOUNDER], Round)), default=0)
 
     def read(self) -> None:
         """Read the events that came since the last call."""
-        self.events += self._tail.read()
+        for name, tail in self._tails.items():
+            self.events[name] += tail.read()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds; raise DeviceError if an island fails before, or after LONG_S seconds."""
@@ -267,7 +306,17 @@ class MemoryCrew:
             time.sleep(PAUSE_S)
             self.read()
 
+    def wait_for_end(self, *names: str) -> None:
+        """Wait until these islands have ended, and read their last events; raise DeviceError where one has failed."""
+        children = [self.children[name] for name in names]
+        self.wait_for(lambda: all(child.exit_code is not None for child in children))
+        self.read()
+        for child in children:
+            if child.exit_code:
+                raise DeviceError(f"{child.name} ended: {child.reason()}")
+
     def close(self) -> None:
         """End all islands at once."""
         for child in self.children.values():
             child.kill()
+        self._watching.close()

@@ -78,7 +78,8 @@ class BareLoop:
 
     def __init__(self, config: Config, samples: Samples, device: torch.device) -> None:
         self.config, self.samples, self.device = config, samples, device
-        self.module = Decoder(shape_of(config.model, samples.source.vocab, config.data.sequence)).to(device)
+        with device:
+            self.module = Decoder(shape_of(config.model, samples.source.vocab, config.data.sequence))
         with torch.no_grad():
             for name, value in initial_parameters(self.module, config.seed):
                 self.module.get_parameter(name).copy_(value)

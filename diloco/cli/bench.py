@@ -168,6 +168,32 @@ def memory(
     return {"modes": tuple(modes.split(",")), "small": small, "large": large, "rounds": rounds}
 
 
+@benchmark("sizes --presets 150m,1b --json")
+def sizes(
+    presets: Annotated[str, typer.Option(help="Model sizes.")] = "150m",
+    outer: Annotated[str, typer.Option(help="Where the outer state lies: host, device, or both.")] = "device,host",
+    cases: Annotated[
+        str, typer.Option(help="kill: one of two is killed and comes back; window: rounds beside training; alone.")
+    ] = "kill,window",
+    steps: Annotated[int, typer.Option(min=40, help="Inner steps, but for windows.")] = 60,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 4,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 512,
+    snapshots: Annotated[int, typer.Option(min=1, help="Rounds between two snapshots, and two saves.")] = 4,
+    device: Device = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where islands write (default /dev/shm, in memory, where that is there).")
+    ] = None,
+) -> Mapping[str, Any]:
+    """Measure memory and rounds of islands that share a GPU.
+
+    Real islands train together, one of them is killed and comes back; or a round is under way meanwhile.
+    """
+    names = {"presets": presets, "outers": outer, "cases": cases}
+    lists = {name: tuple(each.strip() for each in text.split(",")) for name, text in names.items()}
+    sizes = {"steps": steps, "batch": batch, "sequence": sequence, "snapshots": snapshots}
+    return {**lists, **sizes, "device": device, "folder": folder}
+
+
 @benchmark("mesh --json")
 def mesh(
     preset: Annotated[str, typer.Option(help="Model size.")] = "150m",

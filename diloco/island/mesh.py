@@ -214,3 +214,8 @@ def describe_device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"cpu ({threads} thread{'s' * (threads > 1)})"
+
+
+def accelerator_peak(device: torch.device) -> int | None:
+    """Return the most bytes of a GPU that this process' tensors took at once so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

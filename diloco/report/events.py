@@ -223,6 +223,9 @@ class End(Event, kind="end"):
 
     step: Annotated[int, "The run's clock."]
     finished: Annotated[bool, "The run is over: its last step is done, or its samples are consumed."] = False
+    accelerator_bytes: Annotated[
+        int | None, "The most memory of its leader's GPU that the island's tensors took at once; null on a CPU."
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

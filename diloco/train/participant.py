@@ -25,7 +25,7 @@ from diloco.elastic.protocol.record import Amendment
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.island.flat import Shards
 from diloco.island.layout import Layout
-from diloco.island.mesh import ProcessMesh, describe_device
+from diloco.island.mesh import ProcessMesh, accelerator_peak, describe_device
 from diloco.model.flops import Meter
 from diloco.model.frozen import FrozenDigests
 from diloco.report.events import Amended, End, Note, Resume, Saved, Start, Step, Wait
@@ -249,7 +249,8 @@ class Participant(ABC):
         try:
             self.save()
         finally:
-            self.events.emit(End(step=self.step_count, finished=self.finished))
+            peak = accelerator_peak(self.place.device)
+            self.events.emit(End(step=self.step_count, finished=self.finished, accelerator_bytes=peak))
             if self.rounds is not None:
                 self.events.emit(self.rounds.agreement())
 
