@@ -75,7 +75,7 @@ class Anchor:
         for lo, hi, local in parts:
             with nullcontext() if own_alone else self._replica.reading():
                 anchor = self.of(fragment)[lo:hi]
-                progress = anchor - local
+                progress = anchor.to(local.device) - local
                 if self._own:
                     anchor.copy_(local if preview is None else preview(lo, progress))
             yield progress

@@ -28,10 +28,10 @@ from diloco.train.policy import AppliedResult
 from diloco.train.rounds import Rounds
 
 
-def stages(place: ProcessMesh) -> bool:
-    """Tell whether a cut copies what the island holds and works it out later: beside a GPU that trains. A CPU works it
-    out at once, without a copy."""
-    return place.device.type == "cuda"
+def stages(place: ProcessMesh, sync: SyncConfig) -> bool:
+    """Tell whether a cut copies what the island holds and works it out later: beside a GPU that trains on. Where
+    training waits, and on a CPU, it is worked out at once, without a copy."""
+    return place.device.type == "cuda" and (sync.apply == "eager" or sync.delay > 0)
 
 
 class Exchange:
@@ -42,7 +42,7 @@ class Exchange:
         fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
         self.fragments: Fragments = fragments
-        self._staged, self._eager = stages(place), sync.apply == "eager"
+        self._staged, self._eager = stages(place, sync), sync.apply == "eager"
         self._own = self._staged or self._eager or sync.delay > 0  # training goes on from an anchor of its own
         self._held: set[int] = set()  # fragments whose anchor is what the island holds, since their cut
         self._written: Callable[[], None] = lambda: None  # returns when the device no longer reads our vectors
@@ -53,7 +53,7 @@ class Exchange:
                 for fragment in range(len(fragments)):
                     rounds.session.apply_result(fragment)
                 replica = rounds.driver.replica
-                pinned = place.device.type == "cuda" and replica.vectors["parameters"].device.type == "cpu"
+                pinned = self._staged and replica.vectors["parameters"].device.type == "cpu"
                 self._anchor = Anchor(replica, fragments, own=self._own, pinned=pinned)
                 self._local = self._anchor.empty() if self._staged else None
             self.start_again()
@@ -71,7 +71,7 @@ class Exchange:
         parts = self._parts(fragment)
         if self.rounds is not None and self._anchor is not None:
             preview = self.rounds.previewing() if self._eager else None
-            progress = self._anchor.cut(fragment, parts, preview)
+            progress = (part.to(self._place.device) for part in self._anchor.cut(fragment, parts, preview))
             now = not self._staged or self._eager
             self.rounds.session.start(fragment, progress, done, step_ms=step_ms, at_once=now)
         else:
