@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diloco.checkpoint.log.library import Item, chunk_count, usual_chunk_bytes
 from diloco.checkpoint.log.writing import Pieces, Rest, no_rest
+from diloco.comm.codec.streams import beside_training
 
 LEAF = 1 << 20  # values that are read, copied and kept together
 VALUE_BYTES = 4
@@ -160,5 +161,7 @@ class PinnedItem(Item):
 def _raw(vector: Tensor, lo: int, hi: int) -> memoryview:
     """Return some bytes of a vector: its own memory, unless it lies on a device."""
     first, last = lo // VALUE_BYTES, -(-hi // VALUE_BYTES)
-    raw = memoryview(vector[first:last].cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    with beside_training(vector.device):
+        part = vector[first:last].cpu()
+    raw = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
     return raw[lo - first * VALUE_BYTES : hi - first * VALUE_BYTES]

@@ -32,7 +32,7 @@ SQUARES_ABOVE = 1e-15  # norms of pages below this lose squares among fp32's den
 STRETCH = 32 * PAGE  # values that a thread encodes at a time, of a vector that comes in parts
 WORTH_MAPPING = 1 << 20  # bytes
 CPU = torch.device("cpu")
-SQUARED_PAGES = 16  # decoded at a time for their norm: 2 MB
+SQUARED_PAGES, SQUARED_PAGES_ON_GPU = 16, 512  # decoded at a time for their norm: 2 MB, and 64 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
 
@@ -191,7 +191,7 @@ class Codec(ABC):
 
     def sum_of_squares(self, payload: Tensor, count: int) -> float:
         """Return the squared norm of what a payload encodes that has passed `refuse_bad`; pages are decoded in turn."""
-        total, group = 0.0, SQUARED_PAGES if payload.device.type == "cpu" else max(count, 1)
+        total, group = 0.0, SQUARED_PAGES if payload.device.type == "cpu" else SQUARED_PAGES_ON_GPU
         room = torch.empty(min(group * PAGE, count), device=payload.device)
         for pages, lo, hi in cuts(count, group):
             first, values = lo // PAGE * self.size(PAGE), room[: hi - lo].view(pages, -1)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from diloco import errors
-from diloco.comm.codec.base import Codec, room_for
+from diloco.comm.codec.base import CPU, Codec, room_for
 from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.streams import beside_training
 from diloco.comm.reduce.pages import (
     MAX_RANGES,
     RANGE,
@@ -67,10 +68,12 @@ class Reduction:
         result: Tensor | None = None,
         patience_s: float = 30.0,
         pages: PageStore | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """Take this member's encoded vector as `contribution`, and `result` as room for the encoded mean, if any.
 
-        `patience_s` is the time for others to be reached and to appear; `pages` has those of earlier attempts.
+        `patience_s` is the time for others to be reached and to appear; `pages` has those of earlier attempts. What
+        travels lies on the host; means are worked out on `device`.
         """
         _check_part(plan, transport.identity, addresses)
         assert contribution.numel() == plan.codec.size(plan.count) and contribution.dtype == torch.uint8
@@ -81,7 +84,7 @@ class Reduction:
         self.result = room_for(size, contribution.device) if result is None else result
         assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
-        self._contribution = contribution
+        self._contribution, self._device = contribution, device
         self._transport, self._addresses, self._patience_s = transport, addresses, patience_s
         self._chunks = {owner: plan.chunks(number) for number, owner in enumerate(plan.members)}
         self._pages = pages if plan.names else None
@@ -254,6 +257,7 @@ class Reduction:
         self.progress[stream.peer].received()
 
     def _reduce(self) -> None:
+        moves = self._device.type != "cpu"
         for number, chunk in enumerate(self._contributions(self.me)):
             if not self._lacking(self.me, chunk):  # it was worked out before
                 self._reduced.add_one()
@@ -266,10 +270,14 @@ class Reduction:
             if self.plan.is_in_hole(chunk):
                 rows = [members.index(member) for member in self.plan.present]
                 members, shares, slot = self.plan.present, self.plan.shares_in_hole, slot[rows]
-            for member, payload in zip(members, slot[:, :size], strict=True):
-                self._refuse_bad(member, payload, chunk)
             count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
-            self.plan.codec.mean(slot, shares, key, chunk.lo, count, room, result)
+            with beside_training(self._device):
+                slot, mean = slot.to(self._device), torch.empty_like(room, device=self._device) if moves else room
+                for member, payload in zip(members, slot[:, :size], strict=True):
+                    self._refuse_bad(member, payload, chunk)
+                self.plan.codec.mean(slot, shares, key, chunk.lo, count, mean, result)
+                if moves:
+                    room.copy_(mean)
             self._refuse_bad_result(self.me, chunk, room)
             self._got[self.me].append(chunk)
             for window in self._windows.values():

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
+
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
+from diloco.comm.codec.base import CPU
 from diloco.comm.peers.identity import Identity
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
@@ -143,7 +146,7 @@ def find_start(
     fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
     config, fragments, donors = part.config, part.fragments, tuple[str, ...]()
     store = open_store(peer, genesis, config, part.events)
-    own = restore(store.folder, store.journal, run_of(genesis, config, fragments), store.report)
+    own = restore(store.folder, store.journal, run_of(genesis, config, fragments, part.place.device), store.report)
     if own is not None:
         origin, giver = own, "its own disk"
     elif first is not None:
@@ -254,10 +257,10 @@ def remote_of(peer: LocalPeer, config: Config) -> Remote | None:
     return None if url is None else Remote(f"{url.rstrip('/')}/{config.run}-{peer.run_id.hex()[:8]}")
 
 
-def run_of(genesis: Genesis, config: Config, fragments: Fragments) -> RunContext:
+def run_of(genesis: Genesis, config: Config, fragments: Fragments, device: torch.device = CPU) -> RunContext:
     """Build the context of a run, in which `snapshot_every` counts updates of fragments instead of rounds."""
     every = config.checkpoint.snapshot_every * len(fragments)
-    return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every)
+    return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every, device)
 
 
 def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarnation: int | None = None) -> Driver:
@@ -288,7 +291,8 @@ def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarna
             driver.keep_only(peer.records)
         hand_in(driver.amend)
 
-    run, options = run_of(start.genesis, config, part.fragments), _options_at(origin.state, part, peer)
+    run = run_of(start.genesis, config, part.fragments, part.place.device)
+    options = _options_at(origin.state, part, peer)
     options = replace(options, admission=peer.admission.pack().hex() if isinstance(peer, Peer) else "")
     if (owner := owner_of(Path(config.dir), start.genesis)) is not None:
         options = replace(options, sign_latch=partial(Latch.sign, owner))
@@ -332,7 +336,7 @@ def alone(part: Participant) -> Iterator[None]:
         return
     transport = MemoryNetwork().transport("alone")
     genesis = Genesis.of(config, part.layout, part.samples, transport.identity, part.frozen)
-    run, origin = run_of(genesis, config, part.fragments), Origin(genesis.state(), vectors)
+    run, origin = run_of(genesis, config, part.fragments, part.place.device), Origin(genesis.state(), vectors)
     options = options_for(config, alone=True)
     with closing(transport), open_island(run, origin, options, among_friends(transport)) as driver:
         part.join(Rounds(driver, config, lambda peer: config.run))

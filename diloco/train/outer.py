@@ -64,12 +64,13 @@ def outer_settings(config: Config, islands: int, number: int) -> Settings:
 
 
 def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
-    """Apply a committed update to the outer state; `payload` is the encoded mean of the contributions."""
+    """Apply a committed update to the outer state; `payload` is the encoded mean of the contributions, on whatever
+    device: there it is decoded."""
     proposal = record.proposal
     codec = codec_named(proposal.settings.result_codec)
-    payload = payload.to(vectors["parameters"].device)
+    device = vectors["parameters"].device
     for start, mean in decoded(payload, fragments.counts[proposal.fragment], codec):
-        apply(vectors, fragments, proposal.fragment, mean, proposal.settings, start)
+        apply(vectors, fragments, proposal.fragment, mean.to(device), proposal.settings, start)
 
 
 def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Tensor]]:

@@ -23,7 +23,9 @@ from diloco.checkpoint.log.replica import Replica
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.log.writing import make_way
+from diloco.comm.codec.base import CPU
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.streams import beside_training
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
@@ -50,6 +52,7 @@ class RunContext:
     fragments: Fragments
     apply: Callable[[Vectors, Record, Tensor, Fragments], None]  # a committed update, into the outer state's vectors
     snapshot_every: int = 0  # updates; 0: only where there is no other way
+    device: torch.device = CPU  # on which results are decoded, and contributions added up
 
     def result_bytes(self, record: Record) -> int:
         """Return the size of a record's encoded result in bytes; 0 if it has no contributions."""
@@ -96,6 +99,8 @@ class Applier:
         self._complete_history(known, state)
         self.vector_names = tuple(sorted(vectors))
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state), folder=store.readable)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)  # vectors that lie there are read beside training from now on
         self._logged = state
         self.still_held: Callable[[], Iterable[str]] = tuple  # payloads that the node has promised to hold
         self._results: dict[str, Tensor] = {EMPTY: torch.empty(0, dtype=torch.uint8)}
@@ -177,7 +182,7 @@ class Applier:
         self.headers.clear()
 
         def work() -> None:
-            with self.replica.reading():
+            with self.replica.reading(), beside_training(self.run.device, after=True):
                 self.replica.replace(snapshot.vectors, state.head.digest, self._meta(state))
                 self._announce(state)
             self._take_snapshot(state)
@@ -221,7 +226,8 @@ class Applier:
     def _apply(self, record: Record, payload: Tensor, state: RunState) -> None:
         def change(vectors: Vectors) -> None:
             if record.proposal.contributions:
-                self.run.apply(vectors, record, payload, self.run.fragments)
+                with beside_training(self.run.device, after=True):  # it may still read what changes
+                    self.run.apply(vectors, record, payload.to(self.run.device), self.run.fragments)
             self._announce(state)
 
         changed = self.run.fragments.ranges[record.proposal.fragment] if record.proposal.contributions else ()

@@ -250,7 +250,8 @@ class Driver:
         try:
             count = self.run.fragments.counts[begin.proposal.fragment]
             own = self.contribution(begin)
-            reduction = reduction_of(begin, own, count, self.network.bulk, self.addresses, self.pages)
+            network, device = self.network.bulk, self.run.device
+            reduction = reduction_of(begin, own, count, network, self.addresses, self.pages, device)
         except errors.PlanRefused as refused:
             unknown = [peer for peer in begin.members if peer != self.node.me and peer not in self.addresses]
             blamed = unknown[0] if unknown else begin.ballot.coordinator

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from diloco.comm.codec.base import CPU
 from diloco.comm.codec.noise import PAGE, NoiseKey
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
@@ -124,17 +126,21 @@ def reduction_of(
     transport: Transport,
     addresses: Addresses,
     pages: PageStore | None = None,
+    device: torch.device = CPU,
 ) -> Reduction | TwoLevelReduction:
     """Build the all-reduce that *begin* asks for; raise PlanRefused if what a peer has proposed cannot be right.
 
-    `pages` has what earlier attempts at this round have left.
+    `pages` has what earlier attempts at this round have left. Means are worked out on `device`, but for those of more
+    than 64 members.
     """
     plan = plan_of(begin, count)
     if len(contribution) != plan.codec.size(count):
         raise PlanRefused(f"{plan.channel}: {plan.codec_name} is not what this island has encoded")
     if isinstance(plan, TwoLevelPlan):
         return TwoLevelReduction(plan, contribution, transport, addresses, patience_s=_patience_s(begin))
-    return Reduction(plan, contribution, transport, addresses, patience_s=_patience_s(begin), pages=pages)
+    return Reduction(
+        plan, contribution, transport, addresses, patience_s=_patience_s(begin), pages=pages, device=device
+    )
 
 
 def _patience_s(begin: Begin) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.comm.codec.feedback import ErrorFeedback
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.streams import beside_training
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.ranges import Ranges, minus, normal, size
 from diloco.elastic.protocol.record import Contribution, Head, Offer, Record, holder_name
@@ -76,12 +77,12 @@ class Session:
         feedback = self._feedback[fragment] if self._feedback else None
 
         def plain(progress: Progress, hi: int) -> Tensor:
-            return self.codec.encode_parts(parts_of(progress), count, NoiseKey(hi, fragment, role)).cpu()
+            return self.codec.encode_parts(parts_of(progress), count, NoiseKey(hi, fragment, role))
 
         def feeding_back(progress: Progress, hi: int) -> Tensor:
             assert feedback is not None
             with self._residuals:  # a piece is kept until it is contained: what its encoding lost is known at once
-                return feedback.encode(parts_of(progress), NoiseKey(hi, fragment, role)).cpu()
+                return feedback.encode(parts_of(progress), NoiseKey(hi, fragment, role))
 
         def on_loss(loss: Tensor) -> None:
             assert feedback is not None
@@ -135,7 +136,8 @@ class Session:
         check(self.driver)
 
         def encode_and_offer() -> None:
-            offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
+            with beside_training(self.driver.run.device, after=True):
+                offer = self._offers[fragment] = replace(make_offer(), step_ms=step_ms)
             self.driver.post(partial(self.driver.node.offer, offer))
 
         self._encoded = [self._encoding.submit(self.driver.guarded, encode_and_offer)]

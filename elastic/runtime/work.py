@@ -189,8 +189,8 @@ class PendingProgress:
 
     def _measured(self, encode: Encode) -> Callable[[Progress, int], Encoded]:
         def measured(progress: Progress, hi: int) -> Encoded:
-            payload = encode(progress, hi)
-            return Encoded(payload, self._measure(payload))
+            payload = encode(progress, hi)  # where the progress lies, and measured there
+            return Encoded(payload.cpu(), self._measure(payload))
 
         return measured
 
