@@ -1,8 +1,11 @@
 """A version of the outer state that others read while updates go on: none of it is copied that nobody changes."""
 
 import hashlib
+import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +85,24 @@ def test_a_disk_that_refuses_fails_readers_and_no_update(tmp_path):
     assert replica.vectors["parameters"][0] == 2
     with pytest.raises(OSError, match="missing"):
         state.read("parameters", 0, 4)
+
+
+def test_a_version_that_the_disk_refused_is_offered_no_longer_and_others_are(tmp_path):
+    (tmp_path / "there").mkdir()
+    replica = replica_of(tmp_path / "there")
+    assert replica.pin("v0") == b"meta"
+    shutil.rmtree(tmp_path / "there")
+    add_one(replica, (0, 1))
+    assert replica.pin("v0") is None, "whoever began with it begins anew"
+    assert replica.pin("v1") == b"" and replica.library.held(vector_name("v0", "parameters")) is None
+
+
+def test_a_disk_with_less_room_than_the_state_is_left_to_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=1, f_frsize=8 * COUNT - 1))
+    replica = replica_of(tmp_path)
+    state = replica.pin_now()
+    add_one(replica, (0, 1))
+    assert state.failed and not any(tmp_path.iterdir())
 
 
 def test_peers_get_the_version_that_they_began_with(tmp_path):

@@ -78,6 +78,21 @@ def test_all_stop_and_come_back_in_another_order_where_they_were(tmp_path):
         assert [island.told for island in back] == [[], [], []]
 
 
+def test_who_comes_back_alone_keeps_its_work_for_the_branch_of_those_who_are_away(tmp_path):
+    with living(tmp_path, ("A", "B")) as (network, team):
+        at_round(team, 5)
+        away = team.pop()
+        network.peers.pop(away.name).close()
+        away.close()
+        wait_for(lambda: team[0].state.roster == ("A",), team)
+    back = Kept("A", MemoryNetwork(), tmp_path, 2, rejoin_s=1.0)
+    with training([back]):
+        at_round([back], back.state.head.round + 6)
+        stand_still([back])
+        pieces = back.session.works[0].pieces
+        assert back.state.roster == ("A",) and pieces[0].lo == 0 and pieces[-1].hi > 4
+
+
 def test_the_state_from_disk_is_that_of_the_run(tmp_path):
     with living(tmp_path, ("A",)) as (_, (island,)):
         at_round([island], 13)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from errno import ESTALE
+from errno import ENOSPC, ESTALE
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -52,6 +52,11 @@ class PinnedState:
         self._error: OSError | None = None
         self._digest, self._over = "", False
 
+    @property
+    def failed(self) -> bool:
+        """Return whether the disk has refused to keep this version: it cannot be read any more."""
+        return self._error is not None
+
     def keep(self, ranges: Ranges) -> None:
         """Keep the leaves in these ranges of values, which are about to change."""
         for lo, hi in ranges:
@@ -69,6 +74,9 @@ class PinnedState:
         try:
             if self._file is None:
                 self._file = TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 -- as long as it is read
+                disk = os.fstatvfs(self._file.fileno())
+                if disk.f_bavail * disk.f_frsize < sum(self.sizes.values()):  # the log lies there, too
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
             while left:
                 written = os.pwrite(self._file.fileno(), left, at)
                 left, at = left[written:], at + written

@@ -125,7 +125,7 @@ class Replica:
 
     def _unpin_old(self) -> None:
         for version, pin in list(self._pins.items()):
-            if time.monotonic() - pin.used_at > PIN_S:
+            if pin.state.failed or time.monotonic() - pin.used_at > PIN_S:
                 del self._pins[version]
                 pin.state.release()
                 for name in self.vectors:

@@ -40,6 +40,7 @@ class BareConfig:
     delay_s: float = 0.0  # one way, between any two
     partition: str = "merge"
     straggler: float = 1.5
+    rejoin_s: float = 60.0
     folder: str = ""  # where islands keep their logs; none: in memory
     snapshot_every: int = 0
 
@@ -56,8 +57,9 @@ class BareConfig:
             return Settings(0.7, 0.9, self.codec), state.step + bool(contributions)
 
         return Options(
-            decide, silence_s=self.silence_s, straggler=self.straggler, partition=self.partition, want=2 * self.samples
-        )
+            decide, silence_s=self.silence_s, straggler=self.straggler, partition=self.partition, want=2 * self.samples,
+            rejoin_s=self.rejoin_s,
+        )  # fmt: skip
 
     def beginning(self, roster: tuple[str, ...]) -> Origin:
         """Make the origin of a founder: round 0 with this roster, and zeros for vectors."""

@@ -131,7 +131,8 @@ class Anchor:
         """Take the anchor from a save; one that holds none was made where it equalled the outer parameters."""
         saved = vectors.get("anchor", vectors["parameters"])
         for fragment in range(len(self._fragments)):
-            here = all(torch.equal(saved[lo:hi], self._outer[lo:hi]) for lo, hi in self.leaves(fragment))
+            outer = self._outer
+            here = all(torch.equal(saved[lo:hi].to(outer.device), outer[lo:hi]) for lo, hi in self.leaves(fragment))
             if here:
                 self.follow(fragment)
             else:

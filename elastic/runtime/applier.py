@@ -215,7 +215,7 @@ class Applier:
             state, vectors = due
             try:
                 digest = vectors.digest()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 -- the disk's, the device's: the next ones may be compared again
                 log.warning("the vectors of round %d could not be compared: %s", state.head.round, error)
                 continue
             finally:

@@ -24,7 +24,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import KEEP_BYTES, PendingProgress, Progress, StepsDone, parts_of
+from diloco.elastic.runtime.work import DISK_SHARE, KEEP_BYTES, PendingProgress, Progress, StepsDone, parts_of
 
 HEADS = 256  # whose marks are known
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
@@ -92,8 +92,8 @@ class Session:
         decode = partial(self.codec.decode, count=count)
         keep_bytes = 0 if self._spill is not None else KEEP_BYTES // len(self.fragments)
         work = partial(
-            PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill,
-            measure=partial(self.codec.norm, count=count), later=self._later,
+            PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill, later=self._later,
+            disk_share=DISK_SHARE / len(self.fragments), measure=partial(self.codec.norm, count=count),
         )  # fmt: skip
         if feedback is None:
             return work(plain, decode)
@@ -244,7 +244,9 @@ class Session:
         self._marks_at[state.head.digest] = [self._mark(state, each) for each in range(len(self.works))]
         if len(self._marks_at) > HEADS:
             del self._marks_at[next(iter(self._marks_at))]
-        self._islands |= set(state.roster) - {node.me}
+        for record in self.records():  # an earlier life's, too
+            self._islands.update(record.proposal.roster)
+        self._islands = (self._islands | set(state.roster)) - {node.me}
         views = [node.own.peers.views.get(island) for island in self._islands]
         heads = [view.head if view else None for view in views if view is None or not view.said_goodbye]
         told = [self._marks_at.get(head.digest) if head else None for head in heads]

@@ -133,12 +133,13 @@ class PendingProgress:
         measure: Callable[[Tensor], float] | None = None,
         keep_bytes: int = KEEP_BYTES,
         spill: Path | None = None,
+        disk_share: float = DISK_SHARE,
         later: Callable[[Callable[[], None]], object] = lambda act: act(),
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
         self._decode, self._measure = decode, measure or (lambda raw: float(torch.linalg.vector_norm(decode(raw))))
         self._encode, self._join, self._on_loss = self._measured(encode), self._measured(join or encode), on_loss
-        self._keep_bytes, self._spill, self._later = keep_bytes, spill, later
+        self._keep_bytes, self._spill, self._disk_share, self._later = keep_bytes, spill, disk_share, later
         self._spilling: set[tuple[int, int]] = set()
         self.pieces: list[EncodedCut] = []
         self._offered: dict[tuple[int, int], Tensor] = {}
@@ -237,6 +238,8 @@ class PendingProgress:
             oldest = owed[0]
             loaded = EncodedCut(oldest.lo, oldest.hi, oldest.done, self._sum([oldest]), carried=self.carried)
             self.pieces[self.pieces.index(oldest)], self.carried = loaded, None
+            self._spilling.discard((oldest.lo, oldest.hi))
+            oldest.forget()
 
     def facts(self) -> dict[str, Any]:
         """Return what a save holds of this besides `payloads`. Pieces that are contained are left out."""
@@ -299,9 +302,9 @@ class PendingProgress:
 
     def _keep_the_disk_free(self, folder: Path) -> None:
         """Drop the oldest files where they take more than a share of what the disk still has."""
-        files = [piece for piece in self.pieces if piece.spilled]
+        files = [piece for piece in self.pieces if piece.spilled and piece.hi <= self.mark]
         size = sum(piece.spilled for piece in files)
-        while files and size > DISK_SHARE * shutil.disk_usage(folder).free:
+        while files and size > self._disk_share * shutil.disk_usage(folder).free:
             oldest = files.pop(0)
             size -= oldest.spilled
             log.warning("progress %d..%d is not kept for another branch: the disk is too full", oldest.lo, oldest.hi)
