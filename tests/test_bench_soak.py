@@ -2,7 +2,19 @@
 
 import pytest
 
-from diloco.bench.soak_checks import Observation, Sample, SeenRecord, Told, chain_to, commits_of, growth, judge
+from diloco.bench.soak_checks import (
+    LAST_ROUNDS,
+    Observation,
+    Sample,
+    SeenRecord,
+    SeenWork,
+    Told,
+    chain_to,
+    commits_of,
+    growth,
+    judge,
+    work_lost,
+)
 from diloco.bench.soak_plan import AWAY_S, CUT_S, ENDS_PROCESS, STOP_S, WEIGHTS, Fault, PlanConfig, draw_faults
 from diloco.bench.soak_proc import Usage
 from diloco.bench.soak_report import render_report
@@ -203,6 +215,44 @@ def test_a_round_that_is_not_in_the_final_chain_is_lost_unless_branches_merge():
     assert failing(seen) == {"rounds_lost"}
     assert failing(seen, merge=True) == set()
     assert "round 2 (other)" in render_report("Soak", seen, verdict)
+
+
+def work(island: str, first: int, stop: int, life: int = 1) -> SeenWork:
+    return SeenWork(island, life, ((first, stop),))
+
+
+def branched(*late: SeenWork) -> Observation:
+    """Return what is seen where C and D committed rounds 2 and 3 alone, and their branch was given up for A's."""
+    seen = observation()
+    seen.records |= {
+        "r2": SeenRecord(2, "r2", "r1", ROSTER, (work(A, 0, 8), work(C, 8, 16), work(D, 16, 24))),
+        "o2": SeenRecord(2, "o2", "r1", ROSTER, (work(C, 24, 32), work(D, 32, 40))),
+        "o3": SeenRecord(3, "o3", "o2", ROSTER, (work(C, 40, 48), work(D, 48, 56, life=2))),
+        "r3": SeenRecord(3, "r3", "r2", ROSTER, (work(A, 60, 64), *late)),
+    }
+    return seen
+
+
+def test_work_of_an_undone_branch_is_lost_unless_a_later_round_of_the_chain_contains_it():
+    def lost(*late: SeenWork) -> int:
+        seen = branched(*late)
+        return work_lost(seen.records, chain_to(seen.records, seen.head))
+
+    assert lost() == 24  # of C, and of the life of D that the chain's rounds know; its second never came back
+    assert lost(work(C, 24, 32), work(D, 32, 40)) == 8
+    assert lost(work(C, 24, 32), work(C, 40, 48), work(D, 32, 36)) == 4
+    assert lost(work(A, 24, 56)) == 24  # trained by somebody else it is that island's work
+    assert lost(work(C, 24, 32), work(C, 40, 48), work(D, 32, 40)) == 0
+    assert failing(branched(), merge=True) == {"work_lost"}
+
+
+def test_work_of_a_life_that_has_ended_is_not_asked_for():
+    seen = branched()
+    for number in range(4, 4 + LAST_ROUNDS):
+        seen.records[f"r{number}"] = SeenRecord(
+            number, f"r{number}", f"r{number - 1}", ROSTER, (work(D, 100 * number, 100 * number + 1),)
+        )
+    assert work_lost(seen.records, chain_to(seen.records, f"r{number}")) == 8  # C's is not counted
 
 
 def test_a_round_before_all_known_records_is_not_taken_for_lost():

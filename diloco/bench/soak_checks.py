@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from diloco.bench.report import Check
 from diloco.bench.soak_proc import Usage
@@ -17,7 +18,9 @@ from diloco.bench.soak_timeline import (
     quorum_spans,
     rounds_per_s,
 )  # fmt: skip
+from diloco.elastic.protocol.ranges import Range, Ranges, minus, normal, size
 
+LAST_ROUNDS = 5  # of the chain: who contributed to them lived to the end
 LEAST_SHARE = 0.5  # of the rounds per second without faults
 TOGETHER_S = 60.0
 MIB = 2**20
@@ -36,6 +39,14 @@ class Told:
     contributors: tuple[str, ...]
 
 
+class SeenWork(NamedTuple):
+    """Say which life of an island contributed to a record, and on which samples it had trained."""
+
+    island: str
+    incarnation: int
+    samples: Ranges
+
+
 @dataclass(frozen=True)
 class SeenRecord:
     """Hold what the bench has read of a record in an island's log."""
@@ -44,6 +55,7 @@ class SeenRecord:
     digest: str
     parent: str
     roster: tuple[str, ...]
+    work: tuple[SeenWork, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,22 @@ def lost_rounds(told: Sequence[Told], chain: Sequence[SeenRecord]) -> tuple[list
     missing = [each for each in first.values() if each.digest not in known]
     lost = [each for each in missing if each.round >= begins]
     return sorted(lost, key=lambda each: each.at_s), [each for each in missing if each.round < begins]
+
+
+def work_lost(records: Mapping[str, SeenRecord], chain: Sequence[SeenRecord]) -> int:
+    """Return how many samples are behind contributions to any record that the chain contains in no later round.
+
+    Lives of islands count that are in the last rounds of the chain: the others have died, and what they had trained
+    with them.
+    """
+    contained: dict[tuple[str, int], list[Range]] = {}
+    for each in (each for record in chain for each in record.work):
+        contained.setdefault(each[:2], []).extend(each.samples)
+    alive = {each[:2] for record in chain[-LAST_ROUNDS:] for each in record.work}
+    trained: dict[tuple[str, int], list[Range]] = {life: [] for life in alive}
+    for each in (each for record in records.values() for each in record.work if each[:2] in alive):
+        trained[each[:2]].extend(each.samples)
+    return sum(size(minus(normal(trained[life]), normal(contained[life]))) for life in alive)
 
 
 def commits_of(told: Sequence[Told], chain: Sequence[SeenRecord]) -> list[Commit]:
@@ -166,6 +194,7 @@ def judge(seen: Observation, *, merge: bool, quiet_per_s: float | None) -> Verdi
         checks.append(Check("soak.rounds_lost", len(lost), 0, "lower"))
         checks.append(Check("soak.samples_twice", seen.samples_twice, 0, "lower"))
     checks += [
+        Check("soak.work_lost", work_lost(seen.records, chain), 0, "lower"),
         Check("soak.rounds_unchecked", len(unchecked), 0, "lower"),
         Check("soak.digests_equal", float(seen.digests_equal), 1, "higher"),
         Check("soak.rounds_after_heal", later, 1, "higher"),

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.bench.processes import WorkerFailed
-from diloco.bench.soak_checks import TOGETHER_S, Observation, Sample, SeenRecord, Told
+from diloco.bench.soak_checks import TOGETHER_S, Observation, Sample, SeenRecord, SeenWork, Told
 from diloco.bench.soak_island import SoakIsland, diloco_command
 from diloco.bench.soak_network import SoakNetwork
 from diloco.bench.soak_plan import CUTS, Fault
 from diloco.bench.soak_timeline import Moment
-from diloco.checkpoint.log.journal import Journal
+from diloco.checkpoint.log.journal import Entry, Journal
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
 from diloco.elastic.runtime.restoring import logged_of
@@ -250,8 +250,16 @@ class Operator:
             with suppress(OSError, DilocoError):  # a segment was pruned meanwhile: next time
                 for digest, entry in Journal.read(island.folder / OUTER).entries.items():
                     if digest not in self.seen.records:
-                        roster = tuple(map(self._name_of, logged_of(entry).record.proposal.roster))
-                        self.seen.records[digest] = SeenRecord(entry.round, digest, entry.parent, roster)
+                        self.seen.records[digest] = self._seen(entry)
+
+    def _seen(self, entry: Entry) -> SeenRecord:
+        proposal = logged_of(entry).record.proposal
+        work = tuple(
+            SeenWork(self._name_of(each.island), each.offer.incarnation, each.offer.samples)
+            for each in proposal.contributions
+        )
+        roster = tuple(map(self._name_of, proposal.roster))
+        return SeenRecord(entry.round, entry.digest, entry.parent, roster, work)
 
     def _name_of(self, peer: str) -> str:
         """Return an island's name by its peer id, or by the end of it, which islands report before they know the name.

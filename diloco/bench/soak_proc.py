@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.train.rounds import SPILLED
+
 PROC = Path("/proc")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SOCKET_ARGUMENT = "-listen=/unix"
@@ -75,4 +77,5 @@ def _process(pid: int) -> tuple[int, int, int]:
 
 
 def _count(folder: Path) -> int:
-    return sum(len(names) for _, _, names in os.walk(folder))
+    """Count files, but for work that is kept while other islands are away, a file a round."""
+    return sum(len(names) for inside, _, names in os.walk(folder) if Path(inside).name != SPILLED)
