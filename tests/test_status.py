@@ -261,7 +261,8 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
         assert f"ago: its process {pid} is stopped by a signal, kill -CONT {pid} lets it go on" in said
         os.kill(pid, signal.SIGKILL)
         assert wait_until(lambda: status().island("island-2").state == "ended", 60)
-        assert "gone without a goodbye" in diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        said = diloco("why", "run", "island-2", cwd=tmp_path).stdout
+        assert "gone without a goodbye" in said and f"it continues: {sys.executable} -m diloco join " in said
         left = read_status(one)
         assert left is not None and left.own.state in ("training", "waiting", "sending")
 

@@ -21,7 +21,7 @@ from diloco.history.present import find_islands, status_of
 from diloco.island.user_model import OwnModel
 from diloco.report.events import IslandNews
 from diloco.report.sinks import EVENTS
-from diloco.report.status import ASKED, IslandStatus, RunStatus, merged, read_status
+from diloco.report.status import ASKED, STATUS, IslandStatus, RunStatus, merged, read_status
 from diloco.run.local import Connection
 from diloco.run.status import StatusKeeper, write_status
 from diloco.run.status_streams import AGE, ANSWER, CHANNEL
@@ -51,6 +51,18 @@ def test_news_of_peers_give_a_terminal_no_orders(tmp_path, capsys):
     why(str(folder), "two")
     printed = capsys.readouterr().out
     assert "\ufffd[2J" in printed and "\x1b" not in printed
+
+
+def test_a_disk_that_takes_no_status_is_told_of_once_and_again_when_it_is_another_trouble(tmp_path, caplog):
+    status = RunStatus("r", "id-1", time.time())
+    refused = write_status(tmp_path / "missing", status)
+    assert "No such file" in refused and len(caplog.messages) == 1
+    assert write_status(tmp_path / "missing", status, told=refused) == refused and len(caplog.messages) == 1
+    (tmp_path / STATUS).mkdir()
+    other = write_status(tmp_path, status, told=refused)
+    assert other != refused and len(caplog.messages) == 2
+    (tmp_path / STATUS).rmdir()
+    assert write_status(tmp_path, status, told=other) == "" and read_status(tmp_path) == status
 
 
 def test_an_island_that_fails_has_not_left_in_good_order(tmp_path):

@@ -12,11 +12,9 @@ import typer
 
 from diloco.cli.dashboard import Dashboard, show_beside
 from diloco.cli.run import (
-    VARIABLE,
     contributed,
     ending,
     hide_argument,
-    launcher,
     rates_of,
     read_ticket,
     relay_rate,
@@ -41,6 +39,7 @@ from diloco.cli.shared import (
     show_of,
 )
 from diloco.errors import ConfigError
+from diloco.run.typed import TICKET_WORD, launcher
 from diloco.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -157,6 +156,6 @@ def heed_limits(
     if yield_gpu:
         list(gpu_processes())  # raises, where they cannot be found
     os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
-    sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == "-" else word for word in sys.argv]
+    sys.argv = [TICKET_WORD if word == "-" else word for word in sys.argv]
     tell = partial(say, show=show)
     raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, tell))

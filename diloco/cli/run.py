@@ -32,6 +32,7 @@ from diloco.cli.shared import (
     show_of,
 )
 from diloco.errors import ConfigError, TicketError
+from diloco.run.typed import TICKET_WORD, launcher, program
 from diloco.units import counted, format_count, format_size, parse_link, parse_rate
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def hide_argument(text: str) -> None:
     The processes that this one starts get it by their environment, which only its owner can read.
     """
     os.environ["DILOCO_TICKET"] = text
-    sys.argv = [f"{VARIABLE}DILOCO_TICKET" if word == text else word for word in sys.argv]
+    sys.argv = [TICKET_WORD if word == text else word for word in sys.argv]
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45])
         offset = Path("/proc/self/cmdline").read_bytes().find(text.encode())
@@ -337,11 +338,11 @@ def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False)
         commands[_command(plan.path, plan.overrides, *options, "--resume")] = how
     elif not plan.islands:
         commands[_command(plan.path, longer, "--resume")] = "trains on, twice as long (--set changes any key)"
-        commands[f"{_program()} config"] = "explains every key"
+        commands[f"{program()} config"] = "explains every key"
     else:
         commands[_command(plan.path, longer, *options, "--resume")] = "trains on, twice as long"
-        commands[f"{_program()} rewind {plan.folder} ROUND"] = "begins another run with an earlier round of it"
-    commands[f"{_program()} log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
+        commands[f"{program()} rewind {plan.folder} ROUND"] = "begins another run with an earlier round of it"
+    commands[f"{program()} log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
     if plan.islands > 1:
         commands[f"{plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log"] = (
             "what happened, one JSON object a line, and what the island printed; each island has both"
@@ -353,17 +354,3 @@ def _command(path: Path, overrides: Iterable[str], *options: str) -> str:
     """Format the command that started this run, with these overrides and options, so that it can be typed again."""
     changes = [word for override in overrides for word in ("--set", override)]
     return shlex.join([*launcher(), "run", str(path), *options, *changes])
-
-
-def launcher() -> list[str]:
-    """Return the words by which this process was started: torchrun, `python -m diloco` or the program."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE")
-    if processes is not None and "DILOCO_MEETING" not in os.environ:
-        return ["torchrun", "--nproc-per-node", processes, "-m", "diloco"]
-    return shlex.split(_program())
-
-
-def _program() -> str:
-    """Return how this program is called from a shell, as it was just now."""
-    program = Path(sys.argv[0])
-    return shlex.join([sys.executable, "-m", "diloco"] if program.name == "__main__.py" else [str(program)])

@@ -132,7 +132,8 @@ def _how_it_ended(status: RunStatus) -> str:
         return "it left in good order"
     if status.failed:
         return "it ended by an error, or by a signal while it joined: see what it printed"
-    return "its process is gone without a goodbye, as by kill -9 or for want of memory; started again, it continues"
+    text = "its process is gone without a goodbye, as by kill -9 or for want of memory; started again, it continues"
+    return f"{text}: {status.command}" if status.command else text
 
 
 def glance(place: Path) -> RunStatus | None:

@@ -107,6 +107,7 @@ class RunStatus:
     host: Annotated[str, "The machine's name."] = ""
     folder: Annotated[str, "The island's folder."] = ""
     diloco: Annotated[str, "Its version."] = ""
+    command: Annotated[str, "In the island's folder only: what starts it again, so that it continues."] = ""
     ended: Annotated[bool, "The process has left in good order."] = False
     failed: Annotated[bool, "The process has left by an error, or by a signal while it joined."] = False
     finished: Annotated[bool, "The run is over."] = False

@@ -90,11 +90,19 @@ def _quorum(facts: Facts, status: RunStatus) -> list[str]:
         return []
     missing, me = waiting[0].waiting_for, waiting[0]
     here = [each.name for each in status.islands if each.member and each.name not in missing]
+    known = [_lost_sentence(facts, status, each) for each in status.islands if _is_known_missing(each, missing)]
     return [
         f"nothing is committed: {names(here)} alone {'is' if len(here) == 1 else 'are'} no quorum of the "
-        f"{len(here) + len(missing)} members; {_listed(missing)} cannot be heard from {me.name}. If they are gone for "
-        f"good, the owner continues without them: diloco force-roster RUN --keep {','.join(here)}"
+        f"{len(here) + len(missing)} members; {_listed(missing)} cannot be heard from {me.name}",
+        *known,
+        f"{'only if' if known else 'if'} {_listed(missing)} {'is' if len(missing) == 1 else 'are'} gone for good, the "
+        f"owner continues without: diloco force-roster RUN --keep {','.join(here)}",
     ]
+
+
+def _is_known_missing(each: IslandStatus, missing: Sequence[str]) -> bool:
+    """Tell whether a quorum lacks this island, and what became of its process is known here."""
+    return each.name in missing and each.state in ("silent", "ended")
 
 
 def _too_few(facts: Facts, status: RunStatus) -> list[str]:
@@ -113,7 +121,12 @@ def _too_few(facts: Facts, status: RunStatus) -> list[str]:
 def _lost(facts: Facts, status: RunStatus) -> list[str]:
     gone = [each for each in status.islands if each.state in ("lost", "ended", "silent") and not each.heard_by]
     waits = status.own.cause == "quorum"  # whose absence it is has been said
-    return [_lost_sentence(facts, status, each) for each in gone if not (waits and each.state == "lost")]
+    said = [name for each in status.islands if each.cause == "quorum" for name in each.waiting_for]
+    return [
+        _lost_sentence(facts, status, each)
+        for each in gone
+        if each.name not in said and not (waits and each.state == "lost")
+    ]
 
 
 def _excluded(facts: Facts, status: RunStatus) -> list[str]:

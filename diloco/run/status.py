@@ -22,6 +22,7 @@ from diloco.report.events import End, Event, IslandNews, Start, Step, Validation
 from diloco.report.status import ASKED, REFRESH_S, STATUS, IslandStatus, RunStatus, merged
 from diloco.run.seeing import view_of
 from diloco.run.status_streams import StatusAsker, StatusServer
+from diloco.run.typed import again
 from diloco.version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class StatusKeeper:
         self._now, self._taken = b"", time.monotonic()
         self._reports: list[RunStatus] = []  # what others said of themselves
         self._lock = threading.Lock()  # of the file
+        self._refused = ""  # why it could not be written, and was said to be so
         self._stop = threading.Event()
         self._server = StatusServer(peer.plain, lambda: (self._now, time.monotonic() - self._taken))
         self._threads = [
@@ -120,7 +122,8 @@ class StatusKeeper:
         """Take a view of the run; return False if none could be had."""
         try:
             view = self._view()
-            told = replace(view, pid=0, pid_started=0, host="", folder="")  # of the machine others need nothing
+            # others need nothing of the machine
+            told = replace(view, pid=0, pid_started=0, host="", folder="", command="")
             self._now, self._taken, self._last = told.encode(), time.monotonic(), view
         except TimeoutError:  # its driver has ended, or has much to do: the file grows old, and that says it
             return False
@@ -209,18 +212,22 @@ class StatusKeeper:
             if last is None and self._last is not None and not self._stop.is_set():
                 last = merged(self._last, self._reports)
             if last is not None:
-                write_status(self._folder, last)
+                self._refused = write_status(self._folder, last, told=self._refused)
 
 
-def write_status(folder: Path, status: RunStatus) -> None:
-    """Replace the status in an island's folder; a disk that refuses keeps the old one, which grows stale."""
+def write_status(folder: Path, status: RunStatus, *, told: str = "") -> str:
+    """Replace the status in an island's folder, and return why that failed: a full disk keeps the old one, which grows
+    stale. It is logged, unless it is what has been told."""
     path = folder / STATUS
     try:
         part = path.with_suffix(".part")
         part.write_bytes(status.encode())
         part.replace(path)
     except OSError as error:
-        log.warning("%s could not be written: %s", path, error)
+        if str(error) != told:
+            log.warning("%s could not be written: %s", path, error)
+        return str(error)
+    return ""
 
 
 def say_starting(folder: Path, run: str, me: str, name: str) -> None:
@@ -233,7 +240,7 @@ def with_process(status: RunStatus, folder: Path) -> RunStatus:
     """Return a status with what is known of this process."""
     return replace(
         status, pid=os.getpid(), pid_started=started_at(os.getpid()), host=socket.gethostname(),
-        folder=str(folder.resolve()), diloco=__version__,
+        folder=str(folder.resolve()), command=again(), diloco=__version__,
     )  # fmt: skip
 
 
