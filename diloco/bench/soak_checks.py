@@ -74,7 +74,7 @@ class Observation:
 
     founder: str
     seconds: float  # for which faults came
-    end_s: float = 0.0  # when the islands were asked to stop
+    end_s: float = 0.0  # when they were together; work of undone rounds may have been waited for after that
     together_s: float | None = None  # from the last heal until a round of all islands; None: there was none
     moments: list[Moment] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)

@@ -12,7 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.bench.processes import WorkerFailed
-from diloco.bench.soak_checks import TOGETHER_S, Observation, Sample, SeenRecord, SeenWork, Told
+from diloco.bench.soak_checks import (
+    TOGETHER_S,
+    Observation,
+    Sample,
+    SeenRecord,
+    SeenWork,
+    Told,
+    chain_to,
+    work_lost,
+)
 from diloco.bench.soak_island import SoakIsland, diloco_command
 from diloco.bench.soak_network import SoakNetwork
 from diloco.bench.soak_plan import CUTS, Fault
@@ -35,6 +44,7 @@ AGAIN_S = 5.0  # until an island that ended unasked is started again
 LEAVE_S = 60.0  # for an island that was asked to leave
 BEGIN_S = 300.0  # for all islands to be in the run
 RETURN_S = 90.0  # for all islands to train again after the last heal
+LATE_S = 240.0  # for the work of rounds that were undone to be contained: an island brings two phases' a round
 OWN = ("island.batch=4", "island.device=cpu", "log.every=50", "evaluate.every=0", "checkpoint.snapshot_every=20")
 
 
@@ -100,6 +110,20 @@ class Operator:
             self.seen.together_s = self._now - back
         self._say(f"all islands trained {back - since:.0f} s after the last heal; together: {self.seen.together_s}")
         self.seen.end_s = self._now
+        self._wait(self._nothing_owed, LATE_S)
+        self._say(f"{work_lost(self.seen.records, self._chain)} samples of undone rounds are not contained")
+
+    def _nothing_owed(self) -> bool:
+        """Return whether all work that lives of islands have contributed to any round is in the chain."""
+        if self._now - self._archived > ARCHIVE_S / 4:
+            self._archive()
+        return work_lost(self.seen.records, self._chain) == 0
+
+    @property
+    def _chain(self) -> list[SeenRecord]:
+        """List the records up to the newest that was read."""
+        newest = max(self.seen.records.values(), key=lambda record: record.round, default=None)
+        return [] if newest is None else chain_to(self.seen.records, newest.digest)
 
     def end(self) -> None:
         """Ask all islands to leave at once, wait for them, and read all logs a last time."""
