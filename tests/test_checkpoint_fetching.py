@@ -80,7 +80,8 @@ def donors() -> Iterator[Donors]:
 
 
 def is_right(snapshot: FetchedState) -> bool:
-    return all(torch.equal(snapshot.vectors[name], vector) for name, vector in VECTORS.items())
+    found = snapshot.vectors()
+    return all(torch.equal(found[name], vector) for name, vector in VECTORS.items())
 
 
 def broken(donors: Donors, folder: Path) -> None:

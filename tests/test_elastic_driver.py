@@ -129,7 +129,7 @@ def test_a_newcomer_fetches_from_several_and_contributes():
         transport = network.transport("E")
         addresses = {name: PeerAddress(name) for name in NAMES}
         snapshot = fetch_state(transport, "B", addresses, DIGEST, dict.fromkeys(VECTORS, SMALL.count))
-        newcomer = TestIsland(transport, Origin(snapshot.state, snapshot.vectors))
+        newcomer = TestIsland(transport, Origin(snapshot.state, snapshot.vectors()))
         islands.append(newcomer)
         introduce(islands)
         newcomer.start()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco.checkpoint.log.library import Library
 from diloco.checkpoint.log.pinned import LEAF, PinnedItem, PinnedState, Ranges
+from diloco.checkpoint.log.room import Room, fill
 from diloco.checkpoint.log.writing import PIECE
 
 PIN_S = 120.0  # after its last use, a version that peers have asked for makes way
@@ -61,12 +62,12 @@ class Replica:
             self.version, self.meta = version, meta
             self._lock.notify_all()
 
-    def replace(self, vectors: Mapping[str, Tensor], version: str, meta: bytes) -> None:
-        """Copy another state's vectors over these, all at once: one that was fetched whole from peers."""
+    def replace(self, rooms: Mapping[str, Room], version: str, meta: bytes) -> None:
+        """Copy the bytes of another state's vectors over these, all at once: one that was fetched whole from peers."""
         with self._lock:
             self._keep(((0, max(map(len, self.vectors.values()))),))
             for name, vector in self.vectors.items():
-                vector.copy_(vectors[name])
+                fill(vector, rooms[name])
             self.version, self.meta = version, meta
             self._lock.notify_all()
 

@@ -3,15 +3,15 @@
 
 import hashlib
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, ItemManifest
+from diloco.checkpoint.log.room import FileRoom
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.comm.transport.frame import Buffer
 
@@ -23,12 +23,12 @@ class PartialDownload:
 
     Nothing here is trusted when it is read again: only chunks that fit their digests count, so a file that is torn or
     stale costs no more than the chunks concerned. `about` says which download it is. A disk that refuses is no reason
-    to fetch nothing: then nothing is kept.
+    to fetch nothing: then it goes to memory.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._failed = folder, False
-        self.chunks_come = 0  # while this process has run
+        self._folder = folder
+        self.bytes_come = 0  # while this process has run
 
     @property
     def about(self) -> bytes | None:
@@ -43,51 +43,30 @@ class PartialDownload:
     def start(self, about: bytes) -> None:
         """Begin a download, in place of an earlier one, and write down what it is about."""
         self.end()
-        with self._unless_refused():
+        try:
             self._folder.mkdir(parents=True)
             (self._folder / "about").write_bytes(hashlib.sha256(about).digest() + about)
+        except OSError as error:
+            log.warning("%s: a download that breaks now begins anew: %s", self._folder, error)
 
-    def load(self, name: str, manifest: ItemManifest, room: memoryview) -> set[int]:
-        """Read an item's kept chunks into `room`, and return the numbers of those that fit their digests."""
+    def room(self, name: str, manifest: ItemManifest) -> tuple[FileRoom, set[int]]:
+        """Return where an item goes, and the numbers of the chunks that are there and fit their digests."""
+        path = self._folder / f"{name}.part"
+        there = path.exists()
+        room = FileRoom(path, manifest.size, self._count)
         have: set[int] = set()
-        with suppress(OSError), self._path(name).open("rb") as file:
-            for number, digest in enumerate(manifest.digests):
-                part = room[manifest.chunk(number)]
-                file.seek(manifest.chunk(number).start)
-                if file.readinto(part) == len(part) and hashlib.sha256(part).digest() == digest:
+        for number, digest in enumerate(manifest.digests if there else ()):
+            with suppress(OSError):  # nothing was written so far back
+                if hashlib.sha256(room[manifest.chunk(number)]).digest() == digest:
                     have.add(number)
-        return have
+        return room, have
 
-    def keeping(self, name: str, manifest: ItemManifest, room: memoryview, have: set[int]) -> Callable[[], None]:
-        """Return a function to be called now and then: it writes the chunks that have come since."""
-        kept = set(have)
-
-        def keep() -> None:
-            new = sorted(have.copy() - kept)
-            self.chunks_come += len(new)
-            kept.update(new)
-            if self._failed or not new:
-                return
-            with self._unless_refused(), open(self._path(name), "r+b" if self._path(name).exists() else "wb") as file:
-                for number in new:
-                    os.pwrite(file.fileno(), room[manifest.chunk(number)], manifest.chunk(number).start)
-
-        return keep
+    def _count(self, size: int) -> None:
+        self.bytes_come += size
 
     def end(self) -> None:
         """Remove the folder with everything that was kept."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.part"
-
-    @contextmanager
-    def _unless_refused(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._failed = True
-            log.warning("%s: a download that breaks now begins anew: %s", self._folder, error)
 
 
 class Store:

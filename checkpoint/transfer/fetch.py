@@ -14,10 +14,11 @@ from typing import TypeVar
 
 from diloco import errors
 from diloco.checkpoint.log.library import MAX_MANIFEST_BYTES, MAX_NAME_BYTES, ItemManifest
+from diloco.checkpoint.log.room import Room
 from diloco.checkpoint.transfer.donor import BYTES, CHANNEL, CHUNK, DESCRIBE, READY, REFUSALS, SLICE_S, WHOLE
 from diloco.comm.peers import packing
 from diloco.comm.transport.transport import BufferFor, Frame, PeerAddress, Stream, Transport, closed_after
-from diloco.comm.transport.wire import Deadline, as_bytes, deadline_in, seconds_to
+from diloco.comm.transport.wire import Deadline, deadline_in, seconds_to
 
 MAX_WORKERS = 8
 MAX_ASKED = 8  # chunks asked for in advance of a donor: a long way must not leave the link empty
@@ -171,11 +172,11 @@ class Transfer:
     """
 
     def __init__(
-        self, manifest: ItemManifest, donors: Mapping[str, PeerAddress], transport: Transport, out: memoryview,
+        self, manifest: ItemManifest, donors: Mapping[str, PeerAddress], transport: Transport, out: Room,
         have: set[int] | None = None, *, patience_s: float = 30.0,
     ) -> None:  # fmt: skip
-        self.manifest, self.out, self.have = manifest, as_bytes(out), set() if have is None else have
-        if self.out.readonly or len(self.out) != manifest.size:
+        self.manifest, self.out, self.have = manifest, out, set() if have is None else have
+        if len(self.out) != manifest.size:
             raise ValueError(f"{manifest.name!r} needs {manifest.size} bytes to write to, not {len(self.out)}")
         self.taken = dict.fromkeys(donors, 0)
         self.failures: dict[str, str] = {}
@@ -185,7 +186,7 @@ class Transfer:
         self._spare = deque(self._lines)
         missing = [number for number in range(len(manifest.digests)) if number not in self.have]
         self._board = ChunkBoard(missing, self._working)
-        self.bytes_here = manifest.size - sum(len(self.out[manifest.chunk(number)]) for number in missing)
+        self.bytes_here = manifest.size - sum(map(self._size, missing))
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._connecting: set[threading.Thread] = set()
@@ -211,6 +212,10 @@ class Transfer:
             for thread in threads:  # one that still connects is left: it closes what it gets, and cannot reach `out`
                 while thread.is_alive() and thread not in self._connecting:
                     thread.join(SLICE_S)
+
+    def _size(self, number: int) -> int:
+        part = self.manifest.chunk(number)
+        return part.stop - part.start
 
     def _wait(self) -> bool:
         """Wait for a change; return False when all is here."""
@@ -294,7 +299,7 @@ class Transfer:
         room = memoryview(bytearray(min(self.manifest.chunk_bytes, self.manifest.size)))
         while self._ask_ahead(line, stream):
             number = line.asked[0]
-            chunk = room[: len(self.out[self.manifest.chunk(number)])]
+            chunk = room[: self._size(number)]
             hear(stream, BYTES, _into(chunk), self.manifest.name)
             if hashlib.sha256(chunk).digest() != self.manifest.digests[number]:
                 raise errors.WrongBytes(f"{line.name} sent wrong bytes for chunk {number}")

@@ -270,7 +270,7 @@ class Worker:
                     continue
                 seconds, number = time.monotonic() - started, snapshot.state.head.round
                 self.report("fetched", round=number, donors=snapshot.donors, seconds=seconds)
-                return Origin(snapshot.state, snapshot.vectors)
+                return Origin(snapshot.state, snapshot.vectors())
             time.sleep(0.05)
 
 

@@ -172,7 +172,7 @@ def find_start(
             return found
 
         try:
-            snapshot = ask_members(peer, ask_for_it, search, lambda: store.download.chunks_come)
+            snapshot = ask_members(peer, ask_for_it, search, lambda: store.download.bytes_come)
         except JoinRefused as refused:
             if genesis.founder != peer.id:
                 raise
@@ -180,7 +180,8 @@ def find_start(
         givers = sum(size > 0 for size in snapshot.donors.values())
         donors = tuple(snapshot.donors)
         promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
-        origin, giver = Origin(snapshot.state, snapshot.vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
+        vectors = snapshot.vectors(part.place.outer_device(config.island))
+        origin, giver = Origin(snapshot.state, vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
     store.report("joined", f"state of round {head.round} from {giver}")

@@ -21,6 +21,7 @@ from torch import Tensor
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import ItemManifest, payload_name
 from diloco.checkpoint.log.replica import vector_name
+from diloco.checkpoint.log.room import Room, bytes_of, fill
 from diloco.checkpoint.log.store import PartialDownload
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
 from diloco.comm.codec.base import room_for
@@ -57,11 +58,18 @@ class StateManifest:
 
 @dataclass(frozen=True)
 class FetchedState:
-    """Hold a state that was fetched from peers, with its vectors and how much each donor gave."""
+    """Hold a state that was fetched from peers: the bytes of its vectors, and how much each donor gave."""
 
     state: RunState
-    vectors: dict[str, Tensor]
+    rooms: Mapping[str, Room]  # in memory, or in files: copied into vectors with `fill`
     donors: dict[str, int]  # bytes from each
+
+    def vectors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return new vectors with its values."""
+        found = {name: torch.empty(len(room) // 4, device=device) for name, room in self.rooms.items()}
+        for name, vector in found.items():
+            fill(vector, self.rooms[name])
+        return found
 
     def of(self, owner: str) -> "FetchedState":
         """Return this state if its run is `owner`'s and only they amended it; otherwise raise TransferFailed."""
@@ -251,24 +259,21 @@ class _Fetch:
             ]
             ask_long = partial(request, limit=200, timeout_s=6 * ASK_S)  # it may have to be worked out
             digest = pool.submit(_any_of, self._transport, self._donors, f"digest/{version}", ask_long)
-            vectors = {}
-            for (name, count), item in zip(sizes, items, strict=True):
-                vectors[name] = torch.empty(count)
-                room = memoryview(vectors[name].view(torch.uint8).numpy())  # type: ignore[arg-type]
-                self._fetch(name, item.result(), room)
+            rooms = {name: self._fetch(name, item.result()) for (name, _), item in zip(sizes, items, strict=True)}
             right = self._found.hexdigest() == digest.result().decode()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return FetchedState(self._manifest.state, vectors, self._taken) if right else None
+        return FetchedState(self._manifest.state, rooms, self._taken) if right else None
 
-    def _fetch(self, name: str, item: ItemManifest, room: memoryview) -> None:
-        have = self._download.load(name, item, room) if self._download is not None else set()
-        keep = self._download.keeping(name, item, room, have) if self._download is not None else lambda: None
+    def _room(self, name: str, item: ItemManifest) -> tuple[Room, set[int]]:
+        return self._download.room(name, item) if self._download is not None else (bytes_of(room_for(item.size)), set())
+
+    def _fetch(self, name: str, item: ItemManifest) -> Room:
+        room, have = self._room(name, item)
         hashed = 0
 
         def on_progress(*_: object) -> None:
             nonlocal hashed
-            keep()
             while hashed in have:
                 self._found.update(room[item.chunk(hashed)])
                 hashed += 1
@@ -282,6 +287,7 @@ class _Fetch:
         self._there += item.size
         for donor, size in transfer.taken.items():
             self._taken[donor] += size
+        return room
 
     def _pin_again(self) -> None:
         """Ask for the version now and then during a slow fetch: donors drop copies that nobody asks for."""

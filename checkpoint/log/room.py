@@ -1,0 +1,103 @@
+"""Where a download goes: memory, or a file that a restart finds again."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diloco.checkpoint.log.writing import PIECE
+from diloco.comm.codec.base import room_for
+from diloco.comm.transport.frame import Buffer
+from diloco.comm.transport.wire import as_bytes
+
+log = logging.getLogger(__name__)
+
+
+class Room(Protocol):
+    """Hold so many bytes, which are written and read in slices: a memoryview of bytes, or a `FileRoom`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> memoryview: ...
+
+    def __setitem__(self, part: slice, data: memoryview, /) -> None: ...
+
+
+class FileRoom:
+    """Hold bytes in a file; once the disk refuses, in memory.
+
+    Without a mapping: the page that a full disk cannot take would end the process without a word.
+    """
+
+    def __init__(self, path: Path, size: int, come: Callable[[int], None] = lambda size: None) -> None:
+        """Open the file with what it holds already; `come` is told of each slice's bytes as it is written."""
+        self._path, self._size, self._come = path, size, come
+        self._memory: memoryview | None = None
+        try:
+            self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 -- as long as this
+        except OSError as error:
+            self._to_memory(error)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """Return a copy of these bytes; raise OSError where the file does not reach so far."""
+        if self._memory is not None:
+            return self._memory[part]
+        start, stop, _ = part.indices(self._size)
+        found = memoryview(bytearray(stop - start))
+        if self._read(found, start) < len(found):
+            raise OSError(f"{self._path} is shorter than it has to be")
+        return found
+
+    def __setitem__(self, part: slice, data: memoryview) -> None:
+        """Write these bytes. Whoever writes makes sure to be alone in that."""
+        start, _, _ = part.indices(self._size)
+        if self._memory is None:
+            try:
+                self._write(data, start)
+            except OSError as error:
+                self._to_memory(error)
+        if self._memory is not None:
+            self._memory[part] = data
+        self._come(len(data))
+
+    def _write(self, data: memoryview, at: int) -> None:
+        while data:
+            written = os.pwrite(self._file.fileno(), data, at)
+            data, at = data[written:], at + written
+
+    def _read(self, into: memoryview, at: int) -> int:
+        """Read as much as there is, and return how much that was."""
+        done = 0
+        while done < len(into) and (count := os.preadv(self._file.fileno(), [into[done:]], at + done)):
+            done += count
+        return done
+
+    def _to_memory(self, error: OSError) -> None:
+        """Go on without the file, with what it holds."""
+        log.warning("%s: a download that breaks now begins anew: %s", self._path, error)
+        memory = bytes_of(room_for(self._size))
+        if hasattr(self, "_file"):
+            for at in range(0, self._size, PIECE):
+                self._read(memory[at : at + PIECE], at)
+            self._file.close()
+        self._memory = memory
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of the bytes of a tensor in memory."""
+    return as_bytes(memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+
+def fill(vector: Tensor, room: Room) -> None:
+    """Copy the values of a room into a vector on any device, piece by piece."""
+    values = PIECE // vector.element_size()
+    for lo in range(0, len(vector), values):
+        raw: Buffer = room[vector.element_size() * lo : vector.element_size() * min(lo + values, len(vector))]
+        vector[lo : lo + values].copy_(torch.frombuffer(raw, dtype=vector.dtype))
