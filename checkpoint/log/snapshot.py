@@ -169,10 +169,11 @@ def manifests(folder: Path) -> list[tuple[Manifest, Path]]:
     return sorted(found, key=lambda pair: pair[0].order)
 
 
-def read_vectors(snapshot: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Read a snapshot's vectors and compare every byte with its digest; raise SnapshotDamaged where they differ."""
+def read_vectors(snapshot: Path, manifest: Manifest, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Read a snapshot's vectors, piece by piece to the device where they are to lie, and compare every byte with its
+    digest; raise SnapshotDamaged where they differ."""
     _refuse_misfit(snapshot, manifest)
-    vectors = {name: torch.empty(count) for name, count in manifest.vectors.items()}
+    vectors = {name: torch.empty(count, device=device) for name, count in manifest.vectors.items()}
     for shard in manifest.shards:
         _read_shard(snapshot / shard.file, shard, vectors[shard.vector][shard.start : shard.start + shard.count])
     return vectors
@@ -199,16 +200,17 @@ def _refuse_misfit(snapshot: Path, manifest: Manifest) -> None:
 
 
 def _read_shard(path: Path, shard: Shard, out: Tensor) -> None:
-    head, room = header({shard.vector: out}), as_bytes(memoryview(out.numpy()))  # type: ignore[arg-type]
-    digest = hashlib.sha256()
+    head, digest, values = header({shard.vector: out}), hashlib.sha256(), torch.empty(min(len(out), PIECE // 4))
     try:
         with path.open("rb") as file:
             digest.update(file.read(len(head)))
             read = 0
-            for piece in (room[at : at + PIECE] for at in range(0, len(room), PIECE)):
+            for part in out.split(max(1, len(values))):
+                piece = as_bytes(memoryview(values[: len(part)].numpy()))  # type: ignore[arg-type]
                 read += file.readinto(piece)
                 digest.update(piece)
-            right_size = read == len(room) and not file.read(1)
+                part.copy_(values[: len(part)])
+            right_size = read == 4 * len(out) and not file.read(1)
     except OSError as error:
         raise SnapshotDamaged(f"{path} cannot be read ({error.strerror})") from None
     if not right_size or digest.hexdigest() != shard.sha256:

@@ -56,6 +56,7 @@ from diloco.train.outer import apply_record
 from diloco.train.participant import Participant
 from diloco.train.rounds import Rounds, decider
 from diloco.train.sync import samples_ahead
+from diloco.units import counted
 
 SEARCH_S = 60.0  # for a member that answers
 AGAIN_S = 0.3
@@ -146,7 +147,9 @@ def find_start(
     fetch theirs. `first` are the vectors with which the run begins, of a founder that has neither."""
     config, fragments, donors = part.config, part.fragments, tuple[str, ...]()
     store = open_store(peer, genesis, config, part.events)
-    own = restore(store.folder, store.journal, run_of(genesis, config, fragments, part.place.device), store.report)
+    device = part.place.outer_device(config.island)
+    run = run_of(genesis, config, fragments, part.place.device)
+    own = restore(store.folder, store.journal, run, store.report, device)
     if own is not None:
         origin, giver = own, "its own disk"
     elif first is not None:
@@ -180,12 +183,10 @@ def find_start(
         givers = sum(size > 0 for size in snapshot.donors.values())
         donors = tuple(snapshot.donors)
         promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
-        vectors = snapshot.vectors(part.place.outer_device(config.island))
-        origin, giver = Origin(snapshot.state, vectors, promises), f"{givers} peer{'s' * (givers != 1)}"
+        origin, giver = Origin(snapshot.state, snapshot.vectors(device), promises), counted(givers, "peer")
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
     store.report("joined", f"state of round {head.round} from {giver}")
-    device = part.place.outer_device(config.island)
     vectors = {name: vector.to(device) for name, vector in origin.vectors.items()}
     return Start(genesis, replace(origin, vectors=vectors), store, returns=own is not None, donors=donors)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from diloco.checkpoint.log.journal import Entry, Journal
@@ -60,8 +61,10 @@ class ReplayPoint:
         return not self.void, self.end.rank(latched=self.latched), self.end.head
 
 
-def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> Origin | None:
-    """Return the furthest state that a folder's snapshots and log lead to.
+def restore(
+    folder: Path, journal: Journal, run: RunContext, report: Report, device: torch.device | str = "cpu"
+) -> Origin | None:
+    """Return the furthest state that a folder's snapshots and log lead to, with its vectors on this device.
 
     None if there is nothing, or nothing that is whole. Damaged snapshots are reported and set aside.
     """
@@ -73,7 +76,7 @@ def restore(folder: Path, journal: Journal, run: RunContext, report: Report) -> 
         if point.kept.genesis != run.genesis_digest:
             raise SaveError(f"{folder} holds the log of another run: choose another folder")
         with _setting_aside(point.path, report):
-            vectors = read_vectors(point.path, point.manifest)
+            vectors = read_vectors(point.path, point.manifest, device)
             state = replay(point, vectors, journal, run, report)
             if state is not None:
                 return Origin(state, vectors, memory_of(journal, report), lineage_of(point, journal))
