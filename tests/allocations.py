@@ -1,19 +1,14 @@
-"""Fails every allocation of a tensor that is too large and that nobody has declared, in whatever thread it is made.
+"""Fails every allocation of a tensor that is too large and that nobody has declared, in whatever thread it is made."""
 
-python tests/allocations.py MODE BLOCKS LIMIT_MB     the scenario of test_allocations.py with a model of any size
-"""
-
-import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from largest import storage_of
 from lives import DIGEST, Life
 from team import side_by_side
@@ -21,11 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from diloco.checkpoint.log.store import PartialDownload
+from diloco.comm.codec import base
+from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
 from diloco.config.file import parse_config
 from diloco.config.schema import Config
-from diloco.elastic.runtime.fetching import FetchedState, fetch_state
+from diloco.elastic.runtime.fetching import fetch_state
 
 SYNC: dict[str, dict[str, Any]] = {"classic": {}, "overlapped": {"delay": 1}, "streaming": {"fragments": 3, "delay": 1}}
 
@@ -58,12 +56,18 @@ class Allocations:
             with _Mode(self):
                 run(thread)
 
+        def mapped(descriptor: int, size: int, flags: int) -> mmap:
+            self.see(size)
+            return mmap(descriptor, size, flags)
+
         threading.Thread.run = watched  # type: ignore[method-assign]
+        base.mmap = mapped  # type: ignore[assignment, misc]
         try:
             with _Mode(self):
                 yield
         finally:
             threading.Thread.run = run  # type: ignore[method-assign]
+            base.mmap = mmap  # type: ignore[misc]
 
 
 class _Mode(TorchDispatchMode):
@@ -101,11 +105,11 @@ def config_of(mode: str, folder: Path, *, blocks: int, width: int, feed_forward:
     })  # fmt: skip
 
 
-def two_islands_and_a_joiner(config: Config) -> tuple[dict[str, Life], FetchedState]:
+def two_islands_and_a_joiner(config: Config) -> dict[str, Life]:
     """Two islands train, sync, validate, save and make snapshots, while another one fetches the state of the first."""
     names, network = ("A", "B"), MemoryNetwork()
     lives = {name: Life(name, names, config, network) for name in names}
-    fetched: list[FetchedState] = []
+    fetched: list[dict[str, Tensor]] = []
 
     def live(name: str) -> None:
         if name == "C":
@@ -113,7 +117,8 @@ def two_islands_and_a_joiner(config: Config) -> tuple[dict[str, Life], FetchedSt
                 lives["A"].driver.changed.wait_for(lambda: lives["A"].driver.applied.updates > 0, 600)
             sizes = dict.fromkeys(("momentum", "parameters"), lives["A"].trainer.layout.size)
             peers = {"A": PeerAddress("A")}
-            fetched.append(fetch_state(network.transport("C"), "A", peers, DIGEST, sizes))
+            begun = PartialDownload(Path(config.checkpoint.dir or ".") / "download")
+            fetched.append(fetch_state(network.transport("C"), "A", peers, DIGEST, sizes, begun).vectors())
         else:
             lives[name].train(lambda step: False, lambda: False)
 
@@ -123,30 +128,14 @@ def two_islands_and_a_joiner(config: Config) -> tuple[dict[str, Life], FetchedSt
     finally:
         for life in lives.values():
             life.store.close()
-    return lives, fetched[0]
+    assert set(fetched[0]) == {"momentum", "parameters"}
+    return lives
 
 
 def watch(config: Config, values: int, limit: int) -> tuple[Allocations, dict[str, Life]]:
     """Return what the scenario has allocated; of the size of a whole vector, and of its encoding, all are counted."""
-    allocations = Allocations(limit, {4 * values})
+    encoded = CODECS[config.sync.codec].bytes_of(0, values)
+    allocations = Allocations(limit, {4 * values, encoded.stop - encoded.start})
     with allocations.watched():
-        lives, _ = two_islands_and_a_joiner(config)
+        lives = two_islands_and_a_joiner(config)
     return allocations, lives
-
-
-def main() -> None:
-    mode, blocks, limit_mb = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    with TemporaryDirectory() as folder:
-        config = config_of(mode, Path(folder), blocks=blocks, width=768, feed_forward=2304, steps=12)
-        from diloco.plan.workload import workload_of
-
-        values = workload_of(config).parameters
-        allocations, _ = watch(config, values, limit_mb << 20)
-    print(f"{values} parameters, undeclared above {limit_mb} MiB: {len(allocations.undeclared)}")
-    print(f"whole vectors: {allocations.counts[4 * values]}")
-    print("\n".join(allocations.undeclared[:10]))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
