@@ -13,6 +13,7 @@ from diloco.bench.soak_checks import (
     commits_of,
     growth,
     judge,
+    lives_in,
     work_lost,
 )
 from diloco.bench.soak_plan import AWAY_S, CUT_S, ENDS_PROCESS, STOP_S, WEIGHTS, Fault, PlanConfig, draw_faults
@@ -236,14 +237,17 @@ def branched(*late: SeenWork) -> Observation:
 def test_work_of_an_undone_branch_is_lost_unless_a_later_round_of_the_chain_contains_it():
     def lost(*late: SeenWork) -> int:
         seen = branched(*late)
-        return work_lost(seen.records, chain_to(seen.records, seen.head))
+        chain = chain_to(seen.records, seen.head)
+        return work_lost(seen.records, chain, lives_in(chain))
 
     assert lost() == 24  # of C, and of the life of D that the chain's rounds know; its second never came back
     assert lost(work(C, 24, 32), work(D, 32, 40)) == 8
     assert lost(work(C, 24, 32), work(C, 40, 48), work(D, 32, 36)) == 4
     assert lost(work(A, 24, 56)) == 24  # trained by somebody else it is that island's work
     assert lost(work(C, 24, 32), work(C, 40, 48), work(D, 32, 40)) == 0
-    assert failing(branched(), merge=True) == {"work_lost"}
+    seen = branched()
+    seen.lives = {(C, 1)}
+    assert failing(seen, merge=True) == {"work_lost"}
 
 
 def test_work_of_a_life_that_has_ended_is_not_asked_for():
@@ -252,7 +256,9 @@ def test_work_of_a_life_that_has_ended_is_not_asked_for():
         seen.records[f"r{number}"] = SeenRecord(
             number, f"r{number}", f"r{number - 1}", ROSTER, (work(D, 100 * number, 100 * number + 1),)
         )
-    assert work_lost(seen.records, chain_to(seen.records, f"r{number}")) == 8  # C's is not counted
+    chain = chain_to(seen.records, f"r{number}")
+    assert lives_in([*chain, *[record(number + 1, "empty", "")] * 9]) == {(D, 1)}
+    assert work_lost(seen.records, chain, lives_in(chain)) == 8  # C's is not counted
 
 
 def test_a_round_before_all_known_records_is_not_taken_for_lost():

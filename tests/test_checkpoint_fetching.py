@@ -1,5 +1,6 @@
 """A whole state from peers: it goes on where it broke, from donors that are spared."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -142,6 +143,29 @@ def test_a_disk_that_refuses_costs_only_what_it_would_have_kept(donors, tmp_path
     (tmp_path / "download").write_text("in the way")
     donors.add("a")
     assert is_right(donors.fetch(PartialDownload(tmp_path / "download")))
+
+
+def test_a_file_that_gives_other_bytes_back_or_none_is_a_failed_fetch(donors, tmp_path):
+    donors.add("a")
+    snapshot = donors.fetch(PartialDownload(tmp_path / "download"))
+    room = snapshot.rooms["momentum"]
+    right, room[:4] = bytes(room[:4]), memoryview(b"1234")
+    with pytest.raises(TransferFailed, match="with other bytes"):
+        snapshot.vectors()
+    room[:4] = memoryview(right)
+    assert is_right(snapshot)
+    os.truncate(room._file.fileno(), 100)
+    with pytest.raises(TransferFailed, match="cannot be read back"):
+        snapshot.vectors()
+
+
+def test_files_of_an_earlier_download_that_stay_are_not_written_to(donors, tmp_path, monkeypatch):
+    download, file = PartialDownload(tmp_path / "download"), tmp_path / "download" / "momentum.part"
+    download.start(b"earlier")
+    file.write_bytes(b"still read")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as where an open file cannot be removed
+    donors.add("a")
+    assert is_right(donors.fetch(download)) and file.read_bytes() == b"still read"
 
 
 def test_newcomers_burden_some_donors_and_not_always_the_same(donors):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from diloco.checkpoint.log.library import Library
+from diloco.checkpoint.log.replica import Replica, vectors_digest
 from diloco.checkpoint.log.room import FileRoom, bytes_of, fill
 from diloco.checkpoint.log.writing import PIECE
 
@@ -33,14 +35,14 @@ def written(room: FileRoom) -> FileRoom:
 
 def is_right(room: FileRoom) -> bool:
     vector = torch.empty_like(VALUES)
-    fill(vector, room)
-    return torch.equal(vector, VALUES) and room[3:17] == DATA[3:17]
+    right = fill({"one": vector}, {"one": room}) == vectors_digest({"one": VALUES})
+    return right and torch.equal(vector, VALUES) and room[3:17] == DATA[3:17]
 
 
 def test_what_was_written_is_there_even_when_the_file_is_removed(tmp_path):
-    path, come = tmp_path / "part", list[int]()
-    room = written(FileRoom(path, len(DATA), come.append))
-    assert sum(come) == len(room) == len(DATA) == path.stat().st_size
+    path = tmp_path / "part"
+    room = written(FileRoom(path, len(DATA)))
+    assert len(room) == len(DATA) == path.stat().st_size
     assert is_right(FileRoom(path, len(DATA)))
     path.unlink()
     assert is_right(room)
@@ -69,3 +71,15 @@ def test_a_disk_that_refuses_in_between_loses_nothing(tmp_path, limit, caplog):
 @pytest.mark.parametrize("path", ["missing/part", "/dev/full"])
 def test_a_file_that_cannot_be_written_at_all_is_memory(tmp_path, path, caplog):
     assert is_right(written(FileRoom(tmp_path / path, len(DATA)))) and len(caplog.messages) == 1
+
+
+def test_a_state_that_comes_back_with_other_bytes_is_not_taken_over(tmp_path):
+    room = written(FileRoom(tmp_path / "part", len(DATA)))
+    room[8:12] = memoryview(b"1234")
+    replica = Replica({"parameters": torch.zeros_like(VALUES)}, Library(), "before", b"")
+    with pytest.raises(OSError, match="with other bytes"):
+        replica.replace({"parameters": room}, vectors_digest({"parameters": VALUES}), "after", b"")
+    assert replica.version == "before"
+    written(room)
+    replica.replace({"parameters": room}, vectors_digest({"parameters": VALUES}), "after", b"")
+    assert replica.version == "after" and torch.equal(replica.vectors["parameters"], VALUES)

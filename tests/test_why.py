@@ -256,6 +256,10 @@ def test_a_missing_quorum_comes_back_before_an_owner_has_to_do_without_it():
         f"two is silent, last heard 30 s ago: {text}",
         "only if two is gone for good, the owner continues without: diloco force-roster RUN --keep one",
     ]
+    other = replace(gone.islands[1], island="id-3", name="three", told_by="three", text="it hangs", since=NOW - 9)
+    third = replace(waits, island="id-4", name="four", told_by="four", waiting_for=("three",))
+    said = why_now(Facts(replace(gone, islands=(waits, gone.islands[1], other, third)), now=NOW))
+    assert "three is silent, last heard 9.0 s ago: it hangs" in said  # though another waits for it
     lost = replace(gone.islands[1], state="lost", text="it is silent")
     said = why_now(Facts(replace(gone, islands=(waits, lost)), now=NOW))
     assert len(said) == 2 and said[1].startswith("if two is gone for good, the owner continues without: diloco force")

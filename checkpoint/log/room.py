@@ -1,8 +1,9 @@
 """Where a download goes: memory, or a file that a restart finds again."""
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from diloco.checkpoint.log.writing import PIECE
 from diloco.comm.codec.base import room_for
-from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.wire import as_bytes
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ class FileRoom:
     Without a mapping: the page that a full disk cannot take would end the process without a word.
     """
 
-    def __init__(self, path: Path, size: int, come: Callable[[int], None] = lambda size: None) -> None:
-        """Open the file with what it holds already; `come` is told of each slice's bytes as it is written."""
-        self._path, self._size, self._come = path, size, come
+    def __init__(self, path: Path, size: int) -> None:
+        """Open the file with what it holds already."""
+        self._path, self._size = path, size
         self._memory: memoryview | None = None
         try:
             self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 -- as long as this
@@ -65,7 +65,6 @@ class FileRoom:
                 self._to_memory(error)
         if self._memory is not None:
             self._memory[part] = data
-        self._come(len(data))
 
     def _write(self, data: memoryview, at: int) -> None:
         while data:
@@ -86,8 +85,7 @@ class FileRoom:
         if hasattr(self, "_file"):
             for at in range(0, self._size, PIECE):
                 self._read(memory[at : at + PIECE], at)
-            self._file.close()
-        self._memory = memory
+        self._memory = memory  # the file stays open: another thread may be reading it
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -95,9 +93,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
-def fill(vector: Tensor, room: Room) -> None:
-    """Copy the values of a room into a vector on any device, piece by piece."""
-    values = PIECE // vector.element_size()
-    for lo in range(0, len(vector), values):
-        raw: Buffer = room[vector.element_size() * lo : vector.element_size() * min(lo + values, len(vector))]
-        vector[lo : lo + values].copy_(torch.frombuffer(raw, dtype=vector.dtype))
+def fill(vectors: Mapping[str, Tensor], rooms: Mapping[str, Room]) -> str:
+    """Copy the values of rooms into vectors on any device, piece by piece, and return the digest of what was copied:
+    a disk may give back other bytes than it gave when they were compared."""
+    digest = hashlib.sha256()
+    for name in sorted(vectors):
+        vector, room = vectors[name], rooms[name]
+        size = vector.element_size()
+        for part in vector.split(PIECE // size):
+            at = size * (part.storage_offset() - vector.storage_offset())
+            raw = room[at : at + size * len(part)]
+            digest.update(raw)
+            part.copy_(torch.frombuffer(raw, dtype=vector.dtype))
+    return digest.hexdigest()

@@ -11,8 +11,9 @@ from pathlib import Path
 from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, ItemManifest
-from diloco.checkpoint.log.room import FileRoom
+from diloco.checkpoint.log.room import FileRoom, Room, bytes_of
 from diloco.checkpoint.log.snapshot import SnapshotContents
+from diloco.comm.codec.base import room_for
 from diloco.comm.transport.frame import Buffer
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class PartialDownload:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._refused = folder, False
         self.bytes_come = 0  # while this process has run
 
     @property
@@ -46,23 +47,24 @@ class PartialDownload:
         try:
             self._folder.mkdir(parents=True)
             (self._folder / "about").write_bytes(hashlib.sha256(about).digest() + about)
+            self._refused = False
         except OSError as error:
+            self._refused = True
             log.warning("%s: a download that breaks now begins anew: %s", self._folder, error)
 
-    def room(self, name: str, manifest: ItemManifest) -> tuple[FileRoom, set[int]]:
+    def room(self, name: str, manifest: ItemManifest) -> tuple[Room, set[int]]:
         """Return where an item goes, and the numbers of the chunks that are there and fit their digests."""
+        if self._refused:  # what lies there may still be read as another state's
+            return bytes_of(room_for(manifest.size)), set()
         path = self._folder / f"{name}.part"
         there = path.exists()
-        room = FileRoom(path, manifest.size, self._count)
+        room = FileRoom(path, manifest.size)
         have: set[int] = set()
         for number, digest in enumerate(manifest.digests if there else ()):
             with suppress(OSError):  # nothing was written so far back
                 if hashlib.sha256(room[manifest.chunk(number)]).digest() == digest:
                     have.add(number)
         return room, have
-
-    def _count(self, size: int) -> None:
-        self.bytes_come += size
 
     def end(self) -> None:
         """Remove the folder with everything that was kept."""

@@ -220,10 +220,10 @@ class Transfer:
     def _wait(self) -> bool:
         """Wait for a change; return False when all is here."""
         with self._changed:
-            if self._board.done:
-                return False
             if self._error is not None:
                 raise self._error
+            if self._board.done:
+                return False
             if not self._working:
                 reasons = "; ".join(self.failures.values()) or "nobody to ask"
                 raise errors.TransferFailed(f"{self.manifest.name!r} cannot be had: {reasons}", self.failures)

@@ -1,6 +1,6 @@
 """Judge what a soak has observed: what was lost or counted twice, how rounds went on, what grew. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from diloco.bench.soak_timeline import (
 )  # fmt: skip
 from diloco.elastic.protocol.ranges import Range, Ranges, minus, normal, size
 
-LAST_ROUNDS = 5  # of the chain: who contributed to them lived to the end
+LAST_ROUNDS = 5  # with work: who contributed to them is alive then
 LEAST_SHARE = 0.5  # of the rounds per second without faults
 TOGETHER_S = 60.0
 MIB = 2**20
@@ -87,6 +87,7 @@ class Observation:
     faults: list[tuple[float, str]] = field(default_factory=list)  # what was done, in words
     refusals: list[tuple[float, str]] = field(default_factory=list)  # islands that ended with an error message
     crashes: list[tuple[float, str]] = field(default_factory=list)  # islands that ended otherwise, or did not end
+    lives: set[tuple[str, int]] = field(default_factory=set)  # of islands that are in the rounds in the end
 
 
 def chain_to(records: Mapping[str, SeenRecord], head: str) -> list[SeenRecord]:
@@ -110,20 +111,22 @@ def lost_rounds(told: Sequence[Told], chain: Sequence[SeenRecord]) -> tuple[list
     return sorted(lost, key=lambda each: each.at_s), [each for each in missing if each.round < begins]
 
 
-def work_lost(records: Mapping[str, SeenRecord], chain: Sequence[SeenRecord]) -> int:
-    """Return how many samples are behind contributions to any record that the chain contains in no later round.
+def lives_in(chain: Sequence[SeenRecord]) -> set[tuple[str, int]]:
+    """Return the lives of islands that have contributed to the last rounds."""
+    return {each[:2] for record in [record for record in chain if record.work][-LAST_ROUNDS:] for each in record.work}
 
-    Lives of islands count that are in the last rounds of the chain: the others have died, and what they had trained
-    with them.
-    """
-    contained: dict[tuple[str, int], list[Range]] = {}
-    for each in (each for record in chain for each in record.work):
-        contained.setdefault(each[:2], []).extend(each.samples)
-    alive = {each[:2] for record in chain[-LAST_ROUNDS:] for each in record.work}
-    trained: dict[tuple[str, int], list[Range]] = {life: [] for life in alive}
-    for each in (each for record in records.values() for each in record.work if each[:2] in alive):
-        trained[each[:2]].extend(each.samples)
-    return sum(size(minus(normal(trained[life]), normal(contained[life]))) for life in alive)
+
+def work_lost(
+    records: Mapping[str, SeenRecord], chain: Sequence[SeenRecord], lives: Collection[tuple[str, int]]
+) -> int:
+    """Return how many samples are behind contributions of these lives to any record that the chain contains in no
+    round. What others had trained has died with them."""
+    contained: dict[tuple[str, int], list[Range]] = {life: [] for life in lives}
+    trained: dict[tuple[str, int], list[Range]] = {life: [] for life in lives}
+    for found, those in ((contained, chain), (trained, records.values())):
+        for each in (each for record in those for each in record.work if each[:2] in found):
+            found[each[:2]].extend(each.samples)
+    return sum(size(minus(normal(trained[life]), normal(contained[life]))) for life in lives)
 
 
 def commits_of(told: Sequence[Told], chain: Sequence[SeenRecord]) -> list[Commit]:
@@ -194,7 +197,7 @@ def judge(seen: Observation, *, merge: bool, quiet_per_s: float | None) -> Verdi
         checks.append(Check("soak.rounds_lost", len(lost), 0, "lower"))
         checks.append(Check("soak.samples_twice", seen.samples_twice, 0, "lower"))
     checks += [
-        Check("soak.work_lost", work_lost(seen.records, chain), 0, "lower"),
+        Check("soak.work_lost", work_lost(seen.records, chain, seen.lives), 0, "lower"),
         Check("soak.rounds_unchecked", len(unchecked), 0, "lower"),
         Check("soak.digests_equal", float(seen.digests_equal), 1, "higher"),
         Check("soak.rounds_after_heal", later, 1, "higher"),

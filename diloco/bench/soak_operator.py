@@ -20,6 +20,7 @@ from diloco.bench.soak_checks import (
     SeenWork,
     Told,
     chain_to,
+    lives_in,
     work_lost,
 )
 from diloco.bench.soak_island import SoakIsland, diloco_command
@@ -110,20 +111,23 @@ class Operator:
             self.seen.together_s = self._now - back
         self._say(f"all islands trained {back - since:.0f} s after the last heal; together: {self.seen.together_s}")
         self.seen.end_s = self._now
+        self._archive()
         self._wait(self._nothing_owed, LATE_S)
-        self._say(f"{work_lost(self.seen.records, self._chain)} samples of undone rounds are not contained")
+        lost = work_lost(self.seen.records, self._chain, self.seen.lives)
+        self._say(f"{lost} samples of undone rounds are not contained")
 
     def _nothing_owed(self) -> bool:
-        """Return whether all work that lives of islands have contributed to any round is in the chain."""
+        """Return whether all that those who are there have contributed to any round is in the chain."""
         if self._now - self._archived > ARCHIVE_S / 4:
             self._archive()
-        return work_lost(self.seen.records, self._chain) == 0
+        self.seen.lives |= lives_in(self._chain)
+        return work_lost(self.seen.records, self._chain, self.seen.lives) == 0
 
     @property
     def _chain(self) -> list[SeenRecord]:
-        """List the records up to the newest that was read."""
-        newest = max(self.seen.records.values(), key=lambda record: record.round, default=None)
-        return [] if newest is None else chain_to(self.seen.records, newest.digest)
+        """List the records up to the one that was reported last, of those that were read."""
+        last = next((told.digest for told in reversed(self.seen.told) if told.digest in self.seen.records), None)
+        return [] if last is None else chain_to(self.seen.records, last)
 
     def end(self) -> None:
         """Ask all islands to leave at once, wait for them, and read all logs a last time."""

@@ -121,7 +121,7 @@ def _too_few(facts: Facts, status: RunStatus) -> list[str]:
 def _lost(facts: Facts, status: RunStatus) -> list[str]:
     gone = [each for each in status.islands if each.state in ("lost", "ended", "silent") and not each.heard_by]
     waits = status.own.cause == "quorum"  # whose absence it is has been said
-    said = [name for each in status.islands if each.cause == "quorum" for name in each.waiting_for]
+    said = next((each.waiting_for for each in status.islands if each.cause == "quorum"), ())
     return [
         _lost_sentence(facts, status, each)
         for each in gone

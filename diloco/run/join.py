@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.snapshot import manifests
@@ -158,7 +159,7 @@ def find_start(
     else:
         sizes = dict.fromkeys(optimizer_named(config.outer.optimizer).vectors, fragments.count)
 
-        def ask_for_it(first: str, others: dict[str, PeerAddress]) -> FetchedState:
+        def ask_for_it(first: str, others: dict[str, PeerAddress]) -> tuple[FetchedState, dict[str, Tensor]]:
             def come(done: int, total: int, donors: Mapping[str, int]) -> None:
                 search.download(done, total, {peer.name_of(donor): size for donor, size in donors.items()})
 
@@ -172,10 +173,10 @@ def find_start(
                 raise MessageRefused("the state that a peer gives needs no quorum, though the run was founded with one")
             if isinstance(peer, Peer) and found.state.latch:  # there is one history: the ticket's head is in it
                 check_contains(peer.plain, others[first], peer.ticket_head, found.state.head)
-            return found
+            return found, found.vectors(device)
 
         try:
-            snapshot = ask_members(peer, ask_for_it, search, lambda: store.download.bytes_come)
+            snapshot, vectors = ask_members(peer, ask_for_it, search, lambda: store.download.bytes_come)
         except JoinRefused as refused:
             if genesis.founder != peer.id:
                 raise
@@ -183,7 +184,7 @@ def find_start(
         givers = sum(size > 0 for size in snapshot.donors.values())
         donors = tuple(snapshot.donors)
         promises = memory_of(store.journal, store.report)  # of a life that ended before it had a snapshot
-        origin, giver = Origin(snapshot.state, snapshot.vectors(device), promises), counted(givers, "peer")
+        origin, giver = Origin(snapshot.state, vectors, promises), counted(givers, "peer")
     head = origin.state.head
     store.begin(genesis.digest, head.digest, head.round, known=own is not None)
     store.report("joined", f"state of round {head.round} from {giver}")

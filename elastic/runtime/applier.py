@@ -183,7 +183,7 @@ class Applier:
 
         def work() -> None:
             with self.replica.reading(), beside_training(self.run.device, after=True):
-                self.replica.replace(snapshot.rooms, state.head.digest, self._meta(state))
+                self.replica.replace(snapshot.rooms, snapshot.digest, state.head.digest, self._meta(state))
                 self._announce(state)
             self._take_snapshot(state)
 
@@ -205,6 +205,7 @@ class Applier:
         digesting.start()
         while (work := self._to_apply.get()) is not None:
             work()
+            del work  # with what it holds: a fetched state, on disk
         self._to_digest.put(None)
         digesting.join()
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from diloco import errors
+from diloco.checkpoint.log.replica import vectors_digest
 from diloco.checkpoint.log.room import bytes_of
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.donor import Donor
@@ -356,7 +357,7 @@ class Driver:
         def step(now: float) -> list[msg.Effect]:
             if self.node.member.undoing.is_wanted(digest):
                 rooms = {name: bytes_of(vector) for name, vector in origin.vectors.items()}
-                self._take_over(FetchedState(origin.state, rooms, {}))
+                self._take_over(FetchedState(origin.state, rooms, vectors_digest(origin.vectors), {}))
             return self.node.went_back(origin.state, now)
 
         self.post(step)

@@ -62,13 +62,18 @@ class FetchedState:
 
     state: RunState
     rooms: Mapping[str, Room]  # in memory, or in files: copied into vectors with `fill`
+    digest: str  # of all vectors
     donors: dict[str, int]  # bytes from each
 
     def vectors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return new vectors with its values."""
+        """Return new vectors with its values; raise TransferFailed if the disk does not give back what it was given."""
         found = {name: torch.empty(len(room) // 4, device=device) for name, room in self.rooms.items()}
-        for name, vector in found.items():
-            fill(vector, self.rooms[name])
+        try:
+            right = fill(found, self.rooms) == self.digest
+        except OSError as error:
+            raise TransferFailed(f"a fetched state cannot be read back: {error}") from None
+        if not right:
+            raise TransferFailed("a fetched state was read back from the disk with other bytes")
         return found
 
     def of(self, owner: str) -> "FetchedState":
@@ -205,7 +210,12 @@ def fetch_state(
         donors = {other: others[other] for other in (peer, *sample(sorted(others), min(len(others), MAX_DONORS)))}
         if download is not None:
             download.start(raw)
-    snapshot = _Fetch(transport, donors, manifest, download, report).run()
+    try:
+        snapshot = _Fetch(transport, donors, manifest, download, report).run()
+    except OSError as error:
+        if download is not None:
+            download.end()
+        raise TransferFailed(f"what had come of the state cannot be read: {error}") from None
     if download is not None:  # all of it has come: right or wrong, there is nothing to go on with
         download.end()
     if snapshot is None:
@@ -263,24 +273,28 @@ class _Fetch:
             right = self._found.hexdigest() == digest.result().decode()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return FetchedState(self._manifest.state, rooms, self._taken) if right else None
+        return FetchedState(self._manifest.state, rooms, self._found.hexdigest(), self._taken) if right else None
 
     def _room(self, name: str, item: ItemManifest) -> tuple[Room, set[int]]:
         return self._download.room(name, item) if self._download is not None else (bytes_of(room_for(item.size)), set())
 
     def _fetch(self, name: str, item: ItemManifest) -> Room:
         room, have = self._room(name, item)
-        hashed = 0
+        hashed, told = 0, 0
 
         def on_progress(*_: object) -> None:
-            nonlocal hashed
+            nonlocal hashed, told
+            if self._download is not None:
+                come = sum(transfer.taken.values())
+                self._download.bytes_come += come - told
+                told = come
             while hashed in have:
                 self._found.update(room[item.chunk(hashed)])
                 hashed += 1
             self._pin_again()
-            come = min(item.size, len(have) * item.chunk_bytes)
+            here = min(item.size, len(have) * item.chunk_bytes)
             given = {donor: size + transfer.taken[donor] for donor, size in self._taken.items()}
-            self._report(self._there + come, self._total, given)
+            self._report(self._there + here, self._total, given)
 
         transfer = Transfer(item, self._donors, self._transport, room, have)
         transfer.run(on_progress)

@@ -80,6 +80,7 @@ def restore(
             state = replay(point, vectors, journal, run, report)
             if state is not None:
                 return Origin(state, vectors, memory_of(journal, report), lineage_of(point, journal))
+            del vectors  # before an older one is read
     return None
 
 
