@@ -79,6 +79,8 @@ def compare(
         for place in (plain, forced):
             trainer, events = stack.enter_context(trainer_of(config, place))
             stack.enter_context(alone(trainer))
+            while not trainer.step_count:  # until its samples are leased
+                trainer.advance()
             loops.append((trainer, []))
             heard.append(events)
         for turn in range(blocks + WARM_UP):
