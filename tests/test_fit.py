@@ -14,7 +14,7 @@ from diloco.errors import DataError
 from diloco.launch.fleet import Plan
 from diloco.launch.mesh_processes import LIVES
 from diloco.model.accelerators import ACCELERATORS
-from diloco.plan.fit import RUNTIME, STATE, Need, least_need, shortage, shortage_here
+from diloco.plan.fit import RUNTIME, Need, least_need, shortage, shortage_here
 from diloco.plan.memory import memory_of
 from diloco.plan.plan import NO_LINE, Machine, make_plan
 from diloco.plan.profiles import Profile
@@ -56,7 +56,7 @@ def test_an_outer_state_on_the_device_is_counted_there():
     host, device = (
         least_need(WORK, config_of(outer=outer), "bf16", on_cpu=False, processes=1) for outer in ("host", "device")
     )
-    assert host.host - device.host == device.accelerator - host.accelerator == STATE * WORK.trained
+    assert host.host - device.host == device.accelerator - host.accelerator == 8 * WORK.trained
 
 
 def test_nothing_is_said_where_it_fits():
@@ -74,7 +74,7 @@ def test_nothing_is_said_where_it_fits():
         ({}, {"gpu": 100 * GIB, "islands": (4, 2)}, "are free: start fewer islands here"),
         ({}, {"host": 12 * GIB}, "set island.outer=device"),
         ({"outer": "device"}, {"host": 4 * GIB}, "take a smaller model"),
-        ({}, {"host": 60 * GIB, "islands": (2, 1)}, "2 islands take about .* start fewer islands here"),
+        ({}, {"host": 20 * GIB, "islands": (2, 1)}, "2 islands take about .* start fewer islands here"),
         ({}, {"on_cpu": True, "host": 60 * GIB}, "raise island.accumulate, up to 32"),
         ({"accumulate": 32}, {"on_cpu": True, "host": 30 * GIB}, "take a smaller model"),
     ],

@@ -246,6 +246,11 @@ class SyncConfig(Section):
         return self.every if isinstance(self.every, int) else GUESSED_STEPS
 
     @property
+    def trains_on(self) -> bool:
+        """Tell whether training goes on while a round is under way."""
+        return self.delay > 0 or self.apply == "eager"
+
+    @property
     def feeds_back(self) -> bool:
         """Tell whether what encoding loses is added to the next contribution."""
         return codec_named(self.codec).needs_feedback if self.feedback == "auto" else self.feedback == "on"

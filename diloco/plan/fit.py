@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config.schema import Config
 from diloco.errors import DilocoError
-from diloco.plan.memory import Memory, memory_of
+from diloco.plan.memory import FP32, Memory, memory_of
 from diloco.plan.predict import Workload
 from diloco.run.machine import TOGETHER, available_memory
 from diloco.units import counted, format_size
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # a plan needs no torch
 
 RUNTIME = {"cpu": 0.35 * 2**30, "cuda": 3e9}  # of a process: torch, its libraries, and CUDA's part in host memory
 LIVES = "TORCHELASTIC_RESTART_COUNT"  # how often the island's processes were restarted
-STATE = 12  # bytes of a parameter that island.outer=device moves to the leader's accelerator: vectors and an anchor
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,11 @@ def need_of(memory: Memory, trained: int, config: Config, *, on_cpu: bool, proce
     """Add up what an island takes, with so many of its processes on this machine."""
     if on_cpu:
         return Need(memory.host + processes * (memory.accelerator + RUNTIME["cpu"]), None)
-    moved = min(memory.host, STATE * trained) if config.island.outer == "device" else 0.0
-    return Need(memory.host - moved + processes * RUNTIME["cuda"], memory.accelerator + moved)
+    staged = FP32 * trained if config.sync.trains_on else 0.0  # what the island holds, copied while it trains on
+    vectors, runtime = memory.vectors + staged, processes * RUNTIME["cuda"]
+    if config.island.outer == "device":
+        return Need(memory.payloads + runtime, memory.accelerator + vectors)
+    return Need(memory.payloads + vectors + runtime, memory.accelerator)
 
 
 def least_need(work: Workload, config: Config, dtype: str, *, on_cpu: bool, processes: int) -> Need:

@@ -6,7 +6,6 @@ from diloco.config.schema import Config
 from diloco.plan.predict import Workload, phase_steps
 
 FP32 = 4
-KEPT_RESULTS = 1  # of the log: the others are read from its files
 KEPT_CONTRIBUTIONS_BYTES = 64 << 20  # of all fragments at most, in case that a heavier branch lacks them
 # Bytes of a token that a block keeps for its backward pass, for each unit of its width and of its feed-forward;
 # counted in our model. Then the logits of a token: as computed, in fp32, and their gradient.
@@ -18,13 +17,22 @@ COMPILED = 0.5  # of that is left where torch.compile fuses operations
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold the bytes that each accelerator needs, by use, and those that the host of the island's leader needs."""
+    """Hold the bytes that each accelerator needs, by use, and those that the host of the island's leader needs.
+
+    `vectors` lie on the leader's accelerator with `island.outer: device`.
+    """
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    host: float
+    vectors: float
+    payloads: float
+
+    @property
+    def host(self) -> float:
+        """Return the bytes on the leader's host: vectors of the outer state, and what is sent and received."""
+        return self.vectors + self.payloads
 
     @property
     def accelerator(self) -> float:
@@ -43,7 +51,8 @@ def memory_of(work: Workload, config: Config, dtype: str, *, islands: int, step_
         gradients=FP32 * work.trained / world,
         optimizer=FP32 * _inner_states(work, config.inner.optimizer) / world,
         activations=_activations(work, config, dtype) + (_bf16_copies(work, config) if dtype == "bf16" else 0.0),
-        host=_host(work, config, islands, step_s),
+        vectors=_vectors(work, config),
+        payloads=_payloads(work, config, islands, step_s),
     )
 
 
@@ -72,20 +81,22 @@ def _activations(work: Workload, config: Config, dtype: str) -> float:
     return tokens * (kept + LOGITS[dtype] * work.vocab) / island.tp
 
 
-def _host(work: Workload, config: Config, islands: int, step_s: float) -> float:
-    """Return the bytes that the leader keeps on its host.
-
-    They are: the outer state; the anchor that progress is measured from, and what was read from the accelerators; a cut
-    and a decoded mean of the largest fragment; what encoding lost; the contributions and results that are kept, and
-    what others have sent for one round.
-    """
+def _vectors(work: Workload, config: Config) -> float:
+    """Return the bytes of the outer state, of what encoding lost, and of an anchor of its own, which an island has that
+    trains on while a round is under way."""
     from diloco.train.optimizers import optimizer_named  # brings torch, which a plan of no CONFIG does without
 
-    sync, values = config.sync, work.trained
+    sync = config.sync
+    states = len(optimizer_named(config.outer.optimizer).vectors)
+    return FP32 * work.trained * (states + sync.trains_on + sync.feeds_back)
+
+
+def _payloads(work: Workload, config: Config, islands: int, step_s: float) -> float:
+    """Return the encoded bytes that the leader keeps of the largest fragment, its own contribution, what others send of
+    theirs and the result, and of contributions that another branch may lack."""
+    sync = config.sync
     counts = work.fragments(sync.fragments, sync.pattern)
-    vectors = len(optimizer_named(config.outer.optimizer).vectors) + 2 + (1 if sync.feeds_back else 0)
     encoded = [work.bytes_of(sync.codec, count, 2)[0] for count in counts]  # two send half a contribution, half a mean
     rounds = max(1.0, config.inner.steps / phase_steps(sync, step_s))  # of each fragment in the whole run
     kept = sum(min(KEPT_CONTRIBUTIONS_BYTES / len(encoded), size * rounds) for size in encoded)
-    results = KEPT_RESULTS * sum(encoded) / len(encoded)
-    return FP32 * (vectors * values + 2 * max(counts)) + (kept + results + max(encoded) if islands > 1 else 0.0)
+    return (2 + (islands - 1) / islands) * max(encoded) + (kept if islands > 1 else 0.0)

@@ -31,7 +31,7 @@ from diloco.train.rounds import Rounds
 def stages(place: ProcessMesh, sync: SyncConfig) -> bool:
     """Tell whether a cut copies what the island holds and works it out later: beside a GPU that trains on. Where
     training waits, and on a CPU, it is worked out at once, without a copy."""
-    return place.device.type == "cuda" and (sync.apply == "eager" or sync.delay > 0)
+    return place.device.type == "cuda" and sync.trains_on
 
 
 class Exchange:
@@ -43,7 +43,7 @@ class Exchange:
         self._names = names_of(self._shards.layout, fragments)
         self.fragments: Fragments = fragments
         self._staged, self._eager = stages(place, sync), sync.apply == "eager"
-        self._own = self._staged or self._eager or sync.delay > 0  # training goes on from an anchor of its own
+        self._own = sync.trains_on  # from an anchor of its own
         self._held: set[int] = set()  # fragments whose anchor is what the island holds, since their cut
         self._written: Callable[[], None] = lambda: None  # returns when the device no longer reads our vectors
         self._anchor: Anchor | None = None
@@ -53,7 +53,8 @@ class Exchange:
                 for fragment in range(len(fragments)):
                     rounds.session.apply_result(fragment)
                 replica = rounds.driver.replica
-                pinned = self._staged and replica.vectors["parameters"].device.type == "cpu"
+                on_host = replica.vectors["parameters"].device.type == "cpu"
+                pinned = self._staged and on_host and place.device.type == "cuda"
                 self._anchor = Anchor(replica, fragments, own=self._own, pinned=pinned)
                 self._local = self._anchor.empty() if self._staged else None
             self.start_again()
