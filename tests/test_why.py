@@ -71,6 +71,10 @@ SITUATIONS = {
         "elastic.silence_s=2; and rounds wait for it",
     ),
     "the majority": (QUORUM + "cut A | B C\nrun 20", "B", "A", "A is lost, last heard 20 s ago"),
+    "back, and nobody else is": (
+        "islands A B\npartition merge\nuntil A commits round 3\ncrash A\ncrash B\nstart B\nrun 6", "B", "",
+        "B has come back and looks for A, with whom it was last in a round",
+    ),
     "waiting for min_islands": (
         "islands A B\nmin 3\nrun 20", "A", "", "rounds wait for islands: 2 of the 3 that elastic.min_islands asks for "
         "are there. Start more, or lower it: diloco set RUN elastic.min_islands=2",

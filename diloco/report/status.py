@@ -39,6 +39,7 @@ STATES = {
 CAUSES = {  # why an island waits, as far as it knows
     "round": "for a round, or for those who have not come to it",
     "quorum": "too few members are heard to decide a round",
+    "returning": "it has come back, and looks for its last roster for `elastic.rejoin_s` before it goes on alone",
     "min_islands": "fewer islands are there than `elastic.min_islands`",
     "start_islands": "the first round waits for `elastic.start_islands`",
     "samples": "none are leased to it",

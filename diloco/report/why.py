@@ -105,6 +105,15 @@ def _is_known_missing(each: IslandStatus, missing: Sequence[str]) -> bool:
     return each.name in missing and each.state in ("silent", "ended")
 
 
+def _returning(facts: Facts, status: RunStatus) -> list[str]:
+    return [
+        f"{each.name} has come back and looks for {_listed(each.waiting_for)}, with whom it was last in a round: alone "
+        "it goes on elastic.rejoin_s after its start, so that nothing they have committed meanwhile is undone"
+        for each in status.islands
+        if each.cause == "returning"
+    ]
+
+
 def _too_few(facts: Facts, status: RunStatus) -> list[str]:
     waiting = [each for each in status.islands if each.cause in ("min_islands", "start_islands")]
     if not waiting:
@@ -225,7 +234,8 @@ def _samples(facts: Facts, status: RunStatus) -> list[str]:
 
 
 QUESTIONS: tuple[Callable[[Facts, RunStatus], list[str]], ...] = (
-    _quorum, _too_few, _excluded, _lost, _no_route, _catching_up, _disk, _slow_island, _link, _samples, _clock, _twins,
+    _quorum, _returning, _too_few, _excluded, _lost, _no_route, _catching_up, _disk, _slow_island, _link, _samples,
+    _clock, _twins,
 )  # fmt: skip
 AWAY = ("lost", "left", "ended", "evicted", "silent")
 
@@ -250,8 +260,8 @@ def _state(facts: Facts, status: RunStatus, each: IslandStatus) -> list[str]:
             return [_catching_sentence(status, each)]
         case "starting":
             return [f"{each.name} has not got the run's state yet: it is starting, or fetches it from members"]
-    if each.cause in ("quorum", "min_islands", "start_islands"):
-        return [sentence for ask in (_quorum, _too_few) for sentence in ask(facts, status)]
+    if each.cause in ("quorum", "returning", "min_islands", "start_islands"):
+        return [sentence for ask in (_quorum, _returning, _too_few) for sentence in ask(facts, status)]
     if not each.member:
         return [*_kept_out(facts, each), *_joining(facts, status, each)][:1]
     return []
@@ -409,7 +419,7 @@ def _lost_sentence(facts: Facts, status: RunStatus, each: IslandStatus) -> str:
     if each.heard_by:
         return _cut_sentence(status, each)
     how = f"{each.text}, for longer than elastic.silence_s={status.silence_s:g}" if "silent" in each.text else each.text
-    then = "and rounds wait for it" if status.own.cause == "quorum" else "rounds go on without it"
+    then = "and rounds wait for it" if status.own.cause in ("quorum", "returning") else "rounds go on without it"
     return f"{each.name} is lost, last heard {since}: {how or 'nothing is heard of it'}; {then}"
 
 

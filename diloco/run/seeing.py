@@ -120,6 +120,8 @@ def waits_for(node: Node, now: float) -> tuple[list[str], str]:
     present = [peer for peer in roster if peer == own.me or own.peers.hears(peer, now)]
     if own.needs_quorum and own.me in roster and not quorum(roster, present):
         return [peer for peer in roster if peer not in present], "quorum"
+    if not own.needs_quorum and now < own.rejoin_until and 2 * len(present) <= len(roster):
+        return [peer for peer in roster if peer not in present], "returning"
     if len(here - set(own.state.witnesses)) < options.min_islands:
         return [peer for peer in roster if peer not in here], "min_islands"
     if not own.state.updates and len(here) < options.start_islands and now < own.start_until:

@@ -403,6 +403,8 @@ class Member:
             self.own.last_contributors = frozenset(record.proposal.present)
             self.own.updated_at.append(now)
         decided = self.own.state.is_decided(record.proposal.amendment, stored_by)
+        if decided:  # whoever came back has found its roster: should that be lost now, it need not look for it first
+            self.own.rejoin_until = min(self.own.rejoin_until, now)
         if told and not decided and self._is_fresh(record):
             self.own.held = None  # should a latch lead back to this parent, there is nothing to adopt
         self.own.effects.append(msg.Append(record, stored_by, phases))
