@@ -60,7 +60,7 @@ TYPED = [
     "diloco key import second.key runs/second",
 ]
 SOAKED = [
-    "diloco simulate virtual --islands 1000 --link 100mbit,40ms --mtbf 1min",
+    "diloco simulate virtual --islands 100 --link 100mbit,40ms --mtbf 1min",
     "diloco bench codec --json",
     "diloco bench plan --json",
     "diloco bench checkpoint --json",

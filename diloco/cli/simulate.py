@@ -124,7 +124,7 @@ def protocol(
     sys.exit(1 if violations > (CUTS_MAY_STOP * seeds if campaign == "cuts" else 0) else 0)
 
 
-@simulate.command(epilog="Example: diloco simulate virtual --islands 1000 --link 100mbit,40ms --mtbf 1min")
+@simulate.command(epilog="Example: diloco simulate virtual --islands 100 --link 100mbit,40ms --mtbf 1min")
 def virtual(
     islands: Annotated[int, typer.Option(help="Number of islands, 2 to 10,000.")] = 1000,
     link: Annotated[str, typer.Option(help="Rate and one-way delay of each island.")] = "100mbit,40ms",
