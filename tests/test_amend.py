@@ -90,9 +90,9 @@ def test_where_nobody_owns_the_run_nobody_changes_it():
 )
 def test_a_state_from_a_peer_is_not_taken_if_somebody_else_has_amended_it(wrong):
     state = replace(STATE, amendments=(FIRST,))
-    assert FetchedState(state, {}, {}).of(OWNER).state == state
+    assert FetchedState(state, {}, "", {}).of(OWNER).state == state
     with pytest.raises(TransferFailed, match="somebody else than the run's owner"):
-        FetchedState(replace(state, **wrong), {}, {}).of(OWNER)
+        FetchedState(replace(state, **wrong), {}, "", {}).of(OWNER)
 
 
 # one node
