@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from streams import until
 from diloco.comm.peers.addressbook import refuse_taken
 from diloco.comm.peers.identity import Identity
 from diloco.comm.peers.ticket import Ticket
-from diloco.errors import ConfigError, DirectoryError, PeerRefused
+from diloco.errors import ConfigError, DirectoryError, JoinRefused, PeerRefused
+from diloco.run.join import Search, ask_members
 from diloco.run.local import Connection
 from diloco.run.machine import host_towards, listen_host
 from diloco.run.peer import REOPENINGS, REOPENINGS_S, Peer
@@ -151,3 +152,16 @@ def test_a_daemon_that_does_not_start_does_not_end_its_island(
     assert not peer._reopen() and "cannot be started again; rounds go on: it ended at once" in caplog.text
     peer.publish(60.0)
     peer.find_peers()
+
+
+def test_a_search_outlives_a_network_daemon_that_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Peer(tmp_path, ticket_in(tmp_path), Connection(), lonely=True)) as peer:
+
+        def refused(now: float) -> bool:
+            raise DirectoryError("the network failed: Connection refused. Try again")
+
+        monkeypatch.setattr(peer, "reach_lost", refused)
+        with pytest.raises(JoinRefused, match="Connection refused"):
+            ask_members(peer, lambda *_: "an answer", Search(0.1))

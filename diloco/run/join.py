@@ -204,7 +204,11 @@ def ask_members(
     began = published = time.monotonic()
     while (waited_s := time.monotonic() - began) < search.limit_s:
         search.report(waited_s, reason)
-        if peer.reach_lost(time.monotonic()) or time.monotonic() - published > PUBLISH_AGAIN_S:
+        try:
+            met = peer.reach_lost(time.monotonic())
+        except DirectoryError as error:  # its daemon may have ended just now, and is started again
+            met, reason = False, str(error)
+        if met or time.monotonic() - published > PUBLISH_AGAIN_S:
             reason = publish(peer) or reason  # somebody may have missed the first one
             published = time.monotonic()
         addresses = peer.find_peers()
@@ -216,7 +220,7 @@ def ask_members(
             try:
                 with peer.announced():
                     return question(first, {other: addresses[other] for other in members})
-            except (TransferFailed, TransportError, MessageRefused, ValueError) as error:
+            except (TransferFailed, TransportError, MessageRefused, DirectoryError, ValueError) as error:
                 reason = str(error)
             if come() > before:
                 began = time.monotonic()
