@@ -6,6 +6,7 @@ import torch
 from diloco.checkpoint.log.library import Library
 from diloco.checkpoint.log.replica import Replica
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.work import Owed
 from diloco.train.anchor import Anchor
 
 TWO = Fragments((((0, 2), (5, 6)), ((2, 5),)))
@@ -36,7 +37,7 @@ def parts(fragment: int, values: list[float]) -> list[tuple[int, int, torch.Tens
 
 
 def held(anchor: Anchor, fragment: int) -> list[float]:
-    return [value for lo, hi in TWO.ranges[fragment] for value in anchor.of(fragment)[lo:hi].tolist()]
+    return [value for ends in TWO.ranges[fragment] for value in anchor.read(fragment, *ends).tolist()]
 
 
 def test_where_training_waits_it_is_the_outer_parameters_themselves(replica):
@@ -56,6 +57,21 @@ def test_an_update_that_is_not_taken_in_yet_leaves_the_anchor_where_it_was(repli
     update(replica, 1)
     assert cut(anchor, 1, [2.0, 3.0, 4.0]) == [10.0, 10.0, 10.0]
     assert anchor.vector is None, "and what was copied is let go of"
+
+
+def test_it_lags_behind_the_outer_parameters_by_what_they_do_not_contain(replica):
+    anchor = Anchor(replica, TWO, own=False)
+    update(replica, 0)
+    first, second = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])
+    anchor.follow(0, Owed([lambda lo, hi: first[lo:hi], lambda lo, hi: second[lo:hi]]))
+    assert held(anchor, 0) == [99.0, 89.0, 82.0] and anchor.vector is None, "worked out where it is read"
+    assert anchor.differs(replica.vectors["parameters"])
+    update(replica, 0)
+    assert held(anchor, 0) == [99.0, 89.0, 82.0], "an update that is not taken in yet leaves it where it was"
+    assert anchor.whole().tolist() == [99.0, 89.0, 12.0, 13.0, 14.0, 82.0]
+    anchor.follow(0)
+    assert held(anchor, 0) == [210.0, 211.0, 215.0] and anchor.vector is not None
+    assert cut(anchor, 0, [0.0, 0.0, 0.0]) == [210.0, 211.0, 215.0]
 
 
 def test_an_update_in_the_middle_of_a_cut_changes_nothing_of_it(replica):

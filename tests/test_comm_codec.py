@@ -222,6 +222,9 @@ def test_bytes_do_not_depend_on_how_the_vector_is_cut(name):
         assert torch.equal(torch.cat(pieces), whole)
         decoded = [codec.decode(piece, hi - lo) for piece, (lo, hi) in zip(pieces, cuts, strict=True)]
         assert torch.equal(torch.cat(decoded), codec.decode(whole, len(values)))
+    for lo, hi in ((0, 1), (PAGE - 1, PAGE + 1), (PAGE, 4 * PAGE), (3 * PAGE + 5, len(values)), (7, len(values) - 7)):
+        part = codec.decode_part(whole, lo, hi, len(values))
+        assert torch.equal(part, codec.decode(whole, len(values))[lo:hi])
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -25,7 +25,7 @@ from diloco.elastic.runtime import driver, reducing
 from diloco.elastic.runtime.fetching import check_contains, fetch_state
 from diloco.elastic.runtime.reducing import Outcome, stall_after
 from diloco.elastic.runtime.restoring import Origin
-from diloco.elastic.runtime.work import PendingProgress, StepsDone
+from diloco.elastic.runtime.work import PendingProgress, Progress, StepsDone, parts_of
 from diloco.errors import MessageRefused
 
 
@@ -325,33 +325,33 @@ def test_a_driver_that_dies_is_noticed_by_its_trainer():
         islands[0].error = None
 
 
+def as_bytes(progress: Progress, hi: int) -> Tensor:
+    return torch.cat(list(parts_of(progress))).view(torch.uint8)
+
+
 def test_work_that_another_branch_lacks_is_owed_again():
-    work = PendingProgress(
-        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32)
-    )
+    work = PendingProgress(0, 1, as_bytes, lambda raw: raw.view(torch.float32))
     one, two, nothing = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.zeros(2)
     offer = work.cut(one, StepsDone(5, ((0, 4),)))()
     assert (offer.lo, offer.hi, offer.tokens) == (0, 1, 5)
     assert work.rebase(1) is None and work.mark == work.hi  # contained
     work.cut(two, StepsDone(7, ((4, 8),)))()
-    assert work.rebase(1).tolist() == [10.0, 20.0]  # not contained
+    assert work.rebase(1)(0, 2).tolist() == [10.0, 20.0]  # not contained
     assert work.rebase(2) is None
-    assert work.rebase(0).tolist() == [11.0, 22.0] and work.used(0) == ((0, 8),)  # a branch that has neither
+    assert work.rebase(0)(0, 2).tolist() == [11.0, 22.0] and work.used(0) == ((0, 8),)  # a branch that has neither
     late = work.cut(nothing, StepsDone(0, ()))()
     assert (late.lo, late.hi, late.tokens, late.late) == (0, 2, 12, True)
     assert work.payload(late).view(torch.float32).tolist() == [11.0, 22.0]
     smaller = work.cut(nothing, StepsDone(0, ()), usual_norm=late.norm / 4)()
     assert smaller.norm == pytest.approx(late.norm / 2)
     assert work.payload(smaller).view(torch.float32).tolist() == pytest.approx([5.5, 11.0])
-    assert work.rebase(1).tolist() == [10.0, 20.0]  # a branch that has the first only
+    assert work.rebase(1)(0, 2).tolist() == [10.0, 20.0]  # a branch that has the first only
     again = work.cut(nothing, StepsDone(0, ()))()
     assert (again.lo, again.hi) == (1, 2)
 
 
 def test_offers_tell_the_mean_loss_of_the_steps_behind_them():
-    work = PendingProgress(
-        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32)
-    )
+    work = PendingProgress(0, 1, as_bytes, lambda raw: raw.view(torch.float32))
     ones = torch.ones(2)
     assert work.cut(ones, StepsDone(8, ((0, 4),), 3, 2.0))().loss == 2.0
     assert work.cut(ones, StepsDone(8, ((4, 8),), 1, 6.0))().loss == 3.0
@@ -362,8 +362,8 @@ def test_with_error_feedback_late_pieces_are_joined_and_what_that_loses_comes_wi
     """Whole numbers only are sent: halves are lost, unless they come later."""
     residual, count = torch.zeros(2), 2
 
-    def whole(vector: Tensor, hi: int) -> Tensor:
-        return vector.floor().view(torch.uint8)
+    def whole(progress: Progress, hi: int) -> Tensor:
+        return torch.cat(list(parts_of(progress))).floor().view(torch.uint8)
 
     def encode(vector: Tensor, hi: int) -> Tensor:
         payload = whole(vector + residual, hi)
@@ -391,14 +391,14 @@ def test_with_error_feedback_late_pieces_are_joined_and_what_that_loses_comes_wi
 
 def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_path):
     work = PendingProgress(
-        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        0, 1, as_bytes, lambda raw: raw.view(torch.float32),
         keep_bytes=8, spill=tmp_path / "spilled",
     )  # fmt: skip
     for number in range(1, 4):
         work.cut(torch.tensor([float(number), 0.0]), StepsDone(5, ((number, number + 1),)))()
         assert work.rebase(number) is None  # contained
     assert len(list((tmp_path / "spilled").iterdir())) == 2  # of three pieces of 8 bytes
-    assert work.rebase(0).tolist() == [6.0, 0.0]  # a branch that has none of them
+    assert work.rebase(0)(0, 2).tolist() == [6.0, 0.0]  # a branch that has none of them
     assert work.rebase(3, settled=3) is None
     assert work.pieces == [] and list((tmp_path / "spilled").iterdir()) == []
 
@@ -407,7 +407,7 @@ def test_files_of_progress_leave_most_of_the_disk_to_others(tmp_path, monkeypatc
     free = {"bytes": 1000}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free["bytes"]))
     work = PendingProgress(
-        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        0, 1, as_bytes, lambda raw: raw.view(torch.float32),
         keep_bytes=0, spill=tmp_path / "spilled",
     )  # fmt: skip
     for number in range(1, 9):
@@ -425,7 +425,7 @@ def test_what_a_full_disk_has_taken_of_a_piece_is_removed_and_the_piece_forgotte
 
     monkeypatch.setattr(Path, "write_bytes", full)
     work = PendingProgress(
-        0, 1, lambda vector, hi: vector.clone().view(torch.uint8), lambda raw: raw.view(torch.float32),
+        0, 1, as_bytes, lambda raw: raw.view(torch.float32),
         keep_bytes=0, spill=tmp_path / "spilled",
     )  # fmt: skip
     for number in range(1, 3):

@@ -139,6 +139,11 @@ class Codec(ABC):
             self._add(payload, values, 1.0, fresh=True)
         return values
 
+    def decode_part(self, payload: Tensor, lo: int, hi: int, count: int) -> Tensor:
+        """Return the values from `lo` to `hi` of the `count` that a payload encodes: only their pages are decoded."""
+        first, end = lo // PAGE * PAGE, min(-(-hi // PAGE) * PAGE, count)
+        return self.decode(payload[self.bytes_of(first, end - first)], end - first)[lo - first : hi - first]
+
     def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
         """Add the decoded values to `into`, with each scale times `share` (as fp32) in place of the scale."""
         self._check(payload, len(into))

@@ -18,6 +18,7 @@ from diloco.island.parallel import held, overlap, slices
 AT_ONCE = 1 << 20  # values that a process by itself copies at a time on a CPU: they stay in the cache
 
 Part = tuple[int, int, Tensor]  # from, to in the flat vector, and the values there
+Source = Callable[[int, int], Tensor]  # the values from one place in the flat vector to another
 Rule = Callable[..., Tensor]  # (what is there, a value of each vector) -> what is there from now on, element by element
 
 
@@ -75,10 +76,11 @@ class Shards:
 
     @torch.no_grad()
     def start_update(
-        self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
+        self, rule: Rule, *vectors: Tensor | Source | None, names: Collection[str] | None = None
     ) -> Callable[[], None]:
-        """Change the parameters (or those named) in place, by a rule over the leader's vectors. Training continues with
-        them; the vectors must not change before the returned function has been called."""
+        """Change the parameters (or those named) in place, by a rule over the leader's vectors, whole or read stretch
+        by stretch. Training continues with them; the vectors must not change before the returned function has been
+        called."""
         self.settle()
         for bucket in self._buckets(names):
             parts = [self._spread(bucket, vector) for vector in vectors]
@@ -117,16 +119,17 @@ class Shards:
         dist.reduce(values.view(torch.int32), dst=0)
         return values
 
-    def _spread(self, bucket: Bucket, vector: Tensor | None) -> Tensor:
+    def _spread(self, bucket: Bucket, vector: Tensor | Source | None) -> Tensor:
         """Return the bucket's values on this process' device."""
         stretches = bucket.stretches()
-        if vector is not None and len(stretches) == 1:
-            values = vector[slice(*stretches[0])].to(self._place.device, non_blocking=True)
+        read: Source | None = (lambda lo, hi: vector[lo:hi]) if isinstance(vector, Tensor) else vector
+        if read is not None and len(stretches) == 1:
+            values = read(*stretches[0]).to(self._place.device, non_blocking=True)
         else:
             values = torch.empty(bucket.count, device=self._place.device)
-            if vector is not None:
+            if read is not None:
                 for (lo, hi), part in _cut(values, stretches):
-                    part.copy_(vector[lo:hi], non_blocking=True)
+                    part.copy_(read(lo, hi), non_blocking=True)
         if not self._place.alone:
             dist.broadcast(values, src=0)
         return values

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.errors import ConfigError, ModelError
-from diloco.island.flat import Rule, Shards
+from diloco.island.flat import Rule, Shards, Source
 from diloco.island.layout import Layout, fragments_of
 from diloco.island.mesh import ProcessMesh
 from diloco.island.parallel import held, reshard
@@ -35,7 +35,7 @@ class OwnShards(Shards):
         return read
 
     def start_update(
-        self, rule: Rule, *vectors: Tensor | None, names: Collection[str] | None = None
+        self, rule: Rule, *vectors: Tensor | Source | None, names: Collection[str] | None = None
     ) -> Callable[[], None]:
         """Change the parameters as `Shards` does, after FSDP has let go of what it gathered: those values are old."""
         reshard(self._module)

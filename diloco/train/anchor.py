@@ -1,12 +1,14 @@
 """Where an island's progress is measured from: the outer parameters as they were last taken.
 
 Where rounds go on beside training, the anchor is a vector of the island's own, which each cut moves to what the island
-holds. Where training waits for rounds it is the outer parameters themselves, without a copy. A fragment is copied only
-when an update comes before the island has taken the last one in (it is late), just before that changes them.
+holds. Where training waits for rounds it is the outer parameters themselves, less the island's progress that they do
+not contain, worked out from its bytes where it is read: without a copy. A fragment is copied only when an update comes
+before the island has taken the last one in (it is late), just before that changes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.island.flat import Part
+from diloco.elastic.runtime.work import Owed
+from diloco.island.flat import Part, Source
 
 
 class Anchor:
@@ -26,10 +29,11 @@ class Anchor:
         self._replica, self._fragments, self._own, self._pinned = replica, fragments, own, pinned
         self.vector: Tensor | None = None
         self._inside: set[int] = set()  # fragments whose anchor lies in the vector
+        self._owed: dict[int, Owed] = {}  # by fragment: progress that the outer parameters do not contain
         self._elsewhere: set[int] = set()  # was cut: it is what the island holds, and nothing was trained since
         if own:
             for fragment in range(len(fragments)):
-                self.move(fragment, self._outer)
+                self.follow(fragment)
         else:
             replica.before_change = self._preserve
 
@@ -41,30 +45,43 @@ class Anchor:
         """Return a vector like this one, with any values. Only what is written of it takes memory."""
         return torch.empty_like(self._outer, pin_memory=self._pinned)
 
-    def of(self, fragment: int) -> Tensor:
-        """Return the flat vector in which a fragment's anchor lies now."""
+    def read(self, fragment: int, lo: int, hi: int) -> Tensor:
+        """Return a fragment's anchor from one place in the flat vector to another."""
         if fragment in self._inside:
             assert self.vector is not None
-            return self.vector
+            return self.vector[lo:hi]
         assert fragment not in self._elsewhere
-        return self._outer
+        return self.outer(fragment, self._owed.get(fragment), lo, hi)
 
-    def follow(self, fragment: int) -> None:
-        """Move a fragment's anchor to the outer parameters."""
+    def outer(self, fragment: int, owed: Owed | None, lo: int, hi: int) -> Tensor:
+        """Return the outer parameters from one place to another, less the progress that they do not contain."""
+        outer = self._outer[lo:hi]
+        if owed is None:
+            return outer
+        first = self._fragments.place(fragment, lo)
+        return outer - owed(first, first + hi - lo).to(outer.device)
+
+    def follow(self, fragment: int, owed: Owed | None = None) -> None:
+        """Move a fragment's anchor to the outer parameters, less the progress that they do not contain."""
         if self._own:
-            self.move(fragment, self._outer)
-        else:
-            self._let_go(fragment)
+            self.move(fragment, partial(self.outer, fragment, owed))
+            return
+        self._let_go(fragment)
+        if owed is not None:
+            self._owed[fragment] = owed
 
-    def move(self, fragment: int, values: Tensor) -> None:
+    def move(self, fragment: int, values: Source) -> None:
         """Move a fragment's anchor to these values, in the vector."""
-        for lo, hi in self.leaves(fragment):
-            self._room(fragment)[lo:hi].copy_(values[lo:hi])
+        self.fill(fragment, ((lo, hi, values(lo, hi)) for lo, hi in self.leaves(fragment)))
 
     def fill(self, fragment: int, parts: Iterable[Part]) -> None:
         """Move a fragment's anchor to what comes in parts."""
+        if self.vector is None:
+            self.vector = self.empty()
         for lo, hi, values in parts:
-            self._room(fragment)[lo:hi].copy_(values)
+            self.vector[lo:hi].copy_(values)
+        self._forget(fragment)
+        self._inside.add(fragment)
 
     def cut(
         self, fragment: int, parts: Iterable[Part], preview: Callable[[int, Tensor], Tensor] | None = None
@@ -74,7 +91,7 @@ class Anchor:
         own_alone = self._own and preview is None
         for lo, hi, local in parts:
             with nullcontext() if own_alone else self._replica.reading():
-                anchor = self.of(fragment)[lo:hi]
+                anchor = self.read(fragment, lo, hi)
                 progress = anchor.to(local.device) - local
                 if self._own:
                     anchor.copy_(local if preview is None else preview(lo, progress))
@@ -85,17 +102,14 @@ class Anchor:
                 self._elsewhere.add(fragment)
 
     def _let_go(self, fragment: int) -> None:
-        self._elsewhere.discard(fragment)
-        self._inside.discard(fragment)
+        self._forget(fragment)
         if not self._inside:
             self.vector = None
 
-    def _room(self, fragment: int) -> Tensor:
-        if self.vector is None:
-            self.vector = self.empty()
+    def _forget(self, fragment: int) -> None:
         self._elsewhere.discard(fragment)
-        self._inside.add(fragment)
-        return self.vector
+        self._inside.discard(fragment)
+        self._owed.pop(fragment, None)
 
     def _preserve(self, changes: Ranges) -> None:
         """Copy those fragments which are about to change in the outer parameters."""
@@ -103,7 +117,7 @@ class Anchor:
             if fragment in self._inside or fragment in self._elsewhere:
                 continue
             if any(lo < end and start < hi for lo, hi in ranges for start, end in changes):
-                self.move(fragment, self._outer)
+                self.move(fragment, partial(self.read, fragment))
 
     def leaves(self, fragment: int) -> Iterator[tuple[int, int]]:
         """Yield the stretches of a fragment in the flat vector, none longer than a leaf."""
@@ -114,7 +128,7 @@ class Anchor:
     def differs(self, values: Tensor) -> bool:
         """Tell whether any fragment's anchor has other values than these."""
         return any(
-            not torch.equal(self.of(fragment)[lo:hi], values[lo:hi])
+            not torch.equal(self.read(fragment, lo, hi), values[lo:hi])
             for fragment in range(len(self._fragments))
             for lo, hi in self.leaves(fragment)
         )
@@ -123,7 +137,7 @@ class Anchor:
         """Return the anchor of all fragments as one vector."""
         for fragment in range(len(self._fragments)):
             if fragment not in self._inside:
-                self.move(fragment, self._outer)
+                self.move(fragment, partial(self.read, fragment))
         assert self.vector is not None
         return self.vector
 
@@ -136,4 +150,4 @@ class Anchor:
             if here:
                 self.follow(fragment)
             else:
-                self.move(fragment, saved)
+                self.fill(fragment, ((lo, hi, saved[lo:hi]) for lo, hi in self.leaves(fragment)))

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.session import Update
 from diloco.elastic.runtime.work import StepsDone
-from diloco.island.flat import Part, Shards
+from diloco.island.flat import Part, Shards, Source
 from diloco.island.layout import names_of
 from diloco.island.mesh import ProcessMesh
 from diloco.train.anchor import Anchor
@@ -138,30 +137,22 @@ class Exchange:
         if self._anchor is None or self.rounds is None:
             self._update(fragment, rule, *([None, None] if from_before else [None]))
             return
-        outer = self.rounds.driver.replica.vectors["parameters"]
-        new = outer
-        if update is not None and update.owed is not None:
-            new = self._anchor.empty()
-            for lo, hi, owed in self.fragments.pieces(update.owed, fragment):
-                torch.sub(outer[lo:hi], owed.to(outer.device), out=new[lo:hi])
+        owed = None if update is None else update.owed
+        before, new = partial(self._anchor.read, fragment), partial(self._anchor.outer, fragment, owed)
         if self._local is not None:  # the device reads these vectors while training goes on
             self._written()
             for lo, hi in self._anchor.leaves(fragment) if from_before else ():
-                self._local[lo:hi].copy_(self._anchor.of(fragment)[lo:hi])
-            self._anchor.move(fragment, new)
-            vectors: list[Tensor | None] = [self._anchor.of(fragment), self._local]
-            self._update(fragment, rule, *(vectors if from_before else vectors[:1]))
+                self._local[lo:hi].copy_(before(lo, hi))
+            self._anchor.follow(fragment, owed)
+            self._update(fragment, rule, *([before, self._local] if from_before else [before]))
             return
-        self._update(fragment, rule, *([new, self._anchor.of(fragment)] if from_before else [new]))
-        if new is outer:
-            self._anchor.follow(fragment)
-        else:
-            self._anchor.move(fragment, new)
+        self._update(fragment, rule, *([new, before] if from_before else [new]))
+        self._anchor.follow(fragment, owed)
 
-    def _anchor_of(self, fragment: int) -> Tensor | None:
-        return None if self._anchor is None else self._anchor.of(fragment)
+    def _anchor_of(self, fragment: int) -> Source | None:
+        return None if self._anchor is None else partial(self._anchor.read, fragment)
 
-    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | None) -> None:
+    def _update(self, fragment: int, rule: Callable[..., Tensor], *vectors: Tensor | Source | None) -> None:
         self._written = self._shards.start_update(rule, *vectors, names=self._names[fragment])
 
     @contextmanager
@@ -207,7 +198,8 @@ class Exchange:
         """Set the island's parameters to the anchor: for one that has just joined, the outer parameters."""
         with self._reading():
             for fragment in range(len(self.fragments)):
-                self._shards.write(self._anchor_of(fragment), self._names[fragment])
+                self._update(fragment, _replaced, self._anchor_of(fragment))
+                self._written()
 
 
 # How a result enters: what the island holds, the anchor, and where that was before.

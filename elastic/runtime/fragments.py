@@ -36,6 +36,10 @@ class Fragments:
         """Return the number of values in all fragments together."""
         return sum(self.counts)
 
+    def place(self, fragment: int, at: int) -> int:
+        """Return where a place in the flat vectors, which belongs to a fragment, lies within that."""
+        return sum(max(0, min(hi, at) - lo) for lo, hi in self.ranges[fragment])
+
     def pieces(self, values: Tensor, fragment: int, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """Yield lo, hi and the values that belong there in a full vector; `values` may begin at `start` only."""
         at = -start

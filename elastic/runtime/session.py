@@ -24,7 +24,15 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import DISK_SHARE, KEEP_BYTES, PendingProgress, Progress, StepsDone, parts_of
+from diloco.elastic.runtime.work import (
+    DISK_SHARE,
+    KEEP_BYTES,
+    Owed,
+    PendingProgress,
+    Progress,
+    StepsDone,
+    parts_of,
+)
 
 HEADS = 256  # whose marks are known
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop
@@ -35,7 +43,7 @@ class Update(NamedTuple):
     """Describe where a fragment is after its outer parameters were taken."""
 
     step: int  # the run's clock after the update that brought it there
-    owed: Tensor | None = None  # the sum of this island's progress up to its last cut that it does not contain
+    owed: Owed | None = None  # the sum of this island's progress up to its last cut that it does not contain
     owed_steps: int = 0  # and the inner steps behind that
 
 
@@ -94,6 +102,7 @@ class Session:
         work = partial(
             PendingProgress, fragment, node.incarnation, keep_bytes=keep_bytes, spill=self._spill, later=self._later,
             disk_share=DISK_SHARE / len(self.fragments), measure=partial(self.codec.norm, count=count),
+            decode_part=partial(self.codec.decode_part, count=count), count=count,
         )  # fmt: skip
         if feedback is None:
             return work(plain, decode)

@@ -7,10 +7,12 @@ Cuts are made by the trainer's thread; the encoding that an offer needs may run 
 """
 
 import logging
+import math
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +27,14 @@ MAX_PHASES = 2  # worth of late progress in one contribution
 MAX_NORM = 2.0  # times the last round's median
 CARRIED = (-1, -1)  # among the cuts of payloads: what is carried to the next one
 DISK_SHARE = 0.25  # of what is free: so much may files of contained pieces take
+AT_ONCE = 1 << 20  # values that are decoded together
 KEEP_BYTES = 64 << 20  # of pieces of all fragments that are contained, for the case that a heavier branch lacks them
 
 log = logging.getLogger(__name__)
 
 Progress = Tensor | Iterator[Tensor]  # whole, or in parts that are worked out once, in order
 Encode = Callable[[Progress, int], Tensor]
+Part = Callable[[int, int], Tensor]  # the values from one place to another
 
 
 class StepsDone(NamedTuple):
@@ -110,12 +114,26 @@ class EncodedCut:
                 self.file.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Owed:
+    """Read the sum of progress that a state does not contain, stretch by stretch: it never lies in memory whole."""
+
+    terms: Sequence[Part]
+
+    def __call__(self, lo: int, hi: int) -> Tensor:
+        """Return the values from one place in the fragment to another."""
+        total = self.terms[0](lo, hi)
+        for term in self.terms[1:]:
+            total = total + term(lo, hi)
+        return total
+
+
 class PendingProgress:
     """Keep this island's pieces of progress for one fragment, and make offers of those not contained yet.
 
-    `encode`, `decode` and `measure`, the norm of what bytes decode to, are the codec's; two late pieces are joined in
-    one offer. Contained pieces are kept until nothing can undo them; those beyond `keep_bytes` go to the folder
-    `spill`, written by `later` (another thread, say), or are lost where there is none.
+    `encode`, `decode`, `decode_part` and `measure`, the norm of what bytes decode to, are the codec's, for `count`
+    values; two late pieces are joined in one offer. Contained pieces are kept until nothing can undo them; those beyond
+    `keep_bytes` go to the folder `spill`, written by `later` (another thread, say), or are lost where there is none.
 
     With error feedback, joined pieces are encoded by `join` instead, and what that lost is handed to `on_loss` when the
     state contains them: whether a joined offer ever enters the log is not known before.
@@ -128,6 +146,8 @@ class PendingProgress:
         encode: Encode,
         decode: Callable[[Tensor], Tensor],
         *,
+        decode_part: Callable[[Tensor, int, int], Tensor] | None = None,
+        count: int = 0,
         join: Encode | None = None,
         on_loss: Callable[[Tensor], None] | None = None,
         measure: Callable[[Tensor], float] | None = None,
@@ -138,6 +158,7 @@ class PendingProgress:
     ) -> None:
         self.fragment, self.incarnation = fragment, incarnation
         self._decode, self._measure = decode, measure or (lambda raw: float(torch.linalg.vector_norm(decode(raw))))
+        self._decode_part, self._count = decode_part or (lambda raw, lo, hi: decode(raw)[lo:hi]), count
         self._encode, self._join, self._on_loss = self._measured(encode), self._measured(join or encode), on_loss
         self._keep_bytes, self._spill, self._disk_share, self._later = keep_bytes, spill, disk_share, later
         self._spilling: set[tuple[int, int]] = set()
@@ -182,11 +203,17 @@ class PendingProgress:
         return Offer(self.fragment, lo, hi, tokens, samples, encoded.norm, self.incarnation, late, steps, loss=loss)
 
     def _joined(self, late: list[EncodedCut], usual_norm: float) -> Encoded:
-        vector = self._sum(late)
-        norm = float(torch.linalg.vector_norm(vector))
+        norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in self._stretches(late)))
         scale = MAX_NORM * usual_norm / norm if usual_norm and norm > MAX_NORM * usual_norm else 1.0
         self._scales[late[0].lo, late[-1].hi] = scale
-        return self._join(vector * scale, late[-1].hi)
+        return self._join((part * scale for part in self._stretches(late)), late[-1].hi)
+
+    def _stretches(self, pieces: list[EncodedCut]) -> Iterator[Tensor]:
+        """Yield the sum of pieces, worked out stretch by stretch."""
+        total = Owed([self._reader(piece) for piece in pieces])
+        count = self._count or len(self._decode(pieces[0].encoded(self._encode).payload))
+        for lo in range(0, count, AT_ONCE):
+            yield total(lo, min(lo + AT_ONCE, count))
 
     def _measured(self, encode: Encode) -> Callable[[Progress, int], Encoded]:
         def measured(progress: Progress, hi: int) -> Encoded:
@@ -207,7 +234,7 @@ class PendingProgress:
         """Return the samples behind progress that a state with this mark does not contain."""
         return normal(part for piece in self.owed(mark) for part in piece.done.samples)
 
-    def rebase(self, mark: int, *, settled: int = 0, hole: tuple[int, Ranges] = (0, ())) -> Tensor | None:
+    def rebase(self, mark: int, *, settled: int = 0, hole: tuple[int, Ranges] = (0, ())) -> Owed | None:
         """Move to a state with this mark, as the island's parameters do, and return what it does not contain.
 
         That is the sum of the pieces owed; None if there are none. Every branch that may take its place contains what
@@ -228,9 +255,13 @@ class PendingProgress:
         self.mark = mark
         self._forget(settled=settled)
         self._load_oldest()
-        owed = [self._sum(pieces)] if (pieces := self.owed(mark)) else []
-        owed += [self.carried] if self.carried is not None else []
-        return sum(owed[1:], start=owed[0]) if owed else None
+        terms: list[Part] = [self._reader(piece) for piece in self.owed(mark)]
+        if self.carried is not None:
+            terms.append(partial(_cut, self.carried))
+        return Owed(terms) if terms else None
+
+    def _reader(self, piece: EncodedCut) -> Part:
+        return partial(self._decode_part, piece.encoded(self._encode).payload)
 
     def _load_oldest(self) -> None:
         """Add what is carried to the oldest piece that is owed, if there is one: no offer has begun with it yet."""
@@ -327,6 +358,10 @@ def _on_pages(vector: Tensor, pages: Ranges) -> Tensor:
 def parts_of(progress: Progress) -> Iterator[Tensor]:
     """Return progress in parts, in order."""
     return iter([progress]) if isinstance(progress, Tensor) else progress
+
+
+def _cut(values: Tensor, lo: int, hi: int) -> Tensor:
+    return values[lo:hi]
 
 
 def _sums(progress: Progress, more: Tensor) -> Progress:
