@@ -41,6 +41,7 @@ HARSH_ONCE_WRONG = [
     ("auto", 1397),  # one that could not get a result to store it ended the attempt of all
     ("quorum", 10394),  # every pair was kept apart, for no round came about that would end it
     ("quorum", 10228),  # one that did not hear whose bytes moved took over from the coordinator
+    ("merge", 61750),  # two signs of life in a row got lost, and the simulator counted nobody as suspected wrongly
     ("auto", 10347),  # one whose result was about to come led a round that was committed already
     ("auto", 786),  # of several that were late, rounds waited for one at a time, and one was late for ever
     ("quorum", 2773),  # what records without work took was counted as waiting, and nobody was waited for again

@@ -70,6 +70,7 @@ class Costs(ABC):
     exchange_s = 0.0  # about what an all-reduce takes
     slowest_write_s = 0.0  # what the slowest disk may take
     calm = False  # faults are over, and so are slow phases: how long rounds take is known
+    loses = False  # messages get lost or come late: one that is alive may be silent for too long
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline

@@ -24,6 +24,7 @@ class HarshChances(Chances):
         world = timeline.stream("harsh world")
         self.exchange_s = SILENCE_S * SHORTEST * (LONGEST / SHORTEST) ** world.random()
         self.loss, self.overtakes = world.choice(LOSSES), world.random() < 0.3
+        self.loses = self.overtakes or self.loss > 0
         self._lag = cache(lambda name: timeline.stream(f"disk {name}").choice(LAGS_S))
         self.slowest_write_s = 0.0  # of the disks that were written to
 

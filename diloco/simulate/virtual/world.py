@@ -386,6 +386,8 @@ class World:
                 self._write(
                     name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
                 )
+            case m.Note("lost", peer) if peer in self.lives and self.costs.loses:
+                self.calm = False  # its heartbeats were lost
             case m.Note("evicted", peer, _) if peer == name:
                 self.timeline.after(0, partial(self.crash, name))
             case m.Moved(switched):
