@@ -266,6 +266,11 @@ class MemoryCrew:
         tree = json.loads(config.model_dump_json(exclude_unset=True))
         tree["checkpoint"]["dir"] = str(root / FOUNDER)
         self._config.write_text(json.dumps(tree), encoding="utf-8")
+        sections = {section: tree.get(section, {}) for section in ("island", "checkpoint", "evaluate", "log")}
+        self._own = [  # of an island that joins, too: from the others it has the run's settings only
+            f"--set={section}.{key}={json.dumps(value)}"
+            for section, keys in sections.items() for key, value in keys.items() if key != "dir"
+        ]  # fmt: skip
 
     def _start(self, name: str, *arguments: str) -> None:
         child = self.children[name]
@@ -283,7 +288,7 @@ class MemoryCrew:
     def join(self, name: str) -> None:
         """Start an island that joins, or comes back."""
         where = ("--name", name, "--dir", str(self._root / name))
-        self._start(name, "join", str(self._root / FOUNDER / TICKET), *where)
+        self._start(name, "join", str(self._root / FOUNDER / TICKET), *where, *self._own)
 
     @property
     def round(self) -> int:

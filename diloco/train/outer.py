@@ -20,6 +20,7 @@ from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
+CHUNK_ON_GPU = 1 << 24  # so that it computes for longer than it takes to be told
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
@@ -76,8 +77,9 @@ def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor,
 def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Tensor]]:
     """Yield the values chunk by chunk, with the index where each begins: a whole vector would cost more in fresh memory
     than in decoding."""
-    for start in range(0, count, CHUNK):
-        size, first = min(CHUNK, count - start), start // PAGE * codec.size(PAGE)
+    chunk = _chunk(payload)
+    for start in range(0, count, chunk):
+        size, first = min(chunk, count - start), start // PAGE * codec.size(PAGE)
         yield start, codec.decode(payload[first : first + codec.size(size)], size)
 
 
@@ -88,12 +90,16 @@ def apply(
 
     `mean` may be a part of it, which begins with value `at`.
     """
-    optimizer = optimizer_named(settings.optimizer)
+    optimizer, chunk = optimizer_named(settings.optimizer), _chunk(mean)
     for lo, hi, gradient in fragments.pieces(mean, fragment, at):
-        for start in range(lo, hi, CHUNK):
-            part = slice(start, min(start + CHUNK, hi))
+        for start in range(lo, hi, chunk):
+            part = slice(start, min(start + chunk, hi))
             stretch = {name: vector[part] for name, vector in vectors.items()}
-            optimizer.step(stretch, gradient[start - lo :][:CHUNK], settings)
+            optimizer.step(stretch, gradient[start - lo :][:chunk], settings)
+
+
+def _chunk(values: Tensor) -> int:
+    return CHUNK if values.device.type == "cpu" else CHUNK_ON_GPU
 
 
 def preview(vectors: Mapping[str, Tensor], mean: Tensor, settings: Settings, at: int = 0) -> Tensor:
