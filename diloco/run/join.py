@@ -267,7 +267,8 @@ def remote_of(peer: LocalPeer, config: Config) -> Remote | None:
 def run_of(genesis: Genesis, config: Config, fragments: Fragments, device: torch.device = CPU) -> RunContext:
     """Build the context of a run, in which `snapshot_every` counts updates of fragments instead of rounds."""
     every = config.checkpoint.snapshot_every * len(fragments)
-    return RunContext(genesis.raw, genesis.digest, fragments, apply_record, every, device)
+    apply = partial(apply_record, device=device)
+    return RunContext(genesis.raw, genesis.digest, fragments, apply, every, device)
 
 
 def meet(stack: ExitStack, peer: LocalPeer, start: Start, part: Entrant, incarnation: int | None = None) -> Driver:

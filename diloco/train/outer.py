@@ -10,8 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import Codec
-from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.base import CPU, Codec
 from diloco.comm.codec.registry import codec_named
 from diloco.config.schema import Config, OuterConfig
 from diloco.elastic.protocol.record import Record, Settings
@@ -64,23 +63,26 @@ def outer_settings(config: Config, islands: int, number: int) -> Settings:
     return optimizer_named(config.outer.optimizer).settings(config.outer, *outer_pace(config, islands), number)
 
 
-def apply_record(vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments) -> None:
-    """Apply a committed update to the outer state; `payload` is the encoded mean of the contributions, on whatever
-    device: there it is decoded."""
+def apply_record(
+    vectors: Mapping[str, Tensor], record: Record, payload: Tensor, fragments: Fragments,
+    device: torch.device | None = None,
+) -> None:  # fmt: skip
+    """Apply a committed update to the outer state; `payload` is the encoded mean of the contributions. It is worked out
+    on a device, chunk by chunk, wherever the state lies; None: there."""
     proposal = record.proposal
     codec = codec_named(proposal.settings.result_codec)
-    device = vectors["parameters"].device
-    for start, mean in decoded(payload, fragments.counts[proposal.fragment], codec):
-        apply(vectors, fragments, proposal.fragment, mean.to(device), proposal.settings, start)
+    device = device or vectors["parameters"].device
+    for start, mean in decoded(payload, fragments.counts[proposal.fragment], codec, device):
+        apply(vectors, fragments, proposal.fragment, mean, proposal.settings, start)
 
 
-def decoded(payload: Tensor, count: int, codec: Codec) -> Iterator[tuple[int, Tensor]]:
-    """Yield the values chunk by chunk, with the index where each begins: a whole vector would cost more in fresh memory
-    than in decoding."""
-    chunk = _chunk(payload)
+def decoded(payload: Tensor, count: int, codec: Codec, device: torch.device = CPU) -> Iterator[tuple[int, Tensor]]:
+    """Yield the values chunk by chunk, on a device, with the index where each begins: a whole vector would cost more in
+    fresh memory than in decoding."""
+    chunk = _chunk(device)
     for start in range(0, count, chunk):
-        size, first = min(chunk, count - start), start // PAGE * codec.size(PAGE)
-        yield start, codec.decode(payload[first : first + codec.size(size)], size)
+        size = min(chunk, count - start)
+        yield start, codec.decode(payload[codec.bytes_of(start, size)].to(device), size)
 
 
 def apply(
@@ -90,16 +92,19 @@ def apply(
 
     `mean` may be a part of it, which begins with value `at`.
     """
-    optimizer, chunk = optimizer_named(settings.optimizer), _chunk(mean)
+    optimizer, chunk = optimizer_named(settings.optimizer), _chunk(mean.device)
     for lo, hi, gradient in fragments.pieces(mean, fragment, at):
         for start in range(lo, hi, chunk):
             part = slice(start, min(start + chunk, hi))
-            stretch = {name: vector[part] for name, vector in vectors.items()}
+            stretch = {name: vector[part].to(mean.device) for name, vector in vectors.items()}
             optimizer.step(stretch, gradient[start - lo :][:chunk], settings)
+            for name, vector in vectors.items():
+                if vector.device != mean.device:
+                    vector[part].copy_(stretch[name])
 
 
-def _chunk(values: Tensor) -> int:
-    return CHUNK if values.device.type == "cpu" else CHUNK_ON_GPU
+def _chunk(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
 
 
 def preview(vectors: Mapping[str, Tensor], mean: Tensor, settings: Settings, at: int = 0) -> Tensor:

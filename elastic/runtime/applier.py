@@ -228,7 +228,7 @@ class Applier:
         def change(vectors: Vectors) -> None:
             if record.proposal.contributions:
                 with beside_training(self.run.device, after=True):  # it may still read what changes
-                    self.run.apply(vectors, record, payload.to(self.run.device), self.run.fragments)
+                    self.run.apply(vectors, record, payload, self.run.fragments)
             self._announce(state)
 
         changed = self.run.fragments.ranges[record.proposal.fragment] if record.proposal.contributions else ()

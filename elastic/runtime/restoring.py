@@ -205,7 +205,7 @@ def replay(
         if payload is None or (until is not None and number > until):
             break
         if record.proposal.contributions:
-            run.apply(vectors, record, tensor_of(payload).to(run.device), fragments)
+            run.apply(vectors, record, tensor_of(payload), fragments)
         state = state.after(record)
         expected = journal.states.get(state.head.digest)
         if expected is not None and vectors_digest(vectors) != expected:
