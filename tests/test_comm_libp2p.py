@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +71,18 @@ def streams(a: Libp2pTransport, b: Libp2pTransport) -> tuple[Stream, Stream]:
 def send_for_ever(stream: Stream) -> None:
     while True:
         stream.send(1, payload=bytes(2**20))
+
+
+def test_a_daemon_that_has_ended_before_it_serves_streams_does_so_when_it_runs_again(
+    start: Start, tmp_path: Path
+) -> None:
+    a, identity = start("a"), Identity.load(tmp_path / "b")
+    with closing(Directory.start(identity, admitted(identity))) as directory:
+        kill_daemon(directory)
+        with closing(Libp2pTransport(directory)) as b:
+            b.allow([a.address()])
+            directory.reopen()
+            streams(a, b)
 
 
 @pytest.mark.parametrize("end", [kill_daemon, end_loop])

@@ -348,6 +348,7 @@ async def _open_node(
         if not options.relays:
             await p2p.add_binary_stream_handler(RELAY_PROTOCOL, _refuse)  # instead of p2pd's own, which no flag ends
         await asyncio.gather(*(_take_time(p2p, address.rpartition("/p2p/")[2]) for address in options.bootstrap))
+        await p2p.get_visible_maddrs(latest=True)  # p2pd may end before it is asked for them
         return await DHTNode.create(
             p2p=p2p,
             node_id=DHTID.generate(source=identity.public_key),

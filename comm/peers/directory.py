@@ -180,7 +180,7 @@ class Directory:
         except dht.FAILURES as error:
             raise DirectoryError(_why_not_open(options, error)) from error
         self.thread.at_end = lambda: dht.close_node(self._node)
-        self.addresses = tuple(str(address) for address in self.call(self.p2p.get_visible_maddrs(latest=True)))
+        self.addresses = tuple(map(str, self.thread.call(self.p2p.get_visible_maddrs(), CALL_TIMEOUT_S)))
         self._options = replace(options, listen_port=_port_of(self.addresses) or options.listen_port)
 
 

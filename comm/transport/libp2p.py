@@ -64,8 +64,9 @@ class Libp2pTransport(Accepting):
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._closed = False
         self._watching: Future[None] | None = None
-        directory.call(self._serve())
         directory.after_reopening(self._serve)
+        with suppress(DirectoryError):  # p2pd has ended: it serves them when it has been started again
+            directory.call(self._serve())
 
     @property
     def _p2p(self) -> Any:
