@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diloco.checkpoint.log.library import Library
-from diloco.checkpoint.log.replica import Replica, vectors_digest
-from diloco.checkpoint.log.room import FileRoom, bytes_of, fill
+from diloco.checkpoint.log.replica import Replica
+from diloco.checkpoint.log.room import FileRoom, bytes_of, check_of, fill
 from diloco.checkpoint.log.writing import PIECE
 
 VALUES = torch.randn(2 * PIECE // 4 + 5)
@@ -35,7 +35,7 @@ def written(room: FileRoom) -> FileRoom:
 
 def is_right(room: FileRoom) -> bool:
     vector = torch.empty_like(VALUES)
-    right = fill({"one": vector}, {"one": room}) == vectors_digest({"one": VALUES})
+    right = fill({"one": vector}, {"one": room}) == check_of({"one": bytes_of(VALUES)})
     return right and torch.equal(vector, VALUES) and room[3:17] == DATA[3:17]
 
 
@@ -78,8 +78,8 @@ def test_a_state_that_comes_back_with_other_bytes_is_not_taken_over(tmp_path):
     room[8:12] = memoryview(b"1234")
     replica = Replica({"parameters": torch.zeros_like(VALUES)}, Library(), "before", b"")
     with pytest.raises(OSError, match="with other bytes"):
-        replica.replace({"parameters": room}, vectors_digest({"parameters": VALUES}), "after", b"")
+        replica.replace({"parameters": room}, check_of({"parameters": bytes_of(VALUES)}), "after", b"")
     assert replica.version == "before"
     written(room)
-    replica.replace({"parameters": room}, vectors_digest({"parameters": VALUES}), "after", b"")
+    replica.replace({"parameters": room}, check_of({"parameters": bytes_of(VALUES)}), "after", b"")
     assert replica.version == "after" and torch.equal(replica.vectors["parameters"], VALUES)

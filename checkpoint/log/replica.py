@@ -61,14 +61,14 @@ class Replica:
             self.version, self.meta = version, meta
             self._lock.notify_all()
 
-    def replace(self, rooms: Mapping[str, Room], digest: str, version: str, meta: bytes) -> None:
+    def replace(self, rooms: Mapping[str, Room], check: str, version: str, meta: bytes) -> None:
         """Copy the bytes of another state's vectors over these, all at once: one that was fetched whole from peers.
 
-        Raise OSError if they are not what their digest says: the vectors are useless then.
+        Raise OSError if they are not what their check sum says: the vectors are useless then.
         """
         with self._lock:
             self._keep(((0, max(map(len, self.vectors.values()))),))
-            if fill(self.vectors, rooms) != digest:
+            if fill(self.vectors, rooms) != check:
                 raise OSError("a fetched state was read back from the disk with other bytes: start this island again")
             self.version, self.meta = version, meta
             self._lock.notify_all()

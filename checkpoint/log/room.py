@@ -1,6 +1,5 @@
 """Where a download goes: memory, or a file that a restart finds again."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from diloco.checkpoint.log.writing import PIECE
@@ -93,16 +93,25 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
+def check_of(rooms: Mapping[str, Room]) -> str:
+    """Return a check sum of all bytes, by name: what `fill` finds in them, too."""
+    check = xxhash.xxh3_64()
+    for _, room in sorted(rooms.items()):
+        for at in range(0, len(room), PIECE):
+            check.update(room[at : at + PIECE])
+    return check.hexdigest()
+
+
 def fill(vectors: Mapping[str, Tensor], rooms: Mapping[str, Room]) -> str:
-    """Copy the values of rooms into vectors on any device, piece by piece, and return the digest of what was copied:
+    """Copy the values of rooms into vectors on any device, piece by piece, and return the check sum of what was copied:
     a disk may give back other bytes than it gave when they were compared."""
-    digest = hashlib.sha256()
+    check = xxhash.xxh3_64()
     for name in sorted(vectors):
         vector, room = vectors[name], rooms[name]
         size = vector.element_size()
         for part in vector.split(PIECE // size):
             at = size * (part.storage_offset() - vector.storage_offset())
             raw = room[at : at + size * len(part)]
-            digest.update(raw)
+            check.update(raw)
             part.copy_(torch.frombuffer(raw, dtype=vector.dtype))
-    return digest.hexdigest()
+    return check.hexdigest()

@@ -183,7 +183,7 @@ class Applier:
 
         def work() -> None:
             with self.replica.reading(), beside_training(self.run.device, after=True):
-                self.replica.replace(snapshot.rooms, snapshot.digest, state.head.digest, self._meta(state))
+                self.replica.replace(snapshot.rooms, snapshot.check, state.head.digest, self._meta(state))
                 self._announce(state)
             self._take_snapshot(state)
 

@@ -15,8 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from diloco import errors
-from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.room import bytes_of
+from diloco.checkpoint.log.room import bytes_of, check_of
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.transfer.donor import Donor
 from diloco.comm.reduce.pages import PageStore
@@ -357,7 +356,7 @@ class Driver:
         def step(now: float) -> list[msg.Effect]:
             if self.node.member.undoing.is_wanted(digest):
                 rooms = {name: bytes_of(vector) for name, vector in origin.vectors.items()}
-                self._take_over(FetchedState(origin.state, rooms, vectors_digest(origin.vectors), {}))
+                self._take_over(FetchedState(origin.state, rooms, check_of(rooms), {}))
             return self.node.went_back(origin.state, now)
 
         self.post(step)

@@ -16,6 +16,7 @@ from random import sample
 from typing import TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from diloco.checkpoint.log.journal import Entry
@@ -62,14 +63,14 @@ class FetchedState:
 
     state: RunState
     rooms: Mapping[str, Room]  # in memory, or in files: copied into vectors with `fill`
-    digest: str  # of all vectors
+    check: str  # of all vectors, as `check_of` finds it
     donors: dict[str, int]  # bytes from each
 
     def vectors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return new vectors with its values; raise TransferFailed if the disk does not give back what it was given."""
         found = {name: torch.empty(len(room) // 4, device=device) for name, room in self.rooms.items()}
         try:
-            right = fill(found, self.rooms) == self.digest
+            right = fill(found, self.rooms) == self.check
         except OSError as error:
             raise TransferFailed(f"a fetched state cannot be read back: {error}") from None
         if not right:
@@ -256,7 +257,7 @@ class _Fetch:
         self._report, self._there = report, 0  # bytes of the vectors that are complete
         self._total = sum(4 * count for _, count in manifest.sizes)
         self._asked = time.monotonic()
-        self._found = hashlib.sha256()  # of all vectors
+        self._found, self._check = hashlib.sha256(), xxhash.xxh3_64()  # of all vectors
 
     def run(self) -> FetchedState | None:
         """Return the state, or None if its vectors are not what its digest says."""
@@ -273,7 +274,7 @@ class _Fetch:
             right = self._found.hexdigest() == digest.result().decode()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return FetchedState(self._manifest.state, rooms, self._found.hexdigest(), self._taken) if right else None
+        return FetchedState(self._manifest.state, rooms, self._check.hexdigest(), self._taken) if right else None
 
     def _room(self, name: str, item: ItemManifest) -> tuple[Room, set[int]]:
         return self._download.room(name, item) if self._download is not None else (bytes_of(room_for(item.size)), set())
@@ -289,7 +290,9 @@ class _Fetch:
                 self._download.bytes_come += come - told
                 told = come
             while hashed in have:
-                self._found.update(room[item.chunk(hashed)])
+                chunk = room[item.chunk(hashed)]
+                self._found.update(chunk)
+                self._check.update(chunk)
                 hashed += 1
             self._pin_again()
             here = min(item.size, len(have) * item.chunk_bytes)
