@@ -65,8 +65,10 @@ class Libp2pTransport(Accepting):
         self._closed = False
         self._watching: Future[None] | None = None
         directory.after_reopening(self._serve)
-        with suppress(DirectoryError):  # p2pd has ended: it serves them when it has been started again
+        try:
             directory.call(self._serve())
+        except DirectoryError as error:  # p2pd has ended: `reopen` serves them
+            log.warning("%s: no libp2p streams come in until p2pd is started again: %s", self.identity, error)
 
     @property
     def _p2p(self) -> Any:

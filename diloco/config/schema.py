@@ -121,7 +121,7 @@ class IslandConfig(Section):
         "auto", "compute type, parameters stay fp32; auto: bf16 on CUDA, fp32 on CPU"
     )
     outer: Literal["host", "device"] = key(
-        "host", "where the island keeps the outer state; device: its leader's GPU, which then encodes and applies too"
+        "host", "where the island keeps the outer state; device: its leader's GPU, which works it out in either case"
     )
     compile: bool = key(False, "torch.compile the model")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")

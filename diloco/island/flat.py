@@ -124,12 +124,14 @@ class Shards:
         stretches = bucket.stretches()
         read: Source | None = (lambda lo, hi: vector[lo:hi]) if isinstance(vector, Tensor) else vector
         if read is not None and len(stretches) == 1:
-            values = read(*stretches[0]).to(self._place.device, non_blocking=True)
+            source = read(*stretches[0])
+            values = source.to(self._place.device, non_blocking=source.is_pinned())
         else:
             values = torch.empty(bucket.count, device=self._place.device)
             if read is not None:
                 for (lo, hi), part in _cut(values, stretches):
-                    part.copy_(read(lo, hi), non_blocking=True)
+                    source = read(lo, hi)
+                    part.copy_(source, non_blocking=source.is_pinned())
         if not self._place.alone:
             dist.broadcast(values, src=0)
         return values

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
+from diloco.comm.codec.streams import beside_training
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.work import Owed
@@ -113,11 +114,12 @@ class Anchor:
 
     def _preserve(self, changes: Ranges) -> None:
         """Copy those fragments which are about to change in the outer parameters."""
-        for fragment, ranges in enumerate(self._fragments.ranges):
-            if fragment in self._inside or fragment in self._elsewhere:
-                continue
-            if any(lo < end and start < hi for lo, hi in ranges for start, end in changes):
-                self.move(fragment, partial(self.read, fragment))
+        with beside_training(self._outer.device, after=True):
+            for fragment, ranges in enumerate(self._fragments.ranges):
+                if fragment in self._inside or fragment in self._elsewhere:
+                    continue
+                if any(lo < end and start < hi for lo, hi in ranges for start, end in changes):
+                    self.move(fragment, partial(self.read, fragment))
 
     def leaves(self, fragment: int) -> Iterator[tuple[int, int]]:
         """Yield the stretches of a fragment in the flat vector, none longer than a leaf."""

@@ -17,7 +17,9 @@ from diloco.island.mesh import ProcessMesh, describe_device
 from diloco.units import counted
 
 OUTER = 12  # bytes of a parameter that `island.outer: device` will take from the leader's GPU
-SPARE = 512 << 20  # bytes of a GPU for what else will be there: buckets of parameters, logits in validation
+SPARE = (
+    512 << 20
+)  # bytes of a GPU for what else will be there: buckets of parameters, chunks of updates, logits in validation
 # in what torch raises besides OutOfMemoryError: where the system refuses memory, and where cuBLAS gets none
 REFUSALS = "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 

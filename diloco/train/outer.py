@@ -19,7 +19,7 @@ from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
-CHUNK_ON_GPU = 1 << 24  # so that it computes for longer than it takes to be told
+CHUNK_ON_GPU = 1 << 23  # so that it computes for longer than it takes to be told
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:

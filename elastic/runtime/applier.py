@@ -52,7 +52,7 @@ class RunContext:
     fragments: Fragments
     apply: Callable[[Vectors, Record, Tensor, Fragments], None]  # a committed update, into the outer state's vectors
     snapshot_every: int = 0  # updates; 0: only where there is no other way
-    device: torch.device = CPU  # on which results are decoded, and contributions added up
+    device: torch.device = CPU  # on which results are decoded and applied, and contributions added up
 
     def result_bytes(self, record: Record) -> int:
         """Return the size of a record's encoded result in bytes; 0 if it has no contributions."""

@@ -24,15 +24,7 @@ from diloco.elastic.protocol.state import RunState
 from diloco.elastic.protocol.wire import from_plain, to_plain
 from diloco.elastic.runtime.driver import Driver, check
 from diloco.elastic.runtime.fragments import Fragments
-from diloco.elastic.runtime.work import (
-    DISK_SHARE,
-    KEEP_BYTES,
-    Owed,
-    PendingProgress,
-    Progress,
-    StepsDone,
-    parts_of,
-)
+from diloco.elastic.runtime.work import DISK_SHARE, KEEP_BYTES, Owed, PendingProgress, Progress, StepsDone, parts_of
 
 HEADS = 256  # whose marks are known
 WAIT_S = 0.1  # how soon a waiting trainer sees that it is asked to stop

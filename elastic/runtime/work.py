@@ -116,7 +116,7 @@ class EncodedCut:
 
 @dataclass(frozen=True)
 class Owed:
-    """Read the sum of progress that a state does not contain, stretch by stretch: it never lies in memory whole."""
+    """Read the sum of progress that a state does not contain, stretch by stretch, from encoded pieces."""
 
     terms: Sequence[Part]
 

@@ -70,10 +70,10 @@ class Costs(ABC):
     exchange_s = 0.0  # about what an all-reduce takes
     slowest_write_s = 0.0  # what the slowest disk may take
     calm = False  # faults are over, and so are slow phases: how long rounds take is known
-    loses = False  # messages get lost or come late: one that is alive may be silent for too long
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.missed: dict[tuple[str, str], float] = {}  # when a sign of life last got lost or came late: from, to
 
     @abstractmethod
     def send(self, world: World, sender: str, to: str, message: Message) -> None:

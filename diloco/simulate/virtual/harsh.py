@@ -24,13 +24,14 @@ class HarshChances(Chances):
         world = timeline.stream("harsh world")
         self.exchange_s = SILENCE_S * SHORTEST * (LONGEST / SHORTEST) ** world.random()
         self.loss, self.overtakes = world.choice(LOSSES), world.random() < 0.3
-        self.loses = self.overtakes or self.loss > 0
         self._lag = cache(lambda name: timeline.stream(f"disk {name}").choice(LAGS_S))
         self.slowest_write_s = 0.0  # of the disks that were written to
 
     def send(self, world: World, sender: str, to: str, message: Message) -> None:
         """Lose some messages, and let some overtake others; a few heartbeats come very late."""
         chance = self._chance(f"harsh {sender}{to}")
+        if isinstance(message, Heartbeat) and (chance < self.loss or (self.overtakes and chance > 0.9)):
+            self.missed[sender, to] = self.timeline.now
         if chance < self.loss and not self.calm:
             return
         if self.overtakes and chance > 0.9:

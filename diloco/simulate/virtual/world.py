@@ -27,6 +27,7 @@ from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.trainer import USUAL, Input, SyncPace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
 
+SEEN_LATE_S = 10.0  # so long after a sign of life got lost, its sender may be thought lost for that
 KEEP_RECORDS = 16  # who lacks more takes the whole state
 GENESIS = hashlib.sha256(b"genesis").hexdigest()
 
@@ -386,8 +387,8 @@ class World:
                 self._write(
                     name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
                 )
-            case m.Note("lost", peer) if peer in self.lives and self.costs.loses:
-                self.calm = False  # its heartbeats were lost
+            case m.Note("lost", peer) if peer in self.lives and (missed := self.costs.missed.get((peer, name))):
+                self.calm = self.calm and self.now - missed > SEEN_LATE_S
             case m.Note("evicted", peer, _) if peer == name:
                 self.timeline.after(0, partial(self.crash, name))
             case m.Moved(switched):
