@@ -42,8 +42,7 @@ def says(expected: str, *words: object) -> str:
 
 def healthy(folder: Path, *islands: Island) -> str:
     assert wait_until(lambda: together(list(islands)), 120)
-    slow = r"island-\d is slow: it trains "  # so it may be for a while, where other tests take its processor
-    return says(f"^(nothing holds the run up: {len(islands)} islands at work, a round takes |{slow})", folder)
+    return says(f"^nothing holds the run up: {len(islands)} islands at work, a round takes ", folder)
 
 
 def row_of(island: str, folder: Path) -> str:
@@ -148,7 +147,7 @@ def test_of_two_islands_with_one_key_the_one_that_came_later_ends_and_the_first_
     twin = r"another island has this one's key, and takes part as {} from [\d.]+:\d+"
     with open_islands(tmp_path, CALM) as start:
         founder, first = start(1), start(2)
-        healthy(tmp_path, founder, first)
+        assert wait_until(lambda: together([founder, first]), 120)
         key = tmp_path / "moved.key"
         diloco("key", "export", first.folder, key)
         diloco("key", "import", key, tmp_path / "island-3")

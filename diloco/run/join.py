@@ -206,7 +206,7 @@ def ask_members(
         search.report(waited_s, reason)
         try:
             met = peer.reach_lost(time.monotonic())
-        except DirectoryError as error:  # its daemon may have ended just now, and is started again
+        except DirectoryError as error:  # its daemon may have ended just now: others are visited without it
             met, reason = False, str(error)
         if met or time.monotonic() - published > PUBLISH_AGAIN_S:
             reason = publish(peer) or reason  # somebody may have missed the first one
