@@ -1,8 +1,10 @@
 """A member is lost late in an exchange: its contribution counts, but for pages whose bytes never left it."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +13,19 @@ from torch import Tensor
 
 from diloco.comm.codec.noise import PAGE, NoiseKey
 from diloco.comm.codec.registry import CODECS
+from diloco.comm.reduce.allreduce import CHUNK_NUMBER, RESULT
 from diloco.comm.reduce.pages import PageStore
 from diloco.comm.transport.link import Link
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.shaped import ShapedTransport
+from diloco.comm.transport.transport import Stream, Transport
 from diloco.elastic.protocol.messages import Begin, Received
 from diloco.elastic.protocol.ranges import minus, normal, size
 from diloco.elastic.protocol.record import Ballot, Contribution, Hole, Key, Offer, Proposal, Settings
 from diloco.elastic.protocol.salvage import attempt_with
 from diloco.elastic.runtime.reducing import Attempt, Outcome, plan_of, reduction_of
 from diloco.elastic.runtime.work import PendingProgress, Progress, StepsDone, parts_of
-from diloco.errors import PlanRefused, RecordInvalid
+from diloco.errors import PeerLost, PlanRefused, RecordInvalid
 
 MEMBERS = ("a", "b", "c", "d")
 WEIGHTS = (1, 2, 3, 4)
@@ -46,6 +50,29 @@ def encoded(member: str) -> Tensor:
     return CODEC.encode(vector, NoiseKey(1, 0, member))
 
 
+class Stuck:
+    """A transport on which the last mean of its member never leaves: there is always a hole."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.lost = inner, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def connect(self, *args: Any, **options: Any) -> Stream:
+        stream = self.inner.connect(*args, **options)
+        send = stream.send
+
+        def send_but_the_last_mean(kind: int, head: bytes, payload: Any) -> None:
+            if kind == RESULT and head == CHUNK_NUMBER.pack(CHUNKS - 1):
+                self.lost.wait()
+                raise PeerLost("lost")
+            send(kind, head, payload)
+
+        stream.send = send_but_the_last_mean  # type: ignore[method-assign, assignment]
+        return stream
+
+
 class Exchange:
     """Real all-reduces of four members over links that take a while, and what each keeps of them."""
 
@@ -53,7 +80,9 @@ class Exchange:
         network = MemoryNetwork()
         bare = {name: network.transport(name) for name in MEMBERS}
         self.addresses = {name: transport.address() for name, transport in bare.items()}
-        self.transports = {name: ShapedTransport(transport, Link(4e7, 4e7)) for name, transport in bare.items()}
+        self.transports: dict[str, Transport] = {
+            name: ShapedTransport(transport, Link(4e7, 4e7)) for name, transport in bare.items()
+        }
         self.pages = {name: PageStore() for name in MEMBERS}
 
     def start(self, asked: Begin) -> dict[str, tuple[Attempt, list[Outcome]]]:
@@ -67,14 +96,19 @@ class Exchange:
         return attempts
 
     def lose(self, asked: Begin, chunks: int) -> dict[str, tuple[Received, ...]]:
-        """Run an attempt until one member has received so many chunks, and is lost; return what the others report."""
+        """Lose a member when it has so many chunks and the others all of its contribution; return what they report."""
+        stuck = self.transports[LOST] = Stuck(self.transports[LOST])
         attempts = self.start(asked)
+        lost = attempts.pop(LOST)
         until = time.monotonic() + 60
-        while attempts[LOST][0].received < chunks:
+        while lost[0].received < chunks or any(
+            attempt.reduction.level.progress[LOST].received_chunks < CHUNKS for attempt, _ in attempts.values()
+        ):
             assert time.monotonic() < until
             time.sleep(0.001)
-        attempts[LOST][0].cancel()
-        return {name: outcome.kept for name, outcome in self.ends(attempts).items() if name != LOST}
+        lost[0].cancel()
+        stuck.lost.set()
+        return {name: outcome.kept for name, outcome in self.ends(attempts).items()}
 
     @staticmethod
     def ends(attempts: dict[str, tuple[Attempt, list[Outcome]]]) -> dict[str, Outcome]:
@@ -113,7 +147,8 @@ def result_of(rest: Begin, exchange: Exchange) -> dict[str, Outcome]:
     return outcomes
 
 
-LATE = 3 * len(plan_of(begin(), COUNT).chunks(2)) + 4  # chunks: all contributions, and some means
+CHUNKS = len(plan_of(begin(), COUNT).chunks(2))  # of each member
+LATE = 3 * CHUNKS + 4  # all contributions, and some means
 
 
 def test_the_next_attempt_counts_the_lost_member_and_sends_little():
@@ -143,9 +178,11 @@ def test_a_member_that_has_no_page_of_the_lost_one_ends_the_attempt(name):
     rest = attempt_with(begin(), LOST, exchange.lose(begin(), LATE), ())
     assert rest is not None
     exchange.pages[name] = PageStore()
-    outcomes = exchange.ends(exchange.start(replace(rest, ballot=Ballot(1, "a", 1))))
-    assert not any(outcome.payload for outcome in outcomes.values())
-    assert "pages of c are not here any more" in outcomes[name].reason
+    attempts = exchange.start(replace(rest, ballot=Ballot(1, "a", 1)))
+    assert "pages of c are not here any more" in exchange.ends({name: attempts[name]})[name].reason
+    for attempt, _ in attempts.values():
+        attempt.cancel()
+    assert not any(outcome.payload for outcome in exchange.ends(attempts).values())
 
 
 def reports(*means: tuple[int, int], whole: bool = True) -> dict[str, tuple[Received, ...]]:
