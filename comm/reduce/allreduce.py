@@ -293,9 +293,8 @@ class Reduction:
         lacking = list[Span]()
         for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
             room = self.result[plan.result_bytes_of(chunk)]
-            there = (
-                [] if plan.is_in_hole(chunk) else kept
-            )  # an earlier attempt may have left means with the lost member
+            # in a hole, an earlier attempt may have left means with the lost member
+            there = [] if plan.is_in_hole(chunk) else kept
             copied = [part for part in copy_parts(there, chunk, plan.result_codec, room) if self._is_good(part)]
             self._got[self.me] += copied
             lacking += without(chunk, copied)

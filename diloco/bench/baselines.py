@@ -1,6 +1,7 @@
 """Measure what we are compared with, on the same vectors and machine: hivemind's averager and gloo's all-reduce.
 
-Each peer is a process with one thread for tensors. A result that is not the average is an error, never a time.
+Each peer is a process with one thread for tensors. A result that is not the average is never a time: it is an error,
+or hivemind's, which happens, is counted and tried again.
 """
 
 import multiprocessing
@@ -24,6 +25,7 @@ STAGE_LOOK_S = 0.002
 # of standard normal values: fp16 is off by 0.006 at most, without one of 16 peers the average is off by 0.2
 FP16_ERROR_LIMIT = 0.02
 FP32_ERROR_LIMIT = 1e-5
+MOST_WRONG = 4  # averages of hivemind's, one after the other
 
 
 def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, Any]:
@@ -35,9 +37,8 @@ def hivemind_seconds(peers: int, count: int, *, repeats: int = 3) -> dict[str, A
         "allreduce_seconds": median(_slowest(rounds, "allreduce_seconds")),
         "seconds_of_each": _slowest(rounds, "seconds"),
         "max_error": max(_slowest(rounds, "error")),
+        "wrong_results": sum(_slowest(rounds, "wrong")),
         "compression": "fp16",
-        "min_matchmaking_time": MATCHMAKING_S,
-        "request_timeout": REQUEST_S,
     }
 
 
@@ -114,7 +115,7 @@ def _average_by_hivemind(peer: BenchPeer, count: int, repeats: int, folder: str)
     dht = _join_dht(peer)
     averager = _start_averager(peer, dht, own.clone())
     try:
-        return [_step_once(peer, averager, own, expected) for _ in range(repeats)]
+        return [_average_right(peer, averager, own, expected) for _ in range(repeats)]
     finally:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hivemind ends its own processes with tracebacks
         averager.shutdown()
@@ -145,6 +146,15 @@ def _start_averager(peer: BenchPeer, dht: Any, vector: Tensor) -> Any:
     )  # fmt: skip
 
 
+def _average_right(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) -> dict[str, float]:
+    """Average until all peers have the average: hivemind now and then gives one of them something else."""
+    for wrong in range(MOST_WRONG):
+        row = _step_once(peer, averager, own, expected)
+        if max(peer.exchange(row["error"])) <= FP16_ERROR_LIMIT:
+            return row | {"wrong": wrong}
+    raise ArithmeticError(f"hivemind: {MOST_WRONG} results in a row are not the average")
+
+
 def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) -> dict[str, float]:
     """Average once, from the same vector as before; raise RuntimeError if a peer was left out."""
     with averager.get_tensors() as (vector,):
@@ -157,7 +167,7 @@ def _step_once(peer: BenchPeer, averager: Any, own: Tensor, expected: Tensor) ->
         if group is None or len(group) != peer.count:
             raise RuntimeError(f"hivemind averaged {len(group or ())} peers instead of {peer.count}")
     with averager.get_tensors() as (vector,):
-        return row | {"error": check_average(vector, expected, FP16_ERROR_LIMIT)}
+        return row | {"error": (vector - expected).abs().max().nan_to_num(torch.inf).item()}
 
 
 def _watch_for_allreduce(step: Any) -> float:
