@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import torch
+
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth
 from diloco.config.schema import Config, DataConfig
@@ -19,7 +21,8 @@ def workload_of(config: Config) -> Workload:
     vocab = 1 if config.model.hf else config.model.vocab or data_vocab(config.data)
     sequence = config.data.sequence
     model = config.model.model_copy(update={"weights": "fresh"})  # its config is enough
-    network = build_network(model, data_vocab=vocab, sequence=sequence, seed=config.seed)
+    with torch.device("meta"):  # a long sequence has a table of gigabytes
+        network = build_network(model, data_vocab=vocab, sequence=sequence, seed=config.seed)
     module = network.module
     layout = Layout.of_module(module)
 
