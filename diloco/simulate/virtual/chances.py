@@ -104,8 +104,9 @@ class Chances(Costs):
         return 0.9 + 0.2 * self._chance(what)
 
     def reduce_s(self, begin: Begin) -> list[float]:
-        """Draw for each member how long the all-reduce takes it: 0.2 to 1.2 s."""
-        return [0.2 + self._chance(f"reduce {member}") for member in begin.members]
+        """Draw for each member how long the all-reduce takes it: 0.2 to 1.2 s, or about what an exchange takes."""
+        scale, least, more = (self.exchange_s, 0.9, 0.2) if self.exchange_s else (1.0, 0.2, 1.0)
+        return [scale * (least + more * self._chance(f"reduce {member}")) for member in begin.members]
 
     def failure_s(self, *, first: bool) -> float:
         """Draw when a member learns of a failed all-reduce; the one that noticed it knows almost at once."""

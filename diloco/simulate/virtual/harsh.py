@@ -30,11 +30,12 @@ class HarshChances(Chances):
     def send(self, world: World, sender: str, to: str, message: Message) -> None:
         """Lose some messages, and let some overtake others; a few heartbeats come very late."""
         chance = self._chance(f"harsh {sender}{to}")
-        if isinstance(message, Heartbeat) and (chance < self.loss or (self.overtakes and chance > 0.9)):
+        is_lost, is_late = chance < self.loss and not self.calm, self.overtakes and chance > 0.9
+        if isinstance(message, Heartbeat) and (is_lost or is_late):
             self.missed[sender, to] = self.timeline.now
-        if chance < self.loss and not self.calm:
+        if is_lost:
             return
-        if self.overtakes and chance > 0.9:
+        if is_late:
             delay = SILENCE_S * (10 * (chance - 0.9)) ** 2
             self.timeline.after(delay, partial(world.deliver, sender, to, message))
         else:
@@ -59,10 +60,6 @@ class HarshChances(Chances):
         """Draw what catching up takes: about as long as an exchange."""
         return 0.1 + self.exchange_s * (0.3 + self._chance("catch up"))
 
-    def reduce_s(self, begin: Begin) -> list[float]:
-        """Draw for each member how long the all-reduce takes it, within 10 % of each other."""
-        return [self.exchange_s * (0.9 + 0.2 * self._chance(f"reduce {member}")) for member in begin.members]
-
 
 class SteadyChances(Chances):
     """Draw the times of a usual disaster, but let exchanges, and what is said of disks, take as long as is given."""
@@ -82,12 +79,6 @@ class SteadyChances(Chances):
     def group(self, begin: Begin, member: str) -> set[str]:
         first = begin.members.index(member) // 2 * 2
         return set(begin.members[first : first + 2])
-
-    def reduce_s(self, begin: Begin) -> list[float]:
-        """Draw for each member how long the all-reduce takes it, within 10 % of each other."""
-        if not self.exchange_s:
-            return super().reduce_s(begin)
-        return [self.exchange_s * (0.9 + 0.2 * self._chance(f"reduce {member}")) for member in begin.members]
 
     def fetch_s(self) -> float:
         return super().fetch_s() + 0.5 * self.exchange_s

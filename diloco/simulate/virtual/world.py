@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from math import inf
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -27,7 +28,8 @@ from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.trainer import USUAL, Input, SyncPace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
 
-SEEN_LATE_S = 10.0  # so long after a sign of life got lost, its sender may be thought lost for that
+SEEN_LATE_S = 10.0  # so long after signs of life came again, their sender may be left out of a round
+SEEMS_GONE = 0.95  # times silence_s: an island's clock may be fast
 KEEP_RECORDS = 16  # who lacks more takes the whole state
 GENESIS = hashlib.sha256(b"genesis").hexdigest()
 
@@ -105,6 +107,8 @@ class World:
         self.observers: list[Watcher] = []  # of what is done
         self.commits = 0
         self.amendments = 0  # of the owner so far
+        self._heard: dict[Pair, float] = {}  # when something last came
+        self._silenced: dict[Pair, float] = {}  # when that ended which had made a sender seem gone
         self._unreliable: set[str] = set()  # crashed, stopped or cut off at some time
         self._crash_after: dict[str, int] = {}  # effects until then
 
@@ -301,7 +305,15 @@ class World:
         """Hand a message to its receiver, unless the way is cut or it is dead."""
         if (sender, to) not in self.cut and (life := self.lives.get(to)) is not None:
             life.heard = life.heard or not isinstance(message, m.Heartbeat)
+            if self._is_silenced((sender, to)):
+                self._silenced[sender, to] = self.now
+            self._heard[sender, to] = self.now
             self.enter(to, lambda node, now: node.receive(sender, message, now))
+
+    def _is_silenced(self, pair: Pair) -> bool:
+        """Tell whether a sender seems gone: nothing has come for so long, and signs of life got lost since."""
+        heard = self._heard.get(pair, 0.0)
+        return self.now - heard > SEEMS_GONE * self.options.silence_s and self.costs.missed.get(pair, -1.0) >= heard
 
     def _tick(self, name: str, life: Life) -> None:
         """Give an island its ticks, for as long as this life lasts."""
@@ -387,8 +399,9 @@ class World:
                 self._write(
                     name, life, self.costs.write_s(name), partial(self._stored, name, life, 1, self.disks[name].log)
                 )
-            case m.Note("lost", peer) if peer in self.lives and (missed := self.costs.missed.get((peer, name))):
-                self.calm = self.calm and self.now - missed > SEEN_LATE_S
+            case m.Note("lost", peer) if peer in self.lives:
+                ended = self.now if self._is_silenced((peer, name)) else self._silenced.get((peer, name), -inf)
+                self.calm = self.calm and self.now - ended > SEEN_LATE_S
             case m.Note("evicted", peer, _) if peer == name:
                 self.timeline.after(0, partial(self.crash, name))
             case m.Moved(switched):
