@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
 from diloco.comm.codec.streams import beside_training
-from diloco.elastic.protocol.ranges import Ranges
+from diloco.elastic.protocol.ranges import Ranges, both
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.work import Owed
 from diloco.island.flat import Part, Source
@@ -104,7 +104,9 @@ class Anchor:
 
     def _let_go(self, fragment: int) -> None:
         self._forget(fragment)
-        if not self._inside:
+        if not self._inside and self.vector is not None:
+            if self.vector.is_cuda:  # it may come from another stream, which must not have it while this one reads it
+                self.vector.record_stream(torch.cuda.current_stream(self.vector.device))
             self.vector = None
 
     def _forget(self, fragment: int) -> None:
@@ -114,12 +116,11 @@ class Anchor:
 
     def _preserve(self, changes: Ranges) -> None:
         """Copy those fragments which are about to change in the outer parameters."""
-        with beside_training(self._outer.device, after=True):
-            for fragment, ranges in enumerate(self._fragments.ranges):
-                if fragment in self._inside or fragment in self._elsewhere:
-                    continue
-                if any(lo < end and start < hi for lo, hi in ranges for start, end in changes):
-                    self.move(fragment, partial(self.read, fragment))
+        kept = self._inside | self._elsewhere
+        about = [at for at, own in enumerate(self._fragments.ranges) if at not in kept and both(own, changes)]
+        with beside_training(self._outer.device, after=True) if about else nullcontext():
+            for fragment in about:
+                self.move(fragment, partial(self.read, fragment))
 
     def leaves(self, fragment: int) -> Iterator[tuple[int, int]]:
         """Yield the stretches of a fragment in the flat vector, none longer than a leaf."""
