@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = "/diloco/stream/1"
 HANDSHAKE_S = 10.0
+P2PD_ENDS_S = 1.0  # from its broken connection to its exit code
 MAX_HANDSHAKES = 256  # at the same time, of peers that may connect; strangers get no thread at all
 SOCKET_BUFFER_BYTES = 1024 * 1024
 
@@ -67,7 +68,11 @@ class Libp2pTransport(Accepting):
         directory.after_reopening(self._serve)
         try:
             directory.call(self._serve())
-        except DirectoryError as error:  # p2pd has ended: `reopen` serves them
+        except DirectoryError as error:
+            with suppress(DirectoryError):
+                directory.thread.call(self._p2p.ended(), P2PD_ENDS_S)
+            if directory.running:
+                raise  # otherwise `reopen` serves them
             log.warning("%s: no libp2p streams come in until p2pd is started again: %s", self.identity, error)
 
     @property
