@@ -79,7 +79,7 @@ class StagedInner:
         if gives and part.numel():
             name = "/".join(map(str, path))
             name = name if name not in self.tensors else f"{name}#{len(self.tensors)}"
-            self.tensors[name] = part if part.dtype in DTYPES else _as_plain_bytes(part)
+            self.tensors[name] = part if part.dtype in DTYPES else part.contiguous().flatten().view(torch.uint8)
             node |= {TENSOR: name, "offset": offset, "part": list(part.shape)}
         return node
 
@@ -116,10 +116,6 @@ def _gives(tensor: Tensor, path: Keys) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a process holds tensors of its own meshes only"
     return all(at == 0 for at, way in zip(coordinate, tensor.placements, strict=True) if way.is_replicate())
-
-
-def _as_plain_bytes(part: Tensor) -> Tensor:
-    return part.contiguous().flatten().view(torch.uint8)
 
 
 def _in_words(path: Keys) -> str:

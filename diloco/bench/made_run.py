@@ -129,10 +129,8 @@ class MadeRun:
                     joined = () if self._first else made.joined
                     self._write([self._linked(replace(made, round=self._rounds, joined=joined))])
             case m.Note(kind, peer, text):
-                self._emit(IslandNews(what=kind, island=self.called(peer), text=self._in_names(text)))
-
-    def _in_names(self, text: str) -> str:
-        return re.sub(r"island-\d+", lambda found: self.called(found[0]), text)
+                named = re.sub(r"island-\d+", lambda found: self.called(found[0]), text)
+                self._emit(IslandNews(what=kind, island=self.called(peer), text=named))
 
     @property
     def _first(self) -> bool:

@@ -106,16 +106,13 @@ def compare(settings: Sequence[SimulatedConfig], islands: int, word: str, forete
 def seen_in(told: Told) -> Seen:
     """Measure a run by its islands' events; steps are those of the slowest island."""
     step_s = max(_usual_step_s(events) for events in told.values())
-    phase_s = mean(mean(_spans(_launches(events))[WARM_UP:]) for events in told.values())  # from launch to launch
+    rounds = [[round for round in of_kind(events, Round) if round.contributors] for events in told.values()]
+    # from launch to launch
+    phase_s = mean(mean(_spans([round.time - round.round_s for round in own])[WARM_UP:]) for own in rounds)
     start = next(event for events in told.values() for event in of_kind(events, Start))
     round_s = usual_round_s(told)
     assert round_s is not None
     return Seen(step_s, round_s, EVERY * step_s / phase_s, start.parameters)
-
-
-def _launches(events: Sequence[Event]) -> list[float]:
-    """Return when an island launched each round that had contributions."""
-    return [event.time - event.round_s for event in of_kind(events, Round) if event.contributors]
 
 
 def _spans(moments: Sequence[float]) -> list[float]:

@@ -1,6 +1,6 @@
 """Write the page about a soak: checks, rounds and who was in them, faults, and what was lost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from diloco.bench.soak_checks import Observation, Verdict
 
@@ -65,11 +65,7 @@ def _events(seen: Observation) -> Iterator[str]:
         ("Islands that ended with an error message", seen.refusals),
         ("Islands that crashed or hung", seen.crashes),
     ):
-        yield from (f"## {title}", "", *(_timed(lines) or ["none"]), "")
-
-
-def _timed(lines: Sequence[tuple[float, str]]) -> list[str]:
-    return [f"- {at_s:.1f} s: {text}" for at_s, text in lines]
+        yield from (f"## {title}", "", *([f"- {at_s:.1f} s: {text}" for at_s, text in lines] or ["none"]), "")
 
 
 def _lost(verdict: Verdict) -> Iterator[str]:

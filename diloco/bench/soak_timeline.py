@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 
 from diloco.elastic.protocol.record import quorum
 
@@ -59,13 +59,9 @@ def linked_quorum(
     there = sorted(able if merge else able & set(roster))
     for size in range(len(there), least - 1, -1):
         for group in combinations(there, size):
-            if (merge or quorum(roster, group)) and not any(pair in cut for pair in _both_ways(group)):
+            if (merge or quorum(roster, group)) and not any(pair in cut for pair in permutations(group, 2)):
                 return True
     return False
-
-
-def _both_ways(group: Sequence[str]) -> list[tuple[str, str]]:
-    return [(one, other) for one in group for other in group if one != other]
 
 
 def quorum_spans(

@@ -130,7 +130,8 @@ def follow(command: list[str], look: Callable[[], None] = lambda: None) -> int:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            print(shortened(line), end="", flush=True)
+            # the ticket is long, and a secret
+            print(f"{line[:60]}…\n" if line.startswith("ticket: ") else line, end="", flush=True)
             look()
         return process.wait()
     except KeyboardInterrupt:
@@ -172,8 +173,3 @@ def four_islands() -> int:
         return code
     notice(f"{seconds:.0f} s. This is not what should have happened: {FOLDER}/island-*/output.log says more")
     return 1
-
-
-def shortened(line: str) -> str:
-    """Cut the line with the ticket, which is long and a secret."""
-    return f"{line[:60]}…\n" if line.startswith("ticket: ") else line

@@ -103,7 +103,8 @@ def cells_of(found: "RunHistory", header: "RoundHeader") -> dict[str, str]:
 
     late = {part.island for part in header.contributions if part.late}
     who = [f"{found.names.of(part.island)}{' (late)' * (part.island in late)}" for part in header.contributions]
-    notes = [f"{word}: {', '.join(map(found.names.of, peers))}" for word, peers in _moves(header) if peers]
+    moves = ("joined", header.joined), ("left", header.left)
+    notes = [f"{word}: {', '.join(map(found.names.of, peers))}" for word, peers in moves if peers]
     notes += [f"set {found.changes(header)}"] if header.amendment else []
     when = datetime.fromtimestamp(header.time_ms / 1000).strftime("%Y-%m-%d %H:%M:%S") if header.time_ms else "-"
     return {
@@ -112,10 +113,6 @@ def cells_of(found: "RunHistory", header: "RoundHeader") -> dict[str, str]:
         "loss": "-" if header.loss is None else f"{header.loss:.4f}", "digest": header.digest[:12],
         "contributors": "; ".join([", ".join(who) or "-", *notes]),
     }  # fmt: skip
-
-
-def _moves(header: "RoundHeader") -> list[tuple[str, tuple[str, ...]]]:
-    return [("joined", header.joined), ("left", header.left)]
 
 
 def states_line(found: "RunHistory", run: str) -> list[str]:

@@ -53,7 +53,9 @@ def init(
     from diloco.cli.shared import next_commands, say
     from diloco.config.file import parse_config, render_chosen
 
-    tree = merged(model_settings(model), data_settings(data, model), island_settings(islands))
+    # nobody trains ahead while the others start
+    together = {"elastic": {"start_islands": islands}} if islands > 1 else {}
+    tree = merged(model_settings(model), data_settings(data, model), together)
     config = parse_config({"run": run_name(file), **tree})
     start = f"diloco run {file}" + (f" --islands {islands}" if islands > 1 else "")
     text = f"# {start}\n# All other keys have their defaults: diloco config {file}\n{render_chosen(config)}"
@@ -127,11 +129,6 @@ def kind_of(path: Path) -> str:
 
     with path.open("rb") as file:
         return "tokens" if file.read(len(MAGIC)) == MAGIC else "text"
-
-
-def island_settings(islands: int) -> dict[str, Any]:
-    """Return what several islands need: that nobody trains ahead while the others start."""
-    return {"elastic": {"start_islands": islands}} if islands > 1 else {}
 
 
 def merged(*trees: dict[str, Any]) -> dict[str, Any]:

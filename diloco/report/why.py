@@ -90,7 +90,8 @@ def _quorum(facts: Facts, status: RunStatus) -> list[str]:
         return []
     missing, me = waiting[0].waiting_for, waiting[0]
     here = [each.name for each in status.islands if each.member and each.name not in missing]
-    known = [_lost_sentence(facts, status, each) for each in status.islands if _is_known_missing(each, missing)]
+    gone = [each for each in status.islands if each.name in missing and each.state in ("silent", "ended")]
+    known = [_lost_sentence(facts, status, each) for each in gone]
     return [
         f"nothing is committed: {names(here)} alone {'is' if len(here) == 1 else 'are'} no quorum of the "
         f"{len(here) + len(missing)} members; {_listed(missing)} cannot be heard from {me.name}",
@@ -98,11 +99,6 @@ def _quorum(facts: Facts, status: RunStatus) -> list[str]:
         f"{'only if' if known else 'if'} {_listed(missing)} {'is' if len(missing) == 1 else 'are'} gone for good, the "
         f"owner continues without: diloco force-roster RUN --keep {','.join(here)}",
     ]
-
-
-def _is_known_missing(each: IslandStatus, missing: Sequence[str]) -> bool:
-    """Tell whether a quorum lacks this island, and what became of its process is known here."""
-    return each.name in missing and each.state in ("silent", "ended")
 
 
 def _returning(facts: Facts, status: RunStatus) -> list[str]:
@@ -151,8 +147,8 @@ def _no_route(facts: Facts, status: RunStatus) -> list[str]:
     found = [_cut_sentence(status, each) for each in status.islands if each.state == "lost" and each.heard_by]
     others = [each for each in status.islands if each.state not in (*AWAY, "excluded") and each.island != status.me]
     found += [_cut_sentence(status, each) for each in others if not each.reaches_me and each.member]
-    told = [each for each in of_kind(facts.events, IslandNews) if each.what == "cut off" and _is_recent(facts, each)]
-    said = [f"{each.text}: one of them is left out of rounds, in turn" for each in told]
+    lately = [each for each in of_kind(facts.events, IslandNews) if facts.now - each.time < LATELY_S]
+    said = [f"{each.text}: one of them is left out of rounds, in turn" for each in lately if each.what == "cut off"]
     return found or list(dict.fromkeys(said))
 
 
@@ -494,7 +490,3 @@ def _ago(status: RunStatus, each: IslandStatus) -> str:
 def _listed(who: Sequence[str]) -> str:
     *most, last = who
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _is_recent(facts: Facts, event: Event) -> bool:
-    return facts.now - event.time < LATELY_S

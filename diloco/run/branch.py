@@ -133,7 +133,8 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     # what this island had leased it holds on to, under its new name
     mine = normal(lent for name, lease in state.ledger.leases if name.startswith(f"{founder}#") for lent in lease)
     ledger = released(state.ledger)
-    ledger = _leased(replace(ledger, free=minus(ledger.free, mine)), holder, mine)
+    leases = ((holder, mine),) if mine else ledger.leases
+    ledger = replace(ledger, free=minus(ledger.free, mine), leases=leases)
     draft = goes_on(old, state, own.vectors, part.config, founder, ledger)
     marks = [[incarnation, fragment, mark] for (_, incarnation, fragment), mark in state.marks]
     versions = [state.version(fragment).digest for fragment in range(len(part.fragments))]
@@ -144,10 +145,6 @@ def refuse_ended(config: Config, step: int, where: str) -> None:
     """Raise SaveError if a state is past the configuration's last step."""
     if step > config.inner.steps:
         raise SaveError(f"{where} is past inner.steps={config.inner.steps}: raise inner.steps to go on")
-
-
-def _leased(ledger: Ledger, holder: str, ranges: Ranges) -> Ledger:
-    return replace(ledger, leases=((holder, ranges),)) if ranges else ledger
 
 
 def _write_new(

@@ -179,10 +179,8 @@ class RunEntry:
     @property
     def _search(self) -> Search:
         """Return how to look for members, with what is said meanwhile; an attached island says it by itself."""
-        told = self.search if self.search.report is not Search.report else replace(
-            self.search, report=self._announcer.searching
-        )  # fmt: skip
-        return replace(told, download=self._announcer.downloading)
+        report = self._announcer.searching if self.search.report is Search.report else self.search.report
+        return replace(self.search, report=report, download=self._announcer.downloading)
 
     @property
     def closed(self) -> bool:

@@ -309,11 +309,10 @@ class Coordinator:
                 self._begin_adopted(term, record, now)
             else:
                 self._fetch(term, holder, record)
-        elif (begin := self._next_attempt(term, now)) is not None and self._are_there(term, begin, now):
-            self._begin(term, begin, now)
-
-    def _next_attempt(self, term: Term, now: float) -> msg.Begin | None:
-        return self.salvage.next_attempt(term, now) or self.proposer.next_attempt(term, now)
+        else:
+            begin = self.salvage.next_attempt(term, now) or self.proposer.next_attempt(term, now)
+            if begin is not None and self._are_there(term, begin, now):
+                self._begin(term, begin, now)
 
     def _are_there(self, term: Term, begin: msg.Begin, now: float) -> bool:
         """Return whether all members of an attempt were heard of late; of many, those who were not are asked first.

@@ -140,7 +140,10 @@ def fetch_missed(
         return
     with ThreadPoolExecutor(min(len(missed), len(others), MAX_DONORS)) as pool:
         order = [_from(others, place) for place in range(len(missed))]
-        fetch = partial(_fetch_result, transport, result_bytes)
+
+        def fetch(logged: LoggedRecord, donors: Addresses) -> Tensor:
+            return fetch_bytes(transport, donors, logged.record.payload, result_bytes(logged.record))
+
         yield from zip(missed, pool.map(fetch, missed, order), strict=True)
 
 
@@ -177,12 +180,6 @@ def _from(donors: Addresses, place: int) -> Addresses:
     names = list(donors)
     shift = place % len(names)
     return {name: donors[name] for name in names[shift:] + names[:shift]}
-
-
-def _fetch_result(
-    transport: Transport, result_bytes: Callable[[Record], int], logged: LoggedRecord, donors: Addresses
-) -> Tensor:
-    return fetch_bytes(transport, donors, logged.record.payload, result_bytes(logged.record))
 
 
 def fetch_state(

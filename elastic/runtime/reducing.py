@@ -27,7 +27,7 @@ from diloco.comm.reduce.two_level import TwoLevelReduction
 from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.messages import Begin, Received
 from diloco.elastic.protocol.ranges import Ranges, normal, size
-from diloco.elastic.protocol.record import Hole, canonical
+from diloco.elastic.protocol.record import canonical
 from diloco.elastic.protocol.salvage import LARGEST_HOLE
 from diloco.errors import ContributionRefused, PlanRefused, ReduceFailed
 
@@ -174,7 +174,8 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
     spans, owners, in_hole = spans_by_bandwidth(count, rates), tuple[int, ...](), tuple[Span, ...]()
     first, hole = [(name, float(rate or UNKNOWN_RATE)) for name, rate in begin.first], proposal.hole
     if hole is not None:
-        if tuple(name for name, _ in first) != proposal.islands or LARGEST_HOLE * count < len(first) * _values(hole):
+        values = (size(hole.pages) - 1) * PAGE  # at least
+        if tuple(name for name, _ in first) != proposal.islands or LARGEST_HOLE * count < len(first) * values:
             raise PlanRefused(f"{channel}: its hole cannot be right")
         spans, owners, in_hole = spans_after_salvage(count, first, hole.island, begin.owners, hole.pages)
         if normal(_pages(in_hole)) != hole.pages:
@@ -191,10 +192,6 @@ def plan_of(begin: Begin, count: int) -> ReducePlan | TwoLevelPlan:
 
 def _pages(spans: Iterable[Span]) -> Ranges:
     return tuple((span.lo // PAGE, -(-span.hi // PAGE)) for span in spans)
-
-
-def _values(hole: Hole) -> int:
-    return (size(hole.pages) - 1) * PAGE
 
 
 def _names(begin: Begin) -> tuple[tuple[str, ...], str]:
