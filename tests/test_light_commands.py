@@ -1,6 +1,8 @@
 """What does not train does not import torch: an error is told at once, and who only watches processes stays small."""
 
 import gc
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +77,31 @@ def test_the_garbage_collector_pauses_for_imports_only_and_leaves_them_out_from_
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+POOLS = """
+import sys, threading
+from diloco.cli import main
+sys.argv = ["diloco", "--version"]
+try:
+    main()
+except SystemExit:
+    pass
+meeting = threading.Barrier(17)
+def work():
+    kept = bytes(100_000)
+    meeting.wait(), meeting.wait()
+for _ in range(16):
+    threading.Thread(target=work).start()
+meeting.wait()
+words = [line.split() for line in open("/proc/self/maps")]
+print(sum(len(each) == 5 and each[1] == "rw-p" and int(each[0].split("-")[0], 16) % 2**26 == 0 for each in words))
+meeting.wait()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such pools")
+def test_threads_share_a_few_pools_of_freed_memory() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    done = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True, env=environment, check=True)
+    assert int(done.stdout.splitlines()[-1]) <= 4
