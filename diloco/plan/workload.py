@@ -2,8 +2,6 @@
 
 from functools import cache
 
-import torch
-
 from diloco.comm.codec.registry import codec_named, result_codec_for
 from diloco.comm.reduce.spans import spans_by_bandwidth
 from diloco.config.schema import Config, DataConfig
@@ -21,8 +19,8 @@ def workload_of(config: Config) -> Workload:
     vocab = 1 if config.model.hf else config.model.vocab or data_vocab(config.data)
     sequence = config.data.sequence
     model = config.model.model_copy(update={"weights": "fresh"})  # its config is enough
-    with torch.device("meta"):  # a long sequence has a table of gigabytes
-        network = build_network(model, data_vocab=vocab, sequence=sequence, seed=config.seed)
+    positions = sequence if config.model.hf else 1  # no parameter depends on them, but tables that may take gigabytes
+    network = build_network(model, data_vocab=vocab, sequence=positions, seed=config.seed)
     module = network.module
     layout = Layout.of_module(module)
 
