@@ -24,7 +24,7 @@ from diloco.comm.transport.shaped import ShapedTransport
 from diloco.comm.transport.socketwire import SocketWire
 from diloco.comm.transport.transport import PeerAddress, Stream
 from diloco.comm.transport.wire import deadline_in
-from diloco.errors import PeerLost, StreamClosed, StreamEnded
+from diloco.errors import DirectoryError, PeerLost, StreamClosed, StreamEnded
 
 Start = Callable[..., Libp2pTransport]
 
@@ -83,6 +83,12 @@ def test_a_daemon_that_has_ended_before_it_serves_streams_does_so_when_it_runs_a
             b.allow([a.address()])
             directory.reopen()
             streams(a, b)
+
+
+def test_a_daemon_that_runs_and_does_not_take_streams_is_an_error(start: Start) -> None:
+    """Nobody would try again: an island would take no streams for life."""
+    with pytest.raises(DirectoryError):
+        Libp2pTransport(start("a")._directory)  # it serves one already
 
 
 @pytest.mark.parametrize("end", [kill_daemon, end_loop])
