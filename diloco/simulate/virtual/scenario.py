@@ -209,6 +209,8 @@ def _misbehave(world: World, command: str) -> None:
             world.liars[name] = LIES[about]
         case ["truth", name]:
             del world.liars[name]
+        case ["forge", name]:
+            world.forgers.add(name)
         case ["refuse", name]:
             own = world.lives[name].node.own
             own.options = replace(own.options, objection=lambda state, amendment: f"{name} cannot do that")
@@ -305,6 +307,8 @@ def _expect(world: World, words: list[str], command: str) -> None:
             found = ",".join(str(amendment.number) for amendment in best.amendments)
         case ["overlaps", who]:
             found = "yes" if best.ledger.overlaps else "no"
+        case ["samples", who]:
+            found = "none" if best.ledger.exhausted() else "left"
         case _:
             raise ConfigError(f"no such expectation in a scenario: {command}")
     if found != who:
@@ -325,6 +329,7 @@ def _worth_reading(world: World) -> Iterator[tuple[float, str]]:
         elif isinstance(begin := entry[3], Begin) and begin.ballot not in begun:
             begun.add(begin.ballot)
             fresh = f"of {','.join(begin.proposal.islands) or 'nobody'}"
+            fresh += f", after {','.join(peer for peer, _ in begin.first)}" if begin.first else ""
             fresh += f", though {begin.proposal.hole.island} is lost" if begin.proposal.hole is not None else ""
             value = f"what {begin.holder} holds" if begin.adopted else fresh
             yield entry[0], f"{entry[1]} begins {begin.ballot.term}.{begin.ballot.attempt} {value}"

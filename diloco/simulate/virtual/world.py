@@ -24,6 +24,7 @@ from diloco.elastic.protocol.state import Mark, RunState
 from diloco.simulate.virtual.check import Checker, Violation
 from diloco.simulate.virtual.costs import Costs
 from diloco.simulate.virtual.disk import Disk
+from diloco.simulate.virtual.lies import FORGED
 from diloco.simulate.virtual.reductions import Reductions
 from diloco.simulate.virtual.trainer import USUAL, Input, SyncPace, Trainer
 from diloco.simulate.virtual.transcript import Transcript
@@ -101,6 +102,7 @@ class World:
         self.witnesses: set[str] = set()  # they store and vote, and train nothing
         self.mute: set[str] = set()  # they give signs of life, and do nothing else
         self.liars: dict[str, Callable[[m.Message], m.Message]] = {}  # what they say instead
+        self.forgers: set[str] = set()  # they give states with settings that the owner has not changed
         self.steady: set[str] = set()  # alive and reachable all the time
         self.calm = True  # crashes at most: nobody was ever suspected wrongly
         self.watchers: list[Watcher] = []  # of what is about to be done
@@ -487,10 +489,11 @@ class World:
 
     def _switch(self, name: str, donor: str, theirs: Disk) -> None:
         """Copy the log that a donor gives at once: no island is ever between two branches."""
-        if not self.reaches(name, donor):
+        mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
+        given = replace(state, amendments=(FORGED,)) if donor in self.forgers else state
+        if not self.reaches(name, donor) or not given.is_of(life.node.state.owner):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
-        mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
         followed_by: dict[str, bool] | None = None
         if life.node.member.is_better(state, donor):
             if state.forces == mine.states[-1].forces:  # the owner may undo anything
