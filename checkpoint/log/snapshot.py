@@ -19,14 +19,7 @@ from torch import Tensor
 
 from diloco.atomic import PART, appearing, sync_path
 from diloco.checkpoint.log.pinned import PinnedState
-from diloco.checkpoint.log.writing import (
-    PIECE,
-    Rest,
-    canonical,
-    header,
-    no_rest,
-    write_tensors,
-)
+from diloco.checkpoint.log.writing import PIECE, Rest, canonical, header, no_rest, write_tensors
 from diloco.comm.transport.wire import as_bytes
 from diloco.errors import SnapshotDamaged
 

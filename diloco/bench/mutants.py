@@ -88,10 +88,7 @@ def measure(*, seed: int | None, count: int, seeds: int, jobs: int) -> Report:
         **_figures([*mutants, *finer], verdicts),
     }  # fmt: skip
     figures["unused reasons"] = _unused_reasons({(each.function, each.change) for each in possible})
-    checks = [
-        Check("mutants.count", len(mutants), 60, "higher"),
-        Check("mutants.caught_share", caught, 0.9, "higher"),
-    ]
+    checks = [Check("mutants.count", len(mutants), 60, "higher"), Check("mutants.caught_share", caught, 0.9, "higher")]
     return Report(checks, {**figures, "seconds": time.perf_counter() - started})
 
 

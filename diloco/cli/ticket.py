@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from diloco.comm.peers.ticket import Ticket
     from diloco.elastic.protocol.record import Amendment
 
-ticket = typer.Typer(
-    help="Make, list and revoke tickets to a run.",
-    no_args_is_help=True,
-)
+ticket = typer.Typer(help="Make, list and revoke tickets to a run.", no_args_is_help=True)
 ID_LETTERS = 8  # of an invite's key, by which people name it
 DAY_S = 24 * 3600.0
 WATCHERS = 32  # that may look at a time, by one ticket

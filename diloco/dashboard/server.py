@@ -176,9 +176,7 @@ def application(feed: Feed, door: Door) -> Guard:
         finally:
             watching.discard(me)
 
-    app = Starlette(
-        routes=[Route("/", page), Route("/assets/{name}", part), Route("/events", events)],
-    )
+    app = Starlette(routes=[Route("/", page), Route("/assets/{name}", part), Route("/events", events)])
     return Guard(app, door)
 
 

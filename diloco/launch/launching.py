@@ -13,16 +13,7 @@ from pathlib import Path
 from diloco.atomic import write_file
 from diloco.config.schema import Config
 from diloco.errors import LaunchError
-from diloco.launch.backend import (
-    CONFIG,
-    SECRETS,
-    Backend,
-    Island,
-    JobState,
-    Launch,
-    backend_of,
-    new_islands,
-)
+from diloco.launch.backend import CONFIG, SECRETS, Backend, Island, JobState, Launch, backend_of, new_islands
 from diloco.run.invites import SECRET
 from diloco.run.secret import FOUNDER, IslandSecret, make_secrets
 

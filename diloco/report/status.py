@@ -55,8 +55,7 @@ class IslandStatus:
     name: Annotated[str, "What it is called."] = ""
     state: Annotated[str, "One of the states below."] = "starting"
     since: Annotated[
-        float,
-        "Since when, in seconds since 1970; of one that is lost, when it was heard last; 0: not known.",
+        float, "Since when, in seconds since 1970; of one that is lost, when it was heard last; 0: not known."
     ] = 0.0
     told_by: Annotated[str, "The name of who says so; its own: it says so itself."] = ""
     waiting_for: Annotated[tuple[str, ...], "The islands that it, or the round that it leads, waits for, by name."] = ()

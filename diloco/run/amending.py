@@ -24,16 +24,7 @@ from diloco.report.events import Note
 from diloco.report.sinks import Events
 from diloco.run.folder import OWNER_KEY
 from diloco.run.genesis import Genesis
-from diloco.train.amend import (
-    FOLDER,
-    amended,
-    changed,
-    check,
-    in_words,
-    reason_against,
-    with_waiting,
-    write_amendment,
-)
+from diloco.train.amend import FOLDER, amended, changed, check, in_words, reason_against, with_waiting, write_amendment
 from diloco.train.schedule import schedule_of
 
 LOOK_S = 0.2
