@@ -13,7 +13,8 @@ import yaml
 from conftest import SMALL, read_events
 from launched import wait_until
 
-from diloco.launch.mesh_processes import BEGAN, LIVES, SUPERVISED
+from diloco.launch import devices
+from diloco.launch.mesh_processes import BEGAN, LIVES, SUPERVISED, run_processes
 from diloco.launch.restarts import continues
 from diloco.run.folder import OWNER_KEY
 
@@ -52,9 +53,8 @@ class MeshIsland:
         assert self.process.poll() is None, self.text()
 
     def pid(self, rank: int) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = {path: Path(f"/proc/{path}/environ").read_bytes().split(b"\0") for path in children}
-        return next(int(pid) for pid, variables in found.items() if f"RANK={rank}".encode() in variables)
+        """Return the number of a rank's process: they are the only children, in the order of ranks."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[rank])
 
     def text(self) -> str:
         return self.output.read_text()
@@ -180,3 +180,36 @@ def test_a_restart_resumes_what_its_last_life_left_but_never_a_run_that_fresh_wa
     assert not continues(folder, fresh=True)  # the run is an earlier one: its successor had not got that far
     monkeypatch.setenv(LIVES, "0")
     assert not continues(folder, fresh=False)
+
+
+TELL = "TELL_THE_TEST"
+
+
+def tell() -> None:
+    """Say who this process is, in place of the command that each process of a mesh runs; the second one fails once."""
+    rank, life = os.environ["RANK"], os.environ[LIVES]
+    words = [rank, "of", os.environ["WORLD_SIZE"], "life", life, "threads", os.environ["OMP_NUM_THREADS"]]
+    with Path(os.environ[TELL], rank).open("a") as file:
+        print(*words, "anew" if os.environ[TELL] not in COLLECTED else "forked", file=file)
+    os.write(1, f"the words of {rank}\n".encode())
+    if (rank, life) == ("1", "0"):
+        sys.exit(1)
+
+
+COLLECTED: set[str] = set()  # by the process that starts the others
+
+
+@pytest.mark.parametrize("how", ["forked", "anew"])
+def test_processes_of_a_mesh_are_forked_but_not_where_there_may_be_gpus(tmp_path, monkeypatch, capfd, how):
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(devices, "DRIVERS", (str(tmp_path / "driver"),) if how == "anew" else ())
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setenv(TELL, str(tmp_path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # what a new interpreter would run first
+    COLLECTED.add(str(tmp_path))
+    assert run_processes(2, tell, 30.0) == 0
+    assert (tmp_path / "1").read_text() == "".join(f"1 of 2 life {life} threads 2 {how}\n" for life in (0, 1))
+    assert f"0 of 2 life 1 threads 2 {how}\n" in (tmp_path / "0").read_text()
+    out, err = capfd.readouterr()
+    assert set(out.splitlines()) == {"the words of 0"}
+    assert "process 1 of 2 (host " in err and "ended, before its first sign: the words of 1; the island restarts" in err

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.dashboard import Dashboard, show_beside
-from diloco.cli.run import (
-    contributed,
-    ending,
-    hide_argument,
-    rates_of,
-    read_ticket,
-    relay_rate,
-    say_ending,
-)
+from diloco.cli.run import contributed, ending, hide_argument, rates_of, read_ticket, relay_rate, say_ending
 from diloco.cli.shared import (
     EventsJson,
     JoinHost,
@@ -55,8 +47,7 @@ Fsdp = Annotated[int | None, typer.Option(min=1, help="Processes to shard parame
 Tp = Annotated[int | None, typer.Option(min=1, help="Processes to split each matrix over.")]
 Witness = Annotated[bool, typer.Option("--witness", help="Train nothing: only store the run's state, and vote.")]
 TrainingHours = Annotated[
-    str | None,
-    typer.Option("--hours", help="Train in these hours of the day only, by this machine's clock: 22-7"),
+    str | None, typer.Option("--hours", help="Train in these hours of the day only, by this machine's clock: 22-7")
 ]
 MaxMonth = Annotated[str | None, typer.Option(help="Send and receive no more than this in a calendar month: 50GB")]
 YieldGpu = Annotated[
@@ -95,6 +86,7 @@ def join(
     With --hours, --max-month or --yield-gpu the island leaves in good order when it must not train, and comes back by
     itself.
     """
+    from diloco.cli import main
     from diloco.comm.peers.ticket import Ticket
     from diloco.config.file import overrides_tree, own_island
     from diloco.launch.mesh_processes import start_if_several
@@ -119,7 +111,7 @@ def join(
         heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu, show=show)
     if dashboard:
         show_beside(folder, show)
-    start_if_several(island)
+    start_if_several(island, main)
     with loading():
         from diloco.plan.fit import shortage_here
         from diloco.run import start

@@ -146,11 +146,12 @@ def one_island(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     for option, value in options.items():
         if value is not None and not plan.islands:
             raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
+    from diloco.cli import main
     from diloco.launch.mesh_processes import start_if_several
 
     up, down, delay_s = rates_of(plan.link)
     island, folder = plan.config.island, plan.config.dir
-    start_if_several(island, restart=plan.restart)
+    start_if_several(island, main, restart=plan.restart)
     with loading():
         from diloco.plan.fit import shortage_here
         from diloco.run.local import Connection
@@ -176,6 +177,7 @@ def attach_island(
     Of processes that diloco itself has started only the leader says so by its code: the others end well. On several
     machines each process does, because each machine's job has to know.
     """
+    from diloco.cli import main
     from diloco.config.file import load_config
     from diloco.launch.mesh_processes import start_if_several
     from diloco.launch.own_loop import become_own_loop
@@ -187,7 +189,7 @@ def attach_island(
     if script is not None:
         become_own_loop(replace(told, dir=str(where)), script, config.island)
     up, down, delay_s = rates_of(link)
-    start_if_several(config.island)
+    start_if_several(config.island, main)
     with loading():
         from diloco.plan.fit import shortage_here
         from diloco.run.attach import Attachment

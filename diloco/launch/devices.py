@@ -14,11 +14,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, AMD, and of both on Windows' Linux
 
 
+def has_driver() -> bool:
+    """Return whether this machine has a driver of GPUs; found out without torch, which takes seconds to import."""
+    return any(Path(driver).exists() for driver in DRIVERS)
+
+
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of this machine's GPUs that may be used, as `CUDA_VISIBLE_DEVICES` writes them."""
     if VISIBLE not in environment:
-        if not any(Path(driver).exists() for driver in DRIVERS):
-            return []  # found out without torch, which takes seconds to import
+        if not has_driver():
+            return []
         import torch
 
         return [str(number) for number in range(torch.cuda.device_count())]

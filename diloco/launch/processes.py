@@ -99,15 +99,16 @@ def last_line(path: Path) -> str:
     return ""
 
 
-def end_with_parent() -> Callable[[], None] | None:
-    """Return what a child calls right after the fork, so that it is killed when its parent dies.
+def end_with_parent(parent: int | None = None) -> Callable[[], None] | None:
+    """Return what a child calls right after the fork, so that it is killed when its parent dies: this process, unless
+    another one's number is given.
 
     What it needs is looked up before. Linux only: elsewhere there is no such signal, None is returned, and a parent
     that is killed leaves islands that continue by themselves.
     """
     if not sys.platform.startswith("linux"):
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, parent or os.getpid()
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

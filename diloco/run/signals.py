@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 PAUSE = signal.SIGUSR1  # asks an island to stop in a way that it can go on from; SIGINT and SIGTERM ask it to leave
+ASKED = (signal.SIGINT, signal.SIGTERM, PAUSE)
 TRAINER_STOPS = "finishing this step, then saving (once more to leave at once without saving)"
 WITNESS_STOPS = "saying goodbye (once more to leave at once)"
 LEFT = 75  # exit code of an island that has left before the run's end: it can be started again (EX_TEMPFAIL)
@@ -34,9 +35,7 @@ def signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def handled(
-    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, PAUSE)
-) -> Iterator[None]:
+def handled(handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = ASKED) -> Iterator[None]:
     """Install a handler for these signals, for as long as this is open."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
