@@ -53,8 +53,8 @@ class MeshIsland:
         assert self.process.poll() is None, self.text()
 
     def pid(self, rank: int) -> int:
-        """Return the number of a rank's process: they are the only children, in the order of ranks."""
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[rank])
+        """Return the number of a rank's process: they are the last children, in the order of ranks."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[rank - 2])
 
     def text(self) -> str:
         return self.output.read_text()

@@ -6,6 +6,7 @@ the latest. Records in the directory are numbered and expire by it. A clock up t
 """
 
 import logging
+import os
 import threading
 import time
 
@@ -61,3 +62,4 @@ class RunClock:
 
 
 RUN_CLOCK = RunClock()  # one for the process: hivemind knows one time only
+os.register_at_fork(after_in_child=RUN_CLOCK.__init__)  # type: ignore[misc]  # this machine's clock may be set since

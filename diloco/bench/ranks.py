@@ -156,9 +156,9 @@ class RankCrew:
         return found
 
     def pid(self, rank: int) -> int:
-        """Return the number of the process of a rank: they are the island's only children, in the order of ranks."""
+        """Return the number of the process of a rank: they are the island's last children, in the order of ranks."""
         started = self.children[self.mesh].pid
-        return int(Path(f"/proc/{started}/task/{started}/children").read_text().split()[rank])
+        return int(Path(f"/proc/{started}/task/{started}/children").read_text().split()[rank - RANKS])
 
     def named(self) -> list[str]:
         """Return what the island has printed about processes that failed."""

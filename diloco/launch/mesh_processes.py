@@ -68,6 +68,8 @@ def run_processes(count: int, main: Callable[[], None], hang_s: float, *, restar
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // count))  # torch reads it when it is imported
     with signals() as heard:
         context = _context()
+        if heard:  # in the seconds that took
+            return 128 + heard[0]
         while True:
             began = time.monotonic()
             ending = _live(MeshCommand(context, count, main, hang_s, first_began, life, text), heard)
@@ -92,12 +94,16 @@ def _context() -> BaseContext:
 
 
 def _run(main: Callable[[], None], environment: Mapping[str, str], log: Path | None, parent: int) -> None:
-    """Run a command in a process that has just been started."""
+    """Run a command in a process that has just been started, and make it look like one of a shell."""
     if (prepare := end_with_parent(parent)) is not None:
         prepare()
     for number in ASKED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+    multiprocessing.set_start_method(None, force=True)  # a new interpreter has taken over ours
     os.environ.update(environment)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     if log is not None:
         with log.open("wb") as file:
             os.dup2(file.fileno(), 1)
@@ -180,7 +186,11 @@ class _Mesh:
         }  # fmt: skip
         arguments = command.main, environment, self._log(rank) if rank else None, os.getpid()
         process = command.context.Process(target=_run, args=arguments)  # type: ignore[attr-defined]
-        process.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # until it has handlers of its own
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
         return process
 
     def _log(self, rank: int) -> Path:

@@ -69,7 +69,7 @@ LIES: dict[str, Lie] = {
     "heads": _of(m.Heartbeat, lambda beat: replace(beat, head=beat.head._replace(tokens=10**9))),
     "refusals": _of(m.Begun, lambda begun: m.Failed(begun.key, begun.ballot, "A", "garbage", refused=True)),
     "accusations": _of(m.Begun, _accuse_in_turn),
-    "disks": _of(m.Done, lambda done: m.Failed(done.key, done.ballot, "", "no space left")),
+    "stores": _of(m.Done, lambda done: m.Failed(done.key, done.ballot, "", "it cannot be fetched")),
     "promises": _of(m.Heartbeat, lambda beat: replace(beat, promise=beat.promise._replace(term=10**9))),
     "terms": _of(m.Collect, lambda collect: replace(collect, term=10**9)),
     "ballots": _of(m.Begin, lambda begin: replace(begin, ballot=begin.ballot._replace(coordinator=SOMEBODY))),

@@ -489,20 +489,25 @@ class World:
 
     def _switch(self, name: str, donor: str, theirs: Disk) -> None:
         """Copy the log that a donor gives at once: no island is ever between two branches."""
-        mine, state, life = self.disks[name], theirs.states[-1], self.lives[name]
-        given = replace(state, amendments=(FORGED,)) if donor in self.forgers else state
-        if not self.reaches(name, donor) or not given.is_of(life.node.state.owner):
+        mine, life = self.disks[name], self.lives[name]
+        known = _known(mine.states[-1], theirs)
+        if known is None and donor in self.forgers:
+            theirs = replace(theirs, states=[*theirs.states[:-1], replace(theirs.states[-1], amendments=(FORGED,))])
+        state = theirs.states[-1]
+        if not self.reaches(name, donor) or not state.is_of(life.node.state.owner):
             self.enter(name, lambda node, now: node.catch_up_failed(donor, now))
             return
         followed_by: dict[str, bool] | None = None
         if life.node.member.is_better(state, donor):
             if state.forces == mine.states[-1].forces:  # the owner may undo anything
                 self.checker.moved(name, mine.states[-1].head.digest, state.head.digest)
-            known = self._tell_switch(life.trainer, mine.states[-1], theirs)
             if known is None:
+                life.trainer.replaced(state)
                 mine.copy(theirs)
                 self.timeline.later(self.costs.snapshot_s(name), partial(self._snapshot, name, life, mine.log))
             else:
+                for record in theirs.log[known:]:
+                    life.trainer.appended(record)
                 mine.extend(theirs, known)
                 write = partial(self._stored, name, life, len(theirs.log) - known, mine.log)
                 self._write(name, life, self.costs.write_s(name), write)
@@ -534,19 +539,11 @@ class World:
         if self.lives.get(name) is life and self.disks[name].log is log:
             self.when_running(name, partial(self._stored, name, life, 0, log))
 
-    def _tell_switch(self, trainer: Trainer, mine: RunState, theirs: Disk) -> int | None:
-        """Update the trainer by the missing records where they are few, else by the whole state.
 
-        Returns how many records it had of theirs; None where it takes the whole state.
-        """
-        recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
-        known = next((index for index in recent if theirs.states[index].head == mine.head), None)
-        if known is None:
-            trainer.replaced(theirs.states[-1])
-        else:
-            for record in theirs.log[known:]:
-                trainer.appended(record)
-        return known
+def _known(mine: RunState, theirs: Disk) -> int | None:
+    """Return how many of their records an island has; None where it lacks so many that it takes the whole state."""
+    recent = range(max(0, len(theirs.log) - KEEP_RECORDS), len(theirs.log) + 1)
+    return next((index for index in recent if theirs.states[index].head == mine.head), None)
 
 
 @cache
