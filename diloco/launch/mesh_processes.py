@@ -77,7 +77,8 @@ def run_processes(count: int, main: Callable[[], None], hang_s: float, *, restar
             text, again = ending.text, restart and not ending.final and failures <= RESTARTS
             pause_s = FIRST_PAUSE_S * 2 ** (failures - 1)
             if text and not heard:
-                _report(text, f"the island restarts in {pause_s:.0f} s" if again else _no_restart(failures, restart))
+                outlook = f"the island restarts in {pause_s:.0f} s" if again else _no_restart(failures, restart)
+                print(f"error[process]: {text}; {outlook}", file=sys.stderr, flush=True)
             if not again or not _pause(pause_s, heard):
                 return ending.code
             life += 1
@@ -114,10 +115,6 @@ def _run(main: Callable[[], None], environment: Mapping[str, str], log: Path | N
 def _no_restart(failures: int, restart: bool) -> str:
     tried = restart and failures > RESTARTS
     return f"the island has failed {failures} times in a row and ends" if tried else "the island ends with it"
-
-
-def _report(text: str, what_now: str) -> None:
-    print(f"error[process]: {text}; {what_now}", file=sys.stderr, flush=True)
 
 
 def _pause(seconds: float, heard: list[int]) -> bool:
