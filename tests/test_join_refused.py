@@ -1,5 +1,7 @@
 """What keeps somebody from joining is told in one line, with what to do."""
 
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +66,9 @@ def test_a_run_that_nobody_is_in(command, tmp_path: Path):
     ticket = Ticket.issue(owner, [address], now=time.time(), lifetime_s=60.0).render()
     assert "nobody answers at" in command.refused("join", ticket)
     assert not (tmp_path / "runs").exists()
+    several = [sys.executable, "-m", "diloco", "join", "-", "--fsdp", "2", "--dir", "runs/mesh"]
+    found = subprocess.run(several, cwd=tmp_path, input=ticket, capture_output=True, text=True)
+    assert "nobody answers at" in found.stderr  # each process has the ticket, which only the first has read
 
 
 def test_a_run_that_speaks_another_protocol():

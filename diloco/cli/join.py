@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.dashboard import Dashboard, show_beside
-from diloco.cli.run import contributed, ending, hide_argument, rates_of, read_ticket, relay_rate, say_ending
+from diloco.cli.run import contributed, ending, pass_on, rates_of, read_ticket, relay_rate, say_ending
 from diloco.cli.shared import (
     EventsJson,
     JoinHost,
@@ -31,7 +30,7 @@ from diloco.cli.shared import (
     show_of,
 )
 from diloco.errors import ConfigError
-from diloco.run.typed import TICKET_WORD, launcher
+from diloco.run.typed import launcher
 from diloco.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -97,8 +96,7 @@ def join(
     own = overrides_tree([*(set_ or []), *mesh, *told])
     island = own_island(own)
     text = read_ticket(ticket)
-    if ticket == text:
-        hide_argument(text)
+    pass_on(ticket, text)
     parsed = Ticket.parse(text, 0.0)
     if witness and island.fsdp * island.tp > 1:
         raise ConfigError("a witness trains nothing: leave out --fsdp and --tp")
@@ -108,7 +106,7 @@ def join(
     folder = dir or Path("runs") / f"{parsed.run_id.hex()[:8]}-{name}"
     up, down, delay_s = rates_of(link, max_up, max_down)
     if hours is not None or max_month is not None or yield_gpu:
-        heed_limits(text, folder, hours, max_month, yield_gpu=yield_gpu, show=show)
+        heed_limits(folder, hours, max_month, yield_gpu=yield_gpu, show=show)
     if dashboard:
         show_beside(folder, show)
     start_if_several(island, main)
@@ -133,9 +131,7 @@ def join(
         say_ending(show, ended, [] if outcome.finished else next_commands(come_back))
 
 
-def heed_limits(
-    ticket: str, folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool, show: "Show"
-) -> None:
+def heed_limits(folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool, show: "Show") -> None:
     """Take part by a process of its own for as long as the volunteer's limits allow, and exit as it does; do nothing in
     that process itself."""
     from diloco.launch.volunteer import VOLUNTEER, limits_of, volunteer
@@ -147,7 +143,5 @@ def heed_limits(
         return
     if yield_gpu:
         list(gpu_processes())  # raises, where they cannot be found
-    os.environ["DILOCO_TICKET"] = ticket  # the process cannot read it from standard input again
-    sys.argv = [TICKET_WORD if word == "-" else word for word in sys.argv]
     tell = partial(say, show=show)
     raise SystemExit(volunteer(lambda own: limits_of(folder, given, most, yield_gpu=yield_gpu, own=own), folder, tell))

@@ -249,13 +249,16 @@ def read_ticket(given: str) -> str:
         ) from None
 
 
-def hide_argument(text: str) -> None:
-    """Take a secret off this process's command line, where everybody on the machine can read it.
+def pass_on(given: str, text: str) -> None:
+    """Hand a ticket to the processes that this one starts, by their environment, which only its owner can read.
 
-    The processes that this one starts get it by their environment, which only its owner can read.
+    Where it was given as such it is taken off the command line, where everybody on the machine can read it. Standard
+    input can be read only once.
     """
+    if given not in (text, "-"):
+        return
     os.environ["DILOCO_TICKET"] = text
-    sys.argv = [TICKET_WORD if word == text else word for word in sys.argv]
+    sys.argv = [TICKET_WORD if word == given else word for word in sys.argv]
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45])
         offset = Path("/proc/self/cmdline").read_bytes().find(text.encode())

@@ -110,12 +110,11 @@ def _from_afar(given: str, *, watch: bool) -> "Iterator[RunStatus]":
 
 def read_watch_ticket(given: str) -> "Ticket":
     """Return the ticket that was given, or that is where it was said, and take it off the command line."""
-    from diloco.cli.run import hide_argument, read_ticket
+    from diloco.cli.run import pass_on, read_ticket
     from diloco.comm.peers.ticket import Ticket
 
     text = read_ticket(given)
-    if given == text:
-        hide_argument(text)
+    pass_on(given, text)
     return Ticket.parse(text, 0.0)
 
 
