@@ -199,6 +199,23 @@ def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch
     assert team.rounds[-1].step == 30
 
 
+def test_by_time_whoever_comes_back_in_a_phase_ends_it_with_the_others(small):
+    config = small(sync={"every": "1h"}, elastic=PATIENT)
+    with two_islands(config) as (islands, drivers):
+
+        def come_back(name: str) -> None:
+            stayed = islands[name]
+            stayed.trained((), 100)
+            assert contribute(stayed, 0, deadline(60))
+            wait_until(lambda: stayed.facts()["since_s"] > 0.2)
+            before = stayed.facts()["since_s"]
+            model = Trainer(own_folder(config, name), HERE, Events([Heard()])).shards
+            back = SyncLoop(model, HERE, config, stayed.rounds, lambda: None)
+            assert before <= back.facts()["since_s"] < 3600
+
+        side_by_side(drivers, come_back)
+
+
 def test_alone_by_time_a_run_ends_where_it_should(small):
     life = train(small(sync={"every": "50ms"}, inner={"steps": 25}))
     trainer = life.trainer

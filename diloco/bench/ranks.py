@@ -202,6 +202,7 @@ def strike(crew: RankCrew, rank: int, number: signal.Signals, into_s: float) -> 
     rounds = [event.round for event in crew.rounds(crew.others[0], at) if event.time <= returned.time]
     return {
         "named_s": named_s, "rounds_until_back": len(rounds), "back_s": returned.time - at,
+        "rounds_s": crew.lengths(crew.disturbed[-1:]),
         "right": f"process {rank} of {RANKS}" in line and f"pid {pid})" in line, "line": line,
     }  # fmt: skip
 

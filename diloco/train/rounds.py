@@ -1,5 +1,7 @@
 """The rounds of a run, as a trainer sees them: where the outer state is, what to train on, when a round is over."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,11 @@ class Rounds:
         """Describe, for people, how the roster has changed since the last call."""
         before, self._roster = self._roster, self.session.state.roster
         return roster_events(self.driver, before, self._roster, self.name_of)
+
+    def since_last_s(self) -> float:
+        """Return the seconds since the last round that changed parameters, by the log's clock; inf if none is known."""
+        ends = [header.time_ms for header in list(self.driver.applier.headers) if header.contributions]
+        return time.time() - ends[-1] / 1000 if ends else math.inf
 
     def exhausted(self) -> bool:
         """Tell whether the run is out of samples: none are left to lease, and no island holds enough for a batch."""

@@ -56,14 +56,23 @@ class SyncLoop:
         self._reported = view.head
         self.waited_s = 0.0  # for rounds, and for what is done after them
         self.round_s = 0.0  # from this island's last launch to the last news
-        self._launched_at = self._updated_at = time.perf_counter()
         self._after_round = after_round
         self._phase_steps = self._step_ms = 0
         self._phase_losses: list[Tensor] = []  # not read yet: reading waits for the device
         self._losses_before: list[float] = []  # of the same phase, before a pause
         self._phase_began = time.perf_counter()
         self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
+        self._launched_at = self._updated_at = time.perf_counter() - place.share(self._into_phase_s())
         self.refresh_samples()
+
+    def _into_phase_s(self) -> float:
+        """Return for how long the others have trained since their last round, where phases last a time: whoever comes
+        back in the middle of one ends it with them."""
+        schedule = self.policy.schedule
+        if self.rounds is None or not isinstance(schedule, TimedSchedule):
+            return 0.0
+        passed_s = self.rounds.since_last_s()
+        return passed_s if 0 < passed_s < schedule.every_s else 0.0  # else all of them have been away, or a clock jumped
 
     @property
     def config(self) -> Config:
