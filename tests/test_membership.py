@@ -202,6 +202,7 @@ def test_by_time_islands_lease_what_they_can_train_in_a_phase(small, monkeypatch
 def test_by_time_whoever_comes_back_in_a_phase_ends_it_with_the_others(small):
     config = small(sync={"every": "1h"}, elastic=PATIENT)
     with two_islands(config) as (islands, drivers):
+        models = {name: Trainer(own_folder(config, name), HERE, Events([Heard()])).shards for name in islands}
 
         def come_back(name: str) -> None:
             stayed = islands[name]
@@ -209,8 +210,7 @@ def test_by_time_whoever_comes_back_in_a_phase_ends_it_with_the_others(small):
             assert contribute(stayed, 0, deadline(60))
             wait_until(lambda: stayed.facts()["since_s"] > 0.2)
             before = stayed.facts()["since_s"]
-            model = Trainer(own_folder(config, name), HERE, Events([Heard()])).shards
-            back = SyncLoop(model, HERE, config, stayed.rounds, lambda: None)
+            back = SyncLoop(models[name], HERE, config, stayed.rounds, lambda: None)
             assert before <= back.facts()["since_s"] < 3600
 
         side_by_side(drivers, come_back)

@@ -62,17 +62,17 @@ class SyncLoop:
         self._losses_before: list[float] = []  # of the same phase, before a pause
         self._phase_began = time.perf_counter()
         self._heed(place.share(rounds.session.state.amendments if rounds is not None else None))
-        self._launched_at = self._updated_at = time.perf_counter() - place.share(self._into_phase_s())
+        self._launched_at = self._updated_at = self._phase_start()
         self.refresh_samples()
 
-    def _into_phase_s(self) -> float:
-        """Return for how long the others have trained since their last round, where phases last a time: whoever comes
-        back in the middle of one ends it with them."""
-        schedule = self.policy.schedule
-        if self.rounds is None or not isinstance(schedule, TimedSchedule):
-            return 0.0
-        passed_s = self.rounds.since_last_s()
-        return passed_s if 0 < passed_s < schedule.every_s else 0.0  # else all of them have been away, or a clock jumped
+    def _phase_start(self) -> float:
+        """Return when the phase began that the others are in, where phases last a time: whoever comes back in the
+        middle of one ends it with them. It is now if all have been away for longer, or nobody has begun."""
+        schedule, passed_s = self.policy.schedule, 0.0
+        if self.rounds is not None and isinstance(schedule, TimedSchedule):
+            since_s = self.rounds.since_last_s()
+            passed_s = since_s if 0 < since_s < schedule.every_s else 0.0
+        return time.perf_counter() - self.place.share(passed_s)
 
     @property
     def config(self) -> Config:
@@ -163,7 +163,7 @@ class SyncLoop:
             if self.rounds is not None:
                 with self.place.activity.during(FOR_OTHERS, waits=True):
                     self.rounds.session.wait(LOOK_S)
-            self._phase_began = self._updated_at = time.perf_counter()
+            self._phase_began, self._updated_at = time.perf_counter(), self._phase_start()
         self._follow()
 
     def _may_continue(self, count: int) -> bool:
