@@ -65,13 +65,13 @@ class SyncLoop:
         self._launched_at = self._updated_at = self._phase_start()
         self.refresh_samples()
 
-    def _phase_start(self) -> float:
+    def _phase_start(self, passed_s: float = 0.0) -> float:
         """Return when the phase began that the others are in, where phases last a time: whoever comes back in the
-        middle of one ends it with them. It is now if all have been away for longer, or nobody has begun."""
-        schedule, passed_s = self.policy.schedule, 0.0
+        middle of one ends it with them. It is `passed_s` ago if all have been away for longer, or nobody has begun."""
+        schedule = self.policy.schedule
         if self.rounds is not None and isinstance(schedule, TimedSchedule):
             since_s = self.rounds.since_last_s()
-            passed_s = since_s if 0 < since_s < schedule.every_s else 0.0
+            passed_s = since_s if 0 < since_s < schedule.every_s else passed_s
         return time.perf_counter() - self.place.share(passed_s)
 
     @property
@@ -229,14 +229,14 @@ class SyncLoop:
         }  # fmt: skip
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Restore what `facts` returned; the time away does not count towards a phase or a round."""
+        """Restore what `facts` returned. The time away does not count, unless the others have trained meanwhile."""
         now = time.perf_counter()
         self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
         self._losses_before = list(facts["losses"])
         self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
         self.refresh_samples()
         self._phase_began = now - facts["phase_s"]
-        self._launched_at = self._updated_at = now - facts["since_s"]
+        self._launched_at = self._updated_at = self._phase_start(facts["since_s"])
 
     # what the policy has done
 
