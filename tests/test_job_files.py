@@ -144,14 +144,16 @@ def test_a_machine_ends_as_its_part_of_the_island_does(tmp_path, ends, code, not
     assert (done.returncode, finished.exists()) == (code, noted)
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_machine_passes_on_a_signal_and_waits_however_long_leaving_takes(tmp_path, nodes):
-    """torchrun is a stand-in that starts one rank; `test_slurm.py` has the real one."""
+@pytest.mark.parametrize(("nodes", "starting_s"), [("1", 0), ("2", 0), ("2", 3)])
+def test_a_machine_passes_on_a_signal_and_waits_however_long_leaving_takes(tmp_path, nodes, starting_s):
+    """torchrun is a stand-in that starts one rank; `test_slurm.py` has the real one. While a rank imports what it needs
+    it does not hear the signal."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/bash\nwhile [ "$1" != --no-python ]; do shift; done; shift\n"$@"\nsleep 60\n')
     torchrun.chmod(0o755)
-    leave = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(75)))"
-    rank = f"{leave}; pathlib.Path('up').touch(); time.sleep(600)"
+    leave = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(75)))"
+    steps = [leave, "pathlib.Path('up').touch()"] if not starting_s else ["pathlib.Path('up').touch()", leave]
+    rank = f"import pathlib, signal, sys, time; {f'; time.sleep({starting_s}); '.join(steps)}; time.sleep(600)"
     words = ["bash", MACHINE, nodes, "host", "1", "1", torchrun, "--", sys.executable, "-c", rank]
     machine = subprocess.Popen(words, cwd=tmp_path)
     assert wait_until(lambda: (tmp_path / "up").exists(), 60)
@@ -216,6 +218,16 @@ def test_an_island_that_leaves_while_slurm_is_busy_is_queued_again_when_it_answe
     stand_in(commands, "scontrol", NODE % f'[ "$(grep -c requeue {commands}/calls)" = 2 ]')
     assert run_job(tmp_path, commands).returncode == 0
     assert [call for call in calls(commands) if "requeue" in call] == ["scontrol requeue 7_1"] * 2
+
+
+def test_an_island_that_is_asked_to_leave_in_the_pause_before_a_restart_is_queued_again(tmp_path, commands):
+    stand_in(commands, "srun", "exit 3")
+    stand_in(commands, "squeue", "echo RUNNING")
+    stand_in(commands, "sleep", "[ $1 != 10 ] || kill -TERM $PPID")
+    stand_in(commands, "scontrol", NODE % "exit 0")
+    assert run_job(tmp_path, commands).returncode == 0
+    called = [call.split()[0] for call in calls(commands)]
+    assert (called.count("srun"), calls(commands)[-1]) == (1, "scontrol requeue 7_1")
 
 
 def test_an_island_that_cannot_be_queued_again_says_what_to_do(tmp_path, commands):

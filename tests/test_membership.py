@@ -212,8 +212,11 @@ def test_by_time_whoever_comes_back_in_a_phase_ends_it_with_the_others(small):
             before = stayed.facts()["since_s"]
             back = SyncLoop(models[name], HERE, config, stayed.rounds, lambda: None)
             assert before <= back.facts()["since_s"] < 3600
-            back.set_facts({**back.facts(), "since_s": 0.0})  # saved at the beginning of this phase, or in another one
+            saved = {**back.facts(), "since_s": 0.0}
+            back.set_facts({**saved, "updates": 0})  # of a phase before
             assert before <= back.facts()["since_s"] < 3600
+            back.set_facts(saved)  # of this one: a pause, in which nobody trains
+            assert back.facts()["since_s"] < before
 
         side_by_side(drivers, come_back)
 

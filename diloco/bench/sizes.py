@@ -56,11 +56,9 @@ def measure(
             rows[f"{preset} {outer} {case}"], checks = row_of(config, case, events, peaks, bare)
             for check in checks:
                 found[check.name].append(check)
-    return Report([_worst(checks) for checks in found.values()], {"device": kind, "folder": str(folder), "rows": rows})
-
-
-def _worst(checks: list[Check]) -> Check:
-    return (max if checks[0].better == "lower" else min)(checks, key=lambda check: check.value)
+    sign = {"lower": 1, "higher": -1}
+    worst = [max(checks, key=lambda check: sign[check.better] * check.value) for checks in found.values()]
+    return Report(worst, {"device": kind, "folder": str(folder), "rows": rows})
 
 
 def environment_of(kind: str) -> Mapping[str, str]:

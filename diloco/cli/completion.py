@@ -37,12 +37,9 @@ def completion(
 def run_names(incomplete: str) -> Iterator[str]:
     """Yield the runs under runs/ whose names begin so; where a path is typed, nothing, and the shell lists files."""
     for folder in sorted(Path("runs").glob("*/")):
-        if folder.name.startswith(incomplete) and PLAIN.fullmatch(folder.name) and _is_run(folder):
+        is_run = any((folder / name).exists() for name in ("config.yaml", "identity.key", "events.jsonl"))
+        if is_run and folder.name.startswith(incomplete) and PLAIN.fullmatch(folder.name):
             yield folder.name
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("config.yaml", "identity.key", "events.jsonl"))
 
 
 def settings(incomplete: str) -> Iterator[str]:

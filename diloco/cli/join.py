@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +29,7 @@ from diloco.cli.shared import (
     show_of,
 )
 from diloco.errors import ConfigError
-from diloco.run.typed import launcher
+from diloco.run.typed import again
 from diloco.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -125,10 +124,9 @@ def join(
     enter = start.witness if witness else partial(start.join, check=shortage_here)
     outcome = enter(text, own, as_simulated(connection, folder), folder, show)
     if outcome.leader:
-        again = [*launcher(), "join", "TICKET" if ticket == text else ticket, "--name", name, "--dir", str(folder)]
-        come_back = {shlex.join([*again, *["--witness"] * witness]): "comes back, with what this folder holds"}
         ended = [ending(outcome, str(folder)), *contributed(str(folder))]
-        say_ending(show, ended, [] if outcome.finished else next_commands(come_back))
+        command = "" if outcome.finished else again()
+        say_ending(show, ended, next_commands({command: "comes back, with what this folder holds"}) if command else [])
 
 
 def heed_limits(folder: Path, hours: str | None, max_month: str | None, *, yield_gpu: bool, show: "Show") -> None:

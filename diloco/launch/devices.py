@@ -72,3 +72,8 @@ def _variable(devices: Sequence[str]) -> dict[str, str]:
 def devices_of(number: int, islands: int, config: IslandConfig) -> dict[str, str]:
     """Return the variable that gives the island of this number, counted from 0, its GPUs; none where it uses none."""
     return own_devices(number, [config.fsdp * config.tp] * islands, config)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use; where the system cannot tell, all of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

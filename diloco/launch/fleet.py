@@ -5,7 +5,6 @@ other, with a ticket that names the addresses of all.
 """
 
 import json
-import os
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from diloco.config.fields import parse_address
 from diloco.config.file import render_config
 from diloco.config.schema import Config
 from diloco.errors import Evicted, SaveError
-from diloco.launch.devices import devices_of
+from diloco.launch.devices import devices_of, usable_cores
 from diloco.launch.mesh_processes import SUPERVISED
 from diloco.launch.processes import Child
 from diloco.report.board import Board
@@ -71,8 +70,7 @@ class Plan:
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables that give each island its share of this machine's cores, and say who restarts it."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return {"OMP_NUM_THREADS": str(max(1, cores // self.islands)), SUPERVISED: "1"}
+        return {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.islands)), SUPERVISED: "1"}
 
     def devices(self, name: str) -> dict[str, str]:
         """Return the variable that gives this island its share of this machine's GPUs."""

@@ -4,7 +4,6 @@ Both do the same by shell scripts, which go to `sh` on its standard input: secre
 island has its own folder, which stays, and a job folder beside it for as long as it is launched.
 """
 
-import os
 import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 from diloco.comm.peers.addressbook import free_port
 from diloco.errors import ConfigError, LaunchError
 from diloco.launch.backend import CONFIG, LOGS, Island, JobState, Launch, attach_words, call, fill, program_of
-from diloco.launch.devices import own_devices
+from diloco.launch.devices import own_devices, usable_cores
 from diloco.launch.scripts import ALIVE, BEGINS, CANCEL, END, GPUS, PORTS, PRINTED, START, STATE
 from diloco.run.secret import host_port
 
@@ -295,9 +294,8 @@ class Local(Hosts):
 
     def environment(self, island: Island) -> dict[str, str]:
         """Return the variables of an island, with its share of this machine's cores and GPUs."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sizes = [each.processes for each in self.launch.islands]  # which --gpus-per-node may have made their own
-        share = {"OMP_NUM_THREADS": str(max(1, cores // len(sizes)))}
+        share = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(sizes)))}
         return share | own_devices(island.number, sizes, self.launch.config.island) | super().environment(island)
 
     @property

@@ -28,11 +28,12 @@ from diloco.config.schema import IslandConfig
 from diloco.errors import DeviceError
 from diloco.island.hangs import HangDetector, doing, process_state
 from diloco.island.signs import ENDED, FOLDER, HUNG, FolderSigns
-from diloco.launch.devices import has_driver
+from diloco.launch.devices import has_driver, usable_cores
 from diloco.launch.processes import REFUSED, end_with_parent, killed_by, last_line
 from diloco.run.signals import ASKED, LEFT, PAUSE, signals
 
 LOOK_S = 0.1
+KILLED_S = 60.0  # for the system to end a process that was killed
 LAST_WORDS_S = 3.0  # for the leader to say by itself what went wrong
 RESTARTS = 5  # in a row; an island that has lived for LONG_LIFE_S begins to count anew
 LONG_LIFE_S = 600.0
@@ -64,7 +65,8 @@ def run_processes(count: int, main: Callable[[], None], hang_s: float, *, restar
     """Run this process's command as one island of so many processes until its end, and return its exit code."""
     restart = restart and SUPERVISED not in os.environ
     failures, life, text, first_began = 0, 0, "", time.time()
-    cores = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(given) if given.isdecimal() and int(given) else usable_cores()
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // count))  # torch reads it when it is imported
     with signals() as heard:
         context = _context()
@@ -150,9 +152,7 @@ def _live(command: MeshCommand, heard: list[int]) -> Ending:
             mesh.start()
             return mesh.watch(heard)
         finally:
-            for process in mesh.processes:
-                process.kill()
-                process.join()
+            mesh.end()
 
 
 @dataclass
@@ -226,13 +226,23 @@ class _Mesh:
         leader = self.processes[0]
         if code > 0:  # below it are signals
             leader.join(LAST_WORDS_S)
-        refused = REFUSED in (code, leader.exitcode)
+        # what was not refused at first may be taken again later
+        final = asked or (REFUSED in (code, leader.exitcode) and not self.command.life)
         sign, name = self.detector.last_sign(failed), self.detector.name(failed)
         if code < 0:
             text = f"{name} was {killed_by(code)} at {time.strftime('%H:%M:%S')}{doing(sign)}"
-        elif leader.exitcode == REFUSED:
+        elif leader.exitcode == REFUSED and final:
             text = ""  # which the leader has said
         else:
             text = f"{name} ended{doing(sign)}: {last_line(self._log(failed)) if failed else 'its message is above'}"
         code = leader.exitcode or code
-        return Ending(code if code > 0 else 128 - code, text, final=refused or asked)
+        return Ending(code if code > 0 else 128 - code, text, final=final)
+
+    def end(self) -> None:
+        """Kill what is left of it; raise DeviceError for a process that not even that ends."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(KILLED_S)
+            if process.is_alive():
+                raise DeviceError(f"the system does not end process {process.pid}: a device or a file system is stuck")

@@ -65,13 +65,14 @@ class SyncLoop:
         self._launched_at = self._updated_at = self._phase_start()
         self.refresh_samples()
 
-    def _phase_start(self, passed_s: float = 0.0) -> float:
+    def _phase_start(self) -> float:
         """Return when the phase began that the others are in, where phases last a time: whoever comes back in the
-        middle of one ends it with them. It is `passed_s` ago if all have been away for longer, or nobody has begun."""
-        schedule = self.policy.schedule
-        if self.rounds is not None and isinstance(schedule, TimedSchedule):
+        middle of one ends it with them. It is now if all have been away for longer, nobody has begun, or nobody else is
+        there."""
+        schedule, passed_s = self.policy.schedule, 0.0
+        if self.rounds is not None and isinstance(schedule, TimedSchedule) and self.rounds.islands > 1:
             since_s = self.rounds.since_last_s()
-            passed_s = since_s if 0 < since_s < schedule.every_s else passed_s
+            passed_s = since_s if 0 < since_s < schedule.every_s else 0.0
         return time.perf_counter() - self.place.share(passed_s)
 
     @property
@@ -222,21 +223,23 @@ class SyncLoop:
         """Return what a save must hold for the same island to continue among the others."""
         now = time.perf_counter()
         return {
-            "synced": self.policy.synced, "phase_steps": self._phase_steps, "step_ms": self._step_ms,
-            "losses": self._read_losses(),
+            "synced": self.policy.synced, "updates": self.view.updates, "losses": self._read_losses(),
+            "phase_steps": self._phase_steps, "step_ms": self._step_ms,
             "left": [[type(work) is Launch, work.fragment] for work in self.policy.left],
             "phase_s": now - self._phase_began, "since_s": now - max(self._launched_at, self._updated_at),
         }  # fmt: skip
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Restore what `facts` returned. The time away does not count, unless the others have trained meanwhile."""
+        """Restore what `facts` returned; the time away does not count towards a phase or a round, unless the others
+        have committed one meanwhile."""
         now = time.perf_counter()
         self._phase_steps, self._step_ms, self.policy.synced = facts["phase_steps"], facts["step_ms"], facts["synced"]
         self._losses_before = list(facts["losses"])
         self.policy.left = [(Launch if launch else Apply)(fragment) for launch, fragment in facts["left"]]
         self.refresh_samples()
         self._phase_began = now - facts["phase_s"]
-        self._launched_at = self._updated_at = self._phase_start(facts["since_s"])
+        in_this_phase = facts.get("updates") == self.view.updates
+        self._launched_at = self._updated_at = now - facts["since_s"] if in_this_phase else self._phase_start()
 
     # what the policy has done
 
@@ -250,7 +253,7 @@ class SyncLoop:
         view, amendments = self.place.share(seen)
         self._heed(amendments)
         if view.updates != before.updates:
-            self._updated_at = time.perf_counter()
+            self._updated_at = self._phase_start()  # whoever catches up learns of it late
         return view
 
     def launch(self, fragment: int, tokens: int, samples: Ranges, steps: int) -> None:

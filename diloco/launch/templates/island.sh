@@ -30,6 +30,7 @@ while [ -z "$asked" ]; do
     fi
     [ -n "$asked" ] || sleep 3
 done
+[ -z "$asked" ] || [ "$code" -eq 0 ] || code=75
 echo "$code" >{{job}}/exit
 rm -f {{passing}}
 exit "$code"

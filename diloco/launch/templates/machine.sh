@@ -19,7 +19,7 @@ end() {
 if [ "$nodes" -eq 1 ] && [ -z "${DILOCO_TORCHRUN:-}" ]; then     # diloco itself starts the processes of one machine
     "$@" &
     child=$!
-    trap 'heard=yes; kill -TERM $child 2>/dev/null' TERM
+    trap 'asked=yes heard=yes; kill -TERM $child 2>/dev/null' TERM
     while [ -n "$heard" ]; do heard=''; wait $child; code=$?; done      # a signal interrupts `wait`
     end
 fi
@@ -31,7 +31,17 @@ DILOCO_RANKS=$(mktemp -d)
 OMP_NUM_THREADS=$(((${OMP_NUM_THREADS:-1} + processes - 1) / processes))
 export DILOCO_RANKS OMP_NUM_THREADS PET_SIGNALS_TO_HANDLE=SIGQUIT
 signal_ranks() { local ranks=("$DILOCO_RANKS"/[0-9]*); kill "$1" "${ranks[@]##*/}" 2>/dev/null; }
-trap 'asked=yes; signal_ranks -TERM' TERM
+# A process ignores SIGTERM until it can leave in good order, which takes seconds; a second one would end it at once.
+declare -A told
+ask_ranks() {
+    local rank ignored
+    for rank in "$DILOCO_RANKS"/[0-9]*; do
+        rank=${rank##*/}
+        ignored=$(awk '/^SigIgn/ { print $2 }' "/proc/$rank/status" 2>/dev/null)
+        [ -z "$ignored" ] || [ -n "${told[$rank]:-}" ] || ((16#$ignored & 1 << 14)) || { kill -TERM "$rank"; told[$rank]=yes; }
+    done
+}
+trap 'asked=yes told=()' TERM
 rank='"$@" & touch "$DILOCO_RANKS/$!"; wait $!; code=$?; [ $code = 75 ] || exit $code; touch "$DILOCO_RANKS/left"'
 (
     trap '' TERM
@@ -41,6 +51,7 @@ rank='"$@" & touch "$DILOCO_RANKS/$!"; wait $!; code=$?; [ $code = 75 ] || exit 
 ) &
 agent=$!
 while kill -0 $agent 2>/dev/null; do
+    [ -z "$asked" ] || ask_ranks
     if [ -e "$DILOCO_RANKS/left" ] && ! signal_ranks -0; then kill -KILL $agent; fi
     { sleep 1 & wait $!; } 2>/dev/null  # which a signal interrupts
 done

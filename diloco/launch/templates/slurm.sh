@@ -38,6 +38,15 @@ is_running() {
     [ "$state" = RUNNING ]
 }
 say() { echo "$(date -Is) $island $*"; }
+queue_again() {     # it has left before the end: make room, and come back
+    say "has left and is queued again"
+    for _ in 1 2 3; do
+        if scontrol requeue "$task"; then exit 0; fi
+        sleep 10
+    done
+    say "cannot be queued again by scontrol: start it with the same \`diloco launch\` command" >&2
+    exit 75
+}
 
 # An island that comes back when the others have finished and gone would wait for them for ever.
 export DILOCO_FINISHED=$here/finished
@@ -66,18 +75,11 @@ while :; do
         exit 0
     fi
     is_running || exit $code
-    if [ $code -eq 75 ] || [ -n "$asked" ]; then        # it has left before the end: make room, and come back
-        say "has left and is queued again"
-        for _ in 1 2 3; do
-            if scontrol requeue "$task"; then exit 0; fi
-            sleep 10
-        done
-        say "cannot be queued again by scontrol: start it with the same \`diloco launch\` command" >&2
-        exit 75
-    fi
+    if [ $code -eq 75 ] || [ -n "$asked" ]; then queue_again; fi
     [ $SECONDS -lt 600 ] || failures=0
     failures=$((failures + 1))
     [ $failures -le {{restarts}} ] || exit $code
     say "has failed with exit code $code and is started again in 10 s ($failures of {{restarts}})"
     sleep 10
+    [ -z "$asked" ] || queue_again
 done
