@@ -62,7 +62,7 @@ HARSH_ONCE_WRONG = [
 ]
 LONG = {  # three to ten seconds each
     ("merge", 50460), ("auto", 50188), ("auto", 50029), ("quorum", 52935), ("auto", 10347), ("quorum", 2991),
-    ("auto", 40037), ("auto", 1183), ("auto", 9266), ("quorum", 10228),
+    ("auto", 40037), ("auto", 1183), ("auto", 9266), ("quorum", 10228), ("quorum", 8666), ("quorum", 2773),
 }  # fmt: skip
 
 # Seeds whose disaster shows what a rule is for. The others have scenarios only.
@@ -119,10 +119,10 @@ def test_what_was_once_wrong_in_harsh_times_is_right(partition, seed):
     assert not outcome.violation and outcome.commits
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_streaming_disasters_violate_nothing(part):
     """Fragments in turn, some in flight while training goes on, some islands short of samples."""
-    seeds = STREAMING[part::2]
+    seeds = STREAMING[part::3]
     assert commits_of(seeds) > 50 * len(seeds)
 
 
@@ -149,7 +149,12 @@ def test_harsh_disasters_violate_nothing(partition, first):
 
 
 def test_rounds_go_on_wherever_a_quorum_of_linked_islands_is():
-    assert commits_of(range(6), Campaign(kind="cuts")) > 0
+    assert commits_of(range(3), Campaign(kind="cuts")) > 0
+
+
+@pytest.mark.soak
+def test_rounds_go_on_in_many_cut_networks():
+    assert commits_of(range(3, 30), Campaign(kind="cuts")) > 0
 
 
 @pytest.mark.parametrize("cut", PAIR_CUTS)
@@ -186,7 +191,7 @@ any_disaster = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(any_disaster)
 def test_any_list_of_faults_violates_nothing(disaster):
     faults.run(disaster)
@@ -220,7 +225,7 @@ def test_shortening_keeps_the_violation_and_leaves_out_what_is_not_needed():
 def test_the_same_seed_is_the_same_disaster_in_every_process():
     script = (
         "from diloco.simulate.virtual import faults\n"
-        "for seed in (1, 2, 3, 5): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
+        "for seed in (1, 3): print(*faults.run(faults.disaster(seed)).transcript.lines(), sep='\\n')"
     )
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     one, other = (subprocess.check_output([sys.executable, "-c", script], env=each) for each in environments)
