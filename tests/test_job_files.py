@@ -61,6 +61,24 @@ def test_islands_that_are_added_with_other_nodes_have_a_mesh_and_a_job_of_their_
     assert list(files) == ["slurm-0.sh", "slurm-3.sh", "machine.sh"]
 
 
+def test_islands_that_are_added_are_like_the_first_unless_asked_otherwise(tmp_path):
+    launch, added = plan_join(launch_of(tmp_path, nodes=2, gpus=4), islands=2)
+    assert [(each.nodes, each.gpus, each.fsdp) for each in added] == [(2, 4, 8)] * 2
+    launch, added = plan_join(launch, islands=1, nodes=1)
+    assert (added[0].nodes, added[0].gpus, added[0].fsdp) == (1, 4, 4)
+
+
+def test_a_container_sees_the_runs_folder_and_what_is_named(tmp_path):
+    launch = launch_of(tmp_path, {"container": "us/diloco:1", "mounts": ["/data", "/home/ann/src:/src"]})
+    job, folder = Slurm(launch).render(launch.islands)["slurm-0.sh"], tmp_path / "run folder"
+    assert f"--container-mounts={folder}:{folder},/data:/data,/home/ann/src:/src" in job
+
+
+def test_the_batch_of_a_program_of_somebodys_own_is_its_own(tmp_path):
+    launch = plan_launch(config_of(tmp_path, {"script": "python p.py"}), "slurm", islands=1, nodes=2, gpus=8)
+    assert launch.islands[0].processes == 8
+
+
 def test_a_mesh_that_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"--nodes-per-island 1 with --gpus-per-node 8 asks for 8 .* product is 8"):
         plan_launch(config_of(tmp_path, fsdp=2), "slurm", islands=1, nodes=1, gpus=8)

@@ -101,6 +101,17 @@ def test_an_island_of_two_machines_is_an_indexed_job_of_two_pods_that_meet_at_th
     assert rule == {"action": "Ignore", "onExitCodes": {"containerName": "island", "operator": "In", "values": [75]}}
 
 
+def test_machines_of_an_island_without_a_volume_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--nodes-per-island 2: .* set launch\.storage"):
+        launch_of(tmp_path, {}, nodes=2, gpus=0)
+
+
+def test_devices_are_limits_and_the_rest_is_requested(tmp_path):
+    launch = launch_of(tmp_path, {"resources": {"cpu": 8, "rdma/hca": 1}}, nodes=1, gpus=4)
+    container = job_of(launch, 0)["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"] == {"requests": {"cpu": "8"}, "limits": {"rdma/hca": "1", "nvidia.com/gpu": "4"}}
+
+
 def test_no_secret_is_in_a_manifest(tmp_path, kubectl):
     launch, _ = launching.start(launch_of(tmp_path, {}, nodes=1, gpus=0))
     secret = json.loads(launch.secret_file("island-0").read_text())
@@ -146,7 +157,7 @@ def test_a_run_that_yaml_takes_for_something_else_keeps_its_name(tmp_path, run):
 
 
 def test_a_failure_of_an_island_counts_once_however_many_machines_it_has(tmp_path):
-    launch = launch_of(tmp_path, {"restarts": 5}, nodes=8, gpus=1)
+    launch = launch_of(tmp_path, {"restarts": 5, "storage": "1Ti"}, nodes=8, gpus=1)
     *_, job = yaml.safe_load_all(Kubernetes(launch).render(launch.islands)["island-0.yaml"])
     assert job["spec"]["backoffLimit"] == 5 * 8
 
@@ -166,7 +177,9 @@ def pod(tmp_path: Path, getent: str, torchrun: str) -> tuple[list[str], dict[str
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
     (tmp_path / "secret").write_text("{}")
-    launch = launch_of(tmp_path, {"dir": str(tmp_path / "data"), "program": f"{commands}/diloco"}, nodes=2, gpus=1)
+    launch = launch_of(
+        tmp_path, {"dir": str(tmp_path / "data"), "program": f"{commands}/diloco", "storage": "1Gi"}, nodes=2, gpus=1
+    )
     text = job_of(launch, 0)["spec"]["template"]["spec"]["containers"][0]["args"][0]
     text = text.replace("/secret/secret", f"{tmp_path}/secret", 1).replace(
         "/launch/machine.sh", str(TEMPLATES / "machine.sh")

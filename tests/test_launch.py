@@ -96,6 +96,18 @@ def test_a_mesh_that_does_not_fit_the_nodes_is_refused(tmp_path: Path) -> None:
         plan_launch(config, "local", islands=2, nodes=2, gpus=8)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--join", "runs/x", "--set", "launch.time=60"], "--set goes with CONFIG"),
+        (["run.yaml", "--nodes-per-island", "2", "--dry-run"], "--nodes-per-island 2: --on local has one machine each"),
+    ],
+)
+def test_what_would_not_be_heeded_is_refused(command, words: list[str], told: str) -> None:
+    write_config(Path())
+    assert told in command.refused("launch", *words)
+
+
 def test_what_was_not_launched_is_said(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="was not launched"):
         Launch.read(tmp_path)

@@ -22,10 +22,14 @@ def launch(
     set_: Overrides = None,
     on: Annotated[str, typer.Option(metavar="WHERE", help="local, ssh, slurm or kubernetes.")] = "local",
     islands: Annotated[int | None, typer.Option(min=1, max=64, help="Number of islands to start (default 1).")] = None,
-    nodes: Annotated[int, typer.Option("--nodes-per-island", min=1, help="Machines of each island.")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes-per-island", min=1, help="Machines of each island (default 1, or as island-0)."),
+    ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0 asks for none.", show_default=True)
-    ] = 0,
+        int | None,
+        typer.Option("--gpus-per-node", min=0, help="GPUs of each machine (default 0, or as island-0)."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files that would be submitted, and start nothing.")
     ] = False,
@@ -57,15 +61,18 @@ def launch(
     asked = [name for name, given in choices.items() if given]
     if len(asked) != 1:
         raise ConfigError(f"give one of {', '.join(choices)}, not {' and '.join(asked) or 'none'}")
-    size = {"islands": islands or 1, "nodes": nodes, "gpus": gpus}
+    if set_ and config is None:
+        raise ConfigError(f"--set goes with CONFIG: a launched run keeps its own, which {asked[0]} does not change")
     if config is not None:
-        planned = launching.plan_launch(load_config(config, set_ or []), on, **size)
+        planned = launching.plan_launch(
+            load_config(config, set_ or []), on, islands=islands or 1, nodes=nodes or 1, gpus=gpus or 0
+        )
         if dry_run:
             print_files(planned, planned.islands)
         else:
             report(*launching.start(planned))
     elif join is not None:
-        larger, added = launching.plan_join(launched(join), **size)
+        larger, added = launching.plan_join(launched(join), islands=islands or 1, nodes=nodes, gpus=gpus)
         if dry_run:
             print_files(larger, added)
         else:
@@ -79,7 +86,8 @@ def launch(
         )
     elif stop is not None:
         started = launched(stop)
-        say(f"asking all islands to leave: they have {started.config.launch.grace_s:.0f} s")
+        limit = "Slurm's KillWait" if started.backend == "slurm" else f"{started.config.launch.grace_s:.0f} s"
+        say(f"asking all islands to leave: they have {limit}")
         ended = launching.end(started, started.islands)
         say("all islands have left", *(f"{name}: {path}" for name, path in ended.items()))
 

@@ -49,6 +49,9 @@ class LaunchConfig(Section):
         None, "slurm: network interface towards the other islands, as in ib0; null: the node's address in Slurm"
     )
     container: str | None = key(None, "slurm: image of the container (srun --container-image)")
+    mounts: Annotated[tuple[str, ...], BeforeValidator(names)] = key(
+        (), "slurm: what a container sees besides the run's folder, as PATH or PATH:INSIDE"
+    )
     extra: Annotated[tuple[str, ...], BeforeValidator(names)] = key((), "slurm: more options of sbatch, each a line")
     namespace: str = key("default", "kubernetes: the namespace")
     image: str | None = key(None, "kubernetes: image of the container, with diloco in it")

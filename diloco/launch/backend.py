@@ -271,7 +271,7 @@ def new_islands(config: Config, first: int, count: int, *, nodes: int, gpus: int
         )
     else:
         fsdp, processes = asked // island.tp, asked
-        if island.batch % (fsdp * island.least_accumulate):
+        if config.launch.script is None and island.batch % (fsdp * island.least_accumulate):
             raise ConfigError(
                 f"island.batch={island.batch}: {asked} processes of an island make island.fsdp={fsdp}, so it must be a "
                 f"multiple of {fsdp * island.least_accumulate} (island.fsdp times island.accumulate)"

@@ -80,9 +80,7 @@ class Hosts(ABC):
         return dict(self.launch.config.launch.environment)
 
     def check(self, islands: Sequence[Island]) -> None:
-        """Refuse islands over several machines, which nothing here starts, and ports that somebody else has."""
-        if several := [island for island in islands if island.nodes > 1]:
-            raise ConfigError(f"--nodes-per-island {several[0].nodes}: --on {self.launch.backend} has one machine each")
+        """Refuse ports that somebody else has."""
         self._on_hosts(islands, lambda island: PORTS.replace("PORTS", f"{island.port} {island.port + 1}"))
 
     def host(self, island: Island) -> Host:
@@ -95,7 +93,10 @@ class Hosts(ABC):
         return replace(same[0], dir=island.dir or same[0].dir)
 
     def place(self, islands: Sequence[Island]) -> list[Island]:
-        """Put islands on hosts: each stays where it is while that host is listed, else it gets the emptiest one."""
+        """Put islands on hosts: each stays where it is while that host is listed, else it gets the emptiest one; refuse
+        islands over several machines, which nothing here starts."""
+        if several := [island for island in islands if island.nodes > 1]:
+            raise ConfigError(f"--nodes-per-island {several[0].nodes}: --on {self.launch.backend} has one machine each")
         hosts, placed = self.hosts, list[Island]()
         listed = {host.destination for host in hosts}
         load = Counter((each.host, each.dir) for each in self.launch.islands if not each.cancelled)

@@ -46,7 +46,15 @@ class Kubernetes:
         self.render(islands)
 
     def place(self, islands: Sequence[Island]) -> list[Island]:
-        """Return the islands with where their first pods listen, by the names that their Services give them."""
+        """Return the islands with where their first pods listen, by the names that their Services give them.
+
+        Raise ConfigError for islands of several machines that share no folder.
+        """
+        if self.options.storage is None and (several := [island for island in islands if island.nodes > 1]):
+            raise ConfigError(
+                f"--nodes-per-island {several[0].nodes}: machines of an island share its folder: set launch.storage to "
+                "the size of a volume"
+            )
         return [replace(island, address=f"{self._host(island)}:{island.port}") for island in islands]
 
     def render(self, islands: Sequence[Island]) -> dict[str, str]:
@@ -194,10 +202,11 @@ def _variables(environment: Mapping[str, str]) -> str:
 
 
 def _resources(requests: Mapping[str, str | int], gpus: int) -> str:
-    """Return a container's resources as YAML; GPUs can only be limits."""
-    asked = {"requests": {name: str(value) for name, value in requests.items()}}
-    limits = {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}
-    found = {name: value for name, value in (asked | limits).items() if value}
+    """Return a container's resources as YAML. Devices, such as GPUs, can only be limits, which are requests, too."""
+    asked = {name: str(value) for name, value in requests.items()} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    limits = {name: value for name, value in asked.items() if "/" in name}
+    plain = {name: value for name, value in asked.items() if name not in limits}
+    found = {kind: values for kind, values in (("requests", plain), ("limits", limits)) if values}
     return f"resources: {json.dumps(found)}" if found else ""
 
 

@@ -26,9 +26,12 @@ def plan_launch(config: Config, backend: str, *, islands: int, nodes: int, gpus:
     return placed(Launch(Path(config.dir), config, backend, new_islands(config, 0, islands, nodes=nodes, gpus=gpus)))
 
 
-def plan_join(launch: Launch, *, islands: int, nodes: int, gpus: int) -> tuple[Launch, tuple[Island, ...]]:
-    """Return a launch with islands added, and these."""
-    first = 1 + max(island.number for island in launch.islands)
+def plan_join(
+    launch: Launch, *, islands: int, nodes: int | None = None, gpus: int | None = None
+) -> tuple[Launch, tuple[Island, ...]]:
+    """Return a launch with islands added, and these; they are like the first one where nothing else is asked for."""
+    first, like = 1 + max(island.number for island in launch.islands), launch.islands[0]
+    nodes, gpus = nodes or like.nodes, like.gpus if gpus is None else gpus
     added = new_islands(launch.config, first, islands, nodes=nodes, gpus=gpus)
     larger = placed(launch.having(added))
     return larger, tuple(island for island in larger.islands if island.number >= first)

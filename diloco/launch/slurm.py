@@ -84,7 +84,8 @@ class Slurm:
     def _srun(self, base: Path) -> list[str]:
         if self.options.container is None:
             return []
-        mounts = ",".join(f"{path}:{path}" for path in sorted({str(base), str(self.launch.folder.absolute())}))
+        own = sorted({str(base), str(self.launch.folder.absolute())})
+        mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in (*own, *self.options.mounts))
         return [shlex.quote(f"--container-image={self.options.container}"), shlex.quote(f"--container-mounts={mounts}")]
 
     def submit(self, islands: Sequence[Island]) -> dict[str, str]:
