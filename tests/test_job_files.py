@@ -238,14 +238,18 @@ def test_an_island_that_leaves_while_slurm_is_busy_is_queued_again_when_it_answe
     assert [call for call in calls(commands) if "requeue" in call] == ["scontrol requeue 7_1"] * 2
 
 
-def test_an_island_that_is_asked_to_leave_in_the_pause_before_a_restart_is_queued_again(tmp_path, commands):
+@pytest.mark.parametrize(
+    ("then", "code", "last"), [("RUNNING", 0, "scontrol requeue 7_1"), ("COMPLETING", 3, "squeue")]
+)
+def test_an_island_that_is_asked_to_leave_in_the_pause_before_a_restart(tmp_path, commands, then, code, last):
+    """It is queued again, unless its job was cancelled."""
     stand_in(commands, "srun", "exit 3")
-    stand_in(commands, "squeue", "echo RUNNING")
+    stand_in(commands, "squeue", f'[ "$(grep -c squeue {commands}/calls)" = 1 ] && echo RUNNING || echo {then}')
     stand_in(commands, "sleep", "[ $1 != 10 ] || kill -TERM $PPID")
     stand_in(commands, "scontrol", NODE % "exit 0")
-    assert run_job(tmp_path, commands).returncode == 0
+    assert run_job(tmp_path, commands).returncode == code
     called = [call.split()[0] for call in calls(commands)]
-    assert (called.count("srun"), calls(commands)[-1]) == (1, "scontrol requeue 7_1")
+    assert called.count("srun") == 1 and calls(commands)[-1].startswith(last)
 
 
 def test_an_island_that_cannot_be_queued_again_says_what_to_do(tmp_path, commands):

@@ -45,28 +45,27 @@ def test_a_slower_link_costs_what_it_should():
 
 
 def test_many_that_come_and_go_keep_every_invariant_and_the_same_seed_tells_the_same():
-    setting = replace(CHURN, seconds=150.0)
-    first, again = simulate(setting), simulate(setting)
-    assert first.failures > 3 and first.rounds > 1
+    first, again = simulate(CHURN), simulate(CHURN)
+    assert first.failures > 5 and first.rounds > 2
     assert replace(first, wall_s=0.0) == replace(again, wall_s=0.0)
     assert first.at_newest_head > 0.9 and first.branches == 0
 
 
 def test_heartbeats_that_are_no_news_change_nothing(monkeypatch):
     """Taken in without asking the node, or by the node: the run is the same to the last figure."""
-    setting = replace(CHURN, seconds=80.0)
+    setting = replace(CHURN, seconds=120.0)
     quick = simulate(setting)
     monkeypatch.setattr(modelled, "hears_no_news", lambda *heard: False)
     assert replace(simulate(setting), wall_s=0.0) == replace(quick, wall_s=0.0)
 
 
 def test_a_lost_coordinator_is_followed_by_the_next():
-    churn = Churn(replace(CHURN, mtbf_s=None, seconds=160.0))
+    churn = Churn(replace(CHURN, mtbf_s=None))
     churn.timeline.at(20.0, lambda: churn.world.crash(name_of(0), silent=True))
     churn.timeline.at(21.0, lambda: churn.world.crash(name_of(1)))
     churn.run()
     assert churn.leader == name_of(2)
-    assert len(churn.commits) > 2 and set(churn.contributors[1:]) == {68}
+    assert len(churn.commits) > 3 and set(churn.contributors[1:]) == {68}
 
 
 def test_links_can_be_cut_and_islands_stopped_in_virtual_time_too():
@@ -113,9 +112,9 @@ def test_two_levels_have_few_streams_and_nearly_the_same_bytes():
 
 
 def test_many_reduce_in_two_levels_unless_told_otherwise():
-    calm = replace(CHURN, mtbf_s=None, seconds=110.0)
-    usual, whole = simulate(calm), simulate(replace(calm, two_level=False))
-    assert usual.rounds > 1 and usual.connections < CHURN.islands
+    usual = simulate(replace(CHURN, mtbf_s=None))
+    assert usual.rounds > 3 and usual.connections < CHURN.islands
+    whole = simulate(replace(CHURN, mtbf_s=None, two_level=False))
     assert whole.connections > 2 * (FLAT_UP_TO - 1)
     assert FEW.reduces_in_two_levels(FLAT_UP_TO + 1) and not FEW.reduces_in_two_levels(FLAT_UP_TO)
 

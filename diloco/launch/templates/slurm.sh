@@ -81,5 +81,5 @@ while :; do
     [ $failures -le {{restarts}} ] || exit $code
     say "has failed with exit code $code and is started again in 10 s ($failures of {{restarts}})"
     sleep 10
-    [ -z "$asked" ] || queue_again
+    if [ -n "$asked" ]; then is_running || exit $code; queue_again; fi
 done
