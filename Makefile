@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST_JOBS ?= 3
+PYTEST_JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help install locked test lint types unit soak cluster browser sshd iptables quick coverage demo docs audit picture record walk prove clean
@@ -27,7 +27,7 @@ lint: install  ## style and formatting
 types: install  ## mypy, strict
 	$(BIN)/mypy
 
-unit: install browser sshd .venv/.compiled  ## the tests, in three processes for two cores (PYTEST_JOBS=8 on a larger machine)
+unit: install browser sshd .venv/.compiled  ## the tests, in four processes for two cores (PYTEST_JOBS=8 on a larger machine)
 	$(BIN)/pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not soak and not cluster' --durations=25
 
 soak: install sshd iptables  ## what takes minutes by its nature: hundreds of disasters, many kills, ten minutes of faults of every kind
