@@ -29,6 +29,7 @@ BENCHES = [
     "overhead", "dashboard", "speed", "codec", "allreduce", "trust", "recover", "ranks", "memory", "sizes", "mesh",
     "join", "soak", "checkpoint", "virtual", "mutants", "overlap", "plan", "quality", "link",
 ]  # fmt: skip
+TERMINAL = 78  # what help has in a terminal of 80 columns; the runner alone would give it 80
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def trained(command, *arguments: object) -> str:
 
 
 def help_of(*command: str) -> str:
-    done = CliRunner().invoke(app, [*command, "--help"])
+    done = CliRunner().invoke(app, [*command, "--help"], terminal_width=TERMINAL)
     assert done.exit_code == 0
     return done.stdout
 

@@ -24,7 +24,7 @@ complete -o default -F _diloco_completion diloco"""
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
 ) -> None:
-    """Print the script that completes diloco's commands in a shell.
+    """Print the script with which a shell completes commands.
 
     For bash, add `source <(diloco completion bash)` to ~/.bashrc; for zsh, the same with zsh to ~/.zshrc, after
     compinit; for fish, diloco completion fish > ~/.config/fish/completions/diloco.fish

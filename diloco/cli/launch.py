@@ -48,7 +48,7 @@ def launch(
         str | None, typer.Option(metavar="RUN", help="End all islands; launching again continues.", show_default=False)
     ] = None,
 ) -> None:
-    """Start a run's islands here, by ssh, by Slurm or on Kubernetes.
+    """Start a run's islands here, by ssh, Slurm or Kubernetes.
 
     Keys and invites are made here first, so that islands can start in any order and any number of times: one founds the
     run, the others join it, and whoever comes back resumes. The section `launch` of the configuration says how. The
