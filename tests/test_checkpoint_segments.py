@@ -7,7 +7,7 @@ import pytest
 from logs import BASE, chain, entry, opened, write
 
 from diloco.checkpoint.log.journal import NOTHING, Journal
-from diloco.checkpoint.log.segments import SegmentWriter, read_body, scan, segment_paths
+from diloco.checkpoint.log.segments import Ahead, SegmentWriter, read_body, scan, segment_paths
 
 KINDS = [(2, b"a promise", b""), (3, b"name", b"payload " * 9), (4, b"{}", b"record"), (5, b"", b"")]
 
@@ -24,6 +24,35 @@ def test_frames_come_back_as_they_were_written(tmp_path):
     found = scan(write_frames(tmp_path))
     assert [(frame.kind, frame.head, read_body(frame.body)) for frame in found.frames] == KINDS
     assert found.damages == [] and found.torn is None
+
+
+@pytest.mark.parametrize("known", [0, 1, 40, 72])
+def test_a_body_that_is_written_ahead_makes_the_same_file(tmp_path, known):
+    whole = write_frames(tmp_path).read_bytes()
+    writer, ahead = SegmentWriter(tmp_path), Ahead()
+    for kind, head, body in KINDS:
+        if body.startswith(b"payload"):
+            for at in range(known):
+                writer.write_ahead(ahead, body[at : at + 1], len(head))
+                assert len(scan(writer.path).frames) == 1, "a torn tail until it is whole"
+        writer.write(kind, head, body, ahead)
+    writer.close()
+    assert writer.path.read_bytes() == whole
+
+
+def test_a_body_ahead_makes_way_for_another_frame_and_is_written_with_its_own(tmp_path):
+    writer, ahead, other = SegmentWriter(tmp_path), Ahead(), Ahead()
+    writer.write_ahead(ahead, b"pay", 4)
+    writer.write(2, b"a promise")
+    assert writer.path.stat().st_size == writer.size
+    writer.write_ahead(ahead, b"load", 4)
+    assert writer.path.stat().st_size == writer.size, "it is too late"
+    writer.write(3, b"name", b"payload", ahead)
+    writer.write_ahead(other, b"of an attempt that failed", 4)
+    writer.close()
+    writer.write_ahead(other, b"more", 4)
+    found = scan(writer.path)
+    assert [read_body(frame.body) for frame in found.frames] == [b"", b"payload"] and found.torn is None
 
 
 def test_a_file_cut_anywhere_gives_every_whole_frame_and_says_where_it_is_torn(tmp_path):

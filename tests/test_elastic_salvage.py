@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import digest
 from records import GENESIS, contribution, record
 from torch import Tensor
 
@@ -138,7 +139,7 @@ def result_of(rest: Begin, exchange: Exchange) -> dict[str, Outcome]:
     outcomes = exchange.ends(exchange.start(replace(rest, ballot=Ballot(1, "a", 1))))
     assert len({outcome.payload for outcome in outcomes.values()} - {""}) == 1, outcomes
     found, whole, others = outcomes["a"].result, anew(MEMBERS), anew(rest.members)
-    assert found is not None
+    assert found is not None and outcomes["a"].payload.startswith(digest(found)), "also where it was hashed as it came"
     page = CODEC.size(PAGE)
     for number in range(-(-COUNT // PAGE)):
         expected = whole if minus(((number, number + 1),), hole.pages) else others

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.checkpoint.log.history import HistoryFile, Move, RoundHeader, end_of_history
-from diloco.checkpoint.log.journal import Entry, Header, Journal, Kind, header_frame, record_frame
+from diloco.checkpoint.log.journal import NOTHING, Entry, Header, Journal, Kind, header_frame, record_frame
 from diloco.checkpoint.log.library import StoredItem, payload_name
-from diloco.checkpoint.log.segments import SegmentWriter, cut, segment_paths
+from diloco.checkpoint.log.segments import Ahead, SegmentWriter, cut, segment_paths
 from diloco.checkpoint.log.snapshot import DAMAGED, SnapshotContents, clean, manifests, remove, write_snapshot
 from diloco.checkpoint.log.store import PartialDownload, Store
 from diloco.checkpoint.log.writing import WritePace, make_way
@@ -47,6 +47,7 @@ class Job:
     act: Callable[[], None] | None = None
     headers: tuple[RoundHeader, ...] = ()
     branches: Move | None = None
+    ahead: Ahead | None = None  # what of the body is written already
 
 
 class DiskStore(Store):
@@ -104,8 +105,13 @@ class DiskStore(Store):
 
     # what is handed in
 
-    def put(self, payload: str, data: Buffer) -> None:
-        self._hand_in(Job(Kind.PAYLOAD, payload.encode(), data))
+    def put(self, payload: str, data: Buffer, ahead: Ahead | None = None) -> None:
+        self._hand_in(Job(Kind.PAYLOAD, payload.encode(), data, ahead=ahead))
+
+    def write_ahead(self, ahead: Ahead, part: Buffer) -> None:
+        if (segment := self._segment) is not None:
+            with suppress(OSError):  # it comes up again when the frame is written
+                segment.write_ahead(ahead, part, len(NOTHING))
 
     def remember(self, memory: bytes) -> None:
         self._hand_in(Job(Kind.MEMORY, memory))
@@ -289,7 +295,7 @@ class DiskStore(Store):
         if job.moves is not None and job.entry is None:  # the anchor will be lost: what came before still has it
             self._segment.sync()
             self._note_durable()
-        place = None if job.kind is None else self._segment.write(job.kind, job.head, job.body)
+        place = None if job.kind is None else self._segment.write(job.kind, job.head, job.body, job.ahead)
         with self._changed:  # a head and its record at once: whoever asks between them would find the record missing
             self._keep_in_mind(job)
             if job.entry is not None:

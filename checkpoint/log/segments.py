@@ -7,6 +7,7 @@ file that are no whole frame were being written when their writer died: a torn t
 
 import os
 import struct
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -159,13 +160,26 @@ def read_part(place: ByteRange, offset: int, length: int) -> bytes:
     return part
 
 
+class Ahead:
+    """Count the bytes of a body that lie in a segment before their frame does, with the state of their checksum."""
+
+    def __init__(self) -> None:
+        self.count, self.check = 0, xxhash.xxh3_64()
+
+
 class SegmentWriter:
-    """Write the next segment of a folder. Any OSError ends its use: `abandon` then takes back what was not synced."""
+    """Write the next segment of a folder. Any OSError ends its use: `abandon` then takes back what was not synced.
+
+    The body of the next frame may be written before the rest of it, by another thread, as it becomes known: until the
+    frame is written that is a torn tail, and another frame that is written first takes its place.
+    """
 
     def __init__(self, folder: Path) -> None:
         number = max((int(path.stem.removeprefix("log-")) for path in segment_paths(folder)), default=0) + 1
         self.path = folder / f"log-{number:08}.seg"
         self.size = self._synced = 0
+        self._ahead: Ahead | None = None
+        self._lock = threading.Lock()
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             sync_path(folder)
@@ -173,15 +187,44 @@ class SegmentWriter:
             self.abandon()
             raise
 
-    def write(self, kind: int, head: bytes, body: Buffer = b"") -> ByteRange:
-        """Append a frame and return where its body lies; it is not durable before `sync`."""
+    def write(self, kind: int, head: bytes, body: Buffer = b"", ahead: Ahead | None = None) -> ByteRange:
+        """Append a frame and return where its body lies; it is not durable before `sync`. `ahead`: what of the body may
+        have been written by then."""
         view = as_bytes(body)
         fixed = FIXED.pack(MAGIC, kind, len(head), len(view))
-        self._write(fixed + head + _check([fixed, head]))
-        place = ByteRange(self.path, self.size, len(view))
-        self._write(view)
-        self._write(_check([view]))
+        with self._lock:
+            if ahead is None or ahead is not self._ahead:
+                self._drop_ahead()
+                ahead = Ahead()
+            self._ahead = None
+            self._write(fixed + head + _check([fixed, head]))
+            place = ByteRange(self.path, self.size, len(view))
+            self.size = os.lseek(self._file, ahead.count, os.SEEK_CUR)
+            self._write(view[ahead.count :])
+            ahead.check.update(view[ahead.count :])
+            self._write(CHECK.pack(ahead.check.intdigest()))
         return place
+
+    def write_ahead(self, ahead: Ahead, part: Buffer, head_bytes: int) -> None:
+        """Write what comes next of the body of the frame that comes next, whose head has so many bytes. Where another
+        frame came first, or another body was begun, nothing is written."""
+        with self._lock:
+            if self._file < 0 or (self._ahead is not ahead and ahead.count):
+                return
+            if self._ahead is not ahead:
+                self._drop_ahead()
+                self._ahead = ahead
+            left, at = memoryview(part), self.size + FIXED.size + head_bytes + CHECK.size + ahead.count
+            while left:
+                written = os.pwrite(self._file, left, at)
+                left, at = left[written:], at + written
+            ahead.count += len(part)
+            ahead.check.update(part)
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead = None
+            os.ftruncate(self._file, self.size)
 
     def _write(self, data: Buffer) -> None:
         left = memoryview(data)
@@ -197,14 +240,20 @@ class SegmentWriter:
             self._synced = self.size
 
     def close(self) -> None:
-        self.sync()
-        os.close(self._file)
-        self._file = -1
+        with self._lock:
+            self._drop_ahead()
+            self.sync()
+            os.close(self._file)
+            self._file = -1
 
     def abandon(self) -> None:
         """Close the file after an error, cut to what was synced, or remove it where nothing was."""
         if self._file < 0:
             return
+        with self._lock:
+            self._abandon()
+
+    def _abandon(self) -> None:
         with suppress(OSError):  # else a torn tail stays, which the next opening cuts off
             os.ftruncate(self._file, self._synced)
             if not self._synced:

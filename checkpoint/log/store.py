@@ -12,6 +12,7 @@ from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, ItemManifest
 from diloco.checkpoint.log.room import FileRoom, Room, bytes_of
+from diloco.checkpoint.log.segments import Ahead
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.comm.codec.base import room_for
 from diloco.comm.transport.frame import Buffer
@@ -88,8 +89,11 @@ class Store:
         """Return the folder from which everything that is durable can be read again; None: nothing is kept."""
         return None
 
-    def put(self, payload: str, data: Buffer) -> None:
+    def put(self, payload: str, data: Buffer, ahead: Ahead | None = None) -> None:
         """Store the bytes of a result by their digest; nobody changes them any more."""
+
+    def write_ahead(self, ahead: Ahead, part: Buffer) -> None:
+        """Write what comes next of a result that is not complete, so that `put` has less to do. Any thread may."""
 
     def remember(self, memory: bytes) -> None:
         """Store what a restart must not forget, such as promises, in place of what was remembered before."""

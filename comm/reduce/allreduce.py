@@ -100,7 +100,7 @@ class Reduction:
         self._norms = {peer: norm for peer, norm in norms if peer != self.me}
         self._squares = dict.fromkeys(plan.members, 0.0)  # of what came of each contribution
         self._told = {peer: Count() for peer in self.others}
-        self._reduced = Count()
+        self._reduced, self._arrived = Count(), Count()
         self._streams: list[Stream] = []
         self._awaited = list(self.others)  # members whose stream has not come
         self._connecting: set[threading.Thread] = set()
@@ -252,7 +252,7 @@ class Reduction:
             raise
         if kind == RESULT:
             self._refuse_bad_result(stream.peer, part, room)
-        got.append(part)
+        self._note(got, part)
         self._came[stream.peer] = self._came.get(stream.peer, 0) + room.numel()  # by one thread each
         self.progress[stream.peer].received()
 
@@ -279,10 +279,31 @@ class Reduction:
                 if moves:
                     room.copy_(mean)
             self._refuse_bad_result(self.me, chunk, room)
-            self._got[self.me].append(chunk)
+            for part in self._lacking(self.me, chunk):
+                self._note(self._got[self.me], part)
             for window in self._windows.values():
                 window.freed.add_one()
             self._reduced.add_one()
+
+    def _note(self, got: list[Span], part: Span) -> None:
+        """Note that a part of a contribution, or of the mean, is here."""
+        got.append(part)
+        if got is self._got[self.me]:
+            self._arrived.add_one()
+
+    def arriving(self) -> Iterator[Tensor]:
+        """Yield the encoded mean from its beginning on, stretch by stretch as each is complete, for another thread than
+        that of `run`; raise Stopped if the attempt fails."""
+        got, ends, at, seen = self._got[self.me], dict[int, int](), self.plan.start, 0
+        while at < self.plan.start + self.plan.count:
+            self._arrived.reach(seen + 1)
+            new, first = got[seen:], at
+            ends |= {part.lo: part.hi for part in new}
+            seen += len(new)
+            while at in ends:
+                at = ends[at]
+            if first < at:
+                yield self.result[self.plan.result_bytes_of(Span(first, at))]
 
     # what an earlier attempt has left
 
@@ -296,7 +317,8 @@ class Reduction:
             # in a hole, an earlier attempt may have left means with the lost member
             there = [] if plan.is_in_hole(chunk) else kept
             copied = [part for part in copy_parts(there, chunk, plan.result_codec, room) if self._is_good(part)]
-            self._got[self.me] += copied
+            for part in copied:
+                self._note(self._got[self.me], part)
             lacking += without(chunk, copied)
         self._lacks[self.me] = joined(lacking)
         for peer in (peer for peer in plan.members if peer != self.me):
@@ -445,6 +467,7 @@ class Reduction:
             self._error = error
         self._close_streams()
         self._reduced.stop()
+        self._arrived.stop()
         for told in self._told.values():
             told.stop()
         self._stop_windows()

@@ -20,6 +20,7 @@ from diloco.checkpoint.log.journal import Entry
 from diloco.checkpoint.log.library import Item, Library, OuterLog, payload_name
 from diloco.checkpoint.log.pinned import PinnedState
 from diloco.checkpoint.log.replica import Replica
+from diloco.checkpoint.log.segments import Ahead
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.log.writing import make_way
@@ -111,13 +112,14 @@ class Applier:
 
     # called by the driver's thread
 
-    def hold(self, payload: str, result: Tensor) -> None:
-        """Store a result before *done* is sent, since whoever takes over as coordinator may ask for it."""
+    def hold(self, payload: str, result: Tensor, ahead: Ahead | None = None) -> None:
+        """Store a result before *done* is sent, since whoever takes over as coordinator may ask for it. `ahead`: what
+        of it was written as it came."""
         self._results[payload] = result
         if payload != EMPTY:
             view = memoryview(result.numpy())  # type: ignore[arg-type]
             self.library.put(payload_name(payload), view)
-            self.store.put(payload, view)
+            self.store.put(payload, view, ahead)
 
     def append(self, logged: LoggedRecord) -> RunState:
         """Append a committed record to the log, and queue it to be applied; return the state after it.

@@ -258,7 +258,7 @@ class Driver:
             blamed = unknown[0] if unknown else begin.ballot.coordinator
             self.post(partial(self.node.reduce_failed, begin.ballot, blamed, str(refused)))
             return
-        self._attempts[begin.ballot] = Attempt(begin, reduction, self._reduced)
+        self._attempts[begin.ballot] = Attempt(begin, reduction, self._reduced, self.store)
 
     def _reduced(self, begin: msg.Begin, outcome: Outcome) -> None:
         def step(now: float) -> list[msg.Effect]:
@@ -273,7 +273,7 @@ class Driver:
                 )  # fmt: skip
             if len(begin.members) > 1:  # alone, nothing was sent
                 self.last_outcome, self._stalls = outcome, 0
-            self.applier.hold(outcome.payload, outcome.result)
+            self.applier.hold(outcome.payload, outcome.result, outcome.ahead)
             return self.node.reduced(begin.ballot, outcome.payload, now)
 
         self.post(step)

@@ -5,11 +5,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.log.segments import Ahead
+from diloco.checkpoint.log.store import Store
 from diloco.comm.codec.base import CPU
 from diloco.comm.codec.noise import PAGE, NoiseKey
 from diloco.comm.reduce.allreduce import Reduction
@@ -24,6 +28,7 @@ from diloco.comm.reduce.spans import (
     spans_by_bandwidth,
 )
 from diloco.comm.reduce.two_level import TwoLevelReduction
+from diloco.comm.reduce.waiting import Stopped
 from diloco.comm.transport.transport import Addresses, Transport
 from diloco.elastic.protocol.messages import Begin, Received
 from diloco.elastic.protocol.ranges import Ranges, normal, size
@@ -51,6 +56,7 @@ class Outcome:
 
     payload: str
     result: Tensor | None = None
+    ahead: Ahead | None = None  # what of it the store has written as it came
     blamed: str = ""
     reason: str = ""
     refused: bool = False  # what the blamed one contributed is bad
@@ -62,22 +68,47 @@ class Outcome:
     kept: tuple[Received, ...] = ()  # after a failure: what has come of each member
 
 
+class Follower(threading.Thread):
+    """Give the result of a reduction to `take` as it becomes complete from its beginning on: `count` bytes so far."""
+
+    def __init__(self, reduction: Reduction | TwoLevelReduction, take: Callable[[memoryview], None]) -> None:
+        super().__init__(name="follow", daemon=True)
+        self._parts = reduction.arriving() if isinstance(reduction, Reduction) else iter(())
+        self._take, self.count = take, 0
+        self.start()
+
+    def run(self) -> None:
+        """Run to the end of the result, or of the attempt."""
+        with suppress(Stopped):
+            for part in self._parts:
+                self._take(memoryview(part.numpy()))  # type: ignore[arg-type]
+                self.count += len(part)
+
+
 class Attempt:
     """Run one all-reduce on a thread of its own, and report its outcome to `done` on that thread."""
 
     def __init__(
-        self, begin: Begin, reduction: Reduction | TwoLevelReduction, done: Callable[[Begin, Outcome], None]
-    ) -> None:
-        self.begin, self.reduction, self._done = begin, reduction, done
+        self, begin: Begin, reduction: Reduction | TwoLevelReduction, done: Callable[[Begin, Outcome], None],
+        store: Store | None = None,
+    ) -> None:  # fmt: skip
+        """Start. The result is hashed, and written to the `store`, as it comes."""
+        self.begin, self.reduction, self._done, self._store = begin, reduction, done, store or Store()
         self.started, plan = reduction.level.began, reduction.level.plan
         self.chunks = max(len(plan.chunks(member)) for member in range(len(plan.members)))
         self._stalled = ""
         threading.Thread(target=self._run, name="reduce", daemon=True).start()
 
     def _run(self) -> None:
+        digest, ahead = hashlib.sha256(), Ahead()
+        takers = digest.update, partial(self._store.write_ahead, ahead)
+        followers = [Follower(self.reduction, take) for take in takers]
         try:
             result = self.reduction.run()
-            outcome = Outcome(hashlib.sha256(memoryview(result.numpy())).hexdigest(), result)  # type: ignore[arg-type]
+            for follower in followers:
+                follower.join()
+            digest.update(memoryview(result.numpy())[followers[0].count :])  # type: ignore[arg-type]
+            outcome = Outcome(digest.hexdigest(), result, ahead)
         except ContributionRefused as bad:
             outcome = Outcome("", blamed=bad.peer, reason=str(bad), refused=True)
         except ReduceFailed as failed:
