@@ -1,5 +1,7 @@
 """Frames in files, and the log that is made of them: cut at every byte, changed at every byte, refused by the disk."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def test_a_body_that_is_written_ahead_makes_the_same_file(tmp_path, known):
     for kind, head, body in KINDS:
         if body.startswith(b"payload"):
             for at in range(known):
-                writer.write_ahead(ahead, body[at : at + 1], len(head))
+                writer.write_ahead(ahead, at, body[at : at + 1], len(head))
                 assert len(scan(writer.path).frames) == 1, "a torn tail until it is whole"
         writer.write(kind, head, body, ahead)
     writer.close()
@@ -42,17 +44,35 @@ def test_a_body_that_is_written_ahead_makes_the_same_file(tmp_path, known):
 
 def test_a_body_ahead_makes_way_for_another_frame_and_is_written_with_its_own(tmp_path):
     writer, ahead, other = SegmentWriter(tmp_path), Ahead(), Ahead()
-    writer.write_ahead(ahead, b"pay", 4)
+    writer.write_ahead(ahead, 0, b"pay", 4)
     writer.write(2, b"a promise")
     assert writer.path.stat().st_size == writer.size
-    writer.write_ahead(ahead, b"load", 4)
+    writer.write_ahead(ahead, 3, b"load", 4)
     assert writer.path.stat().st_size == writer.size, "it is too late"
     writer.write(3, b"name", b"payload", ahead)
-    writer.write_ahead(other, b"of an attempt that failed", 4)
+    writer.write_ahead(other, 0, b"of an attempt that failed", 4)
     writer.close()
-    writer.write_ahead(other, b"more", 4)
+    writer.write_ahead(other, 25, b"more", 4)
     found = scan(writer.path)
     assert [read_body(frame.body) for frame in found.frames] == [b"", b"payload"] and found.torn is None
+
+
+def test_a_body_ahead_has_no_gap_where_a_part_could_not_be_written(tmp_path, monkeypatch):
+    def full(*_args: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    writer, ahead, late = SegmentWriter(tmp_path), Ahead(), Ahead()
+    writer.write_ahead(late, 3, b"what came before was never written", 4)
+    assert writer.path.stat().st_size == 0
+    writer.write_ahead(ahead, 0, b"pay", 4)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(os, "pwrite", full)
+        writer.write_ahead(ahead, 3, b"lo", 4)
+    writer.write_ahead(ahead, 5, b"ad", 4)
+    writer.write(3, b"name", b"payload", ahead)
+    writer.close()
+    (found,) = scan(writer.path).frames
+    assert read_body(found.body) == b"payload"
 
 
 def test_a_file_cut_anywhere_gives_every_whole_frame_and_says_where_it_is_torn(tmp_path):

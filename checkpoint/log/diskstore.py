@@ -108,10 +108,10 @@ class DiskStore(Store):
     def put(self, payload: str, data: Buffer, ahead: Ahead | None = None) -> None:
         self._hand_in(Job(Kind.PAYLOAD, payload.encode(), data, ahead=ahead))
 
-    def write_ahead(self, ahead: Ahead, part: Buffer) -> None:
+    def write_ahead(self, ahead: Ahead, offset: int, part: Buffer) -> None:
         if (segment := self._segment) is not None:
-            with suppress(OSError):  # it comes up again when the frame is written
-                segment.write_ahead(ahead, part, len(NOTHING))
+            with suppress(OSError):  # it comes up again when the frame is written, with this part and all after it
+                segment.write_ahead(ahead, offset, part, len(NOTHING))
 
     def remember(self, memory: bytes) -> None:
         self._hand_in(Job(Kind.MEMORY, memory))

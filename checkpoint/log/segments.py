@@ -205,16 +205,16 @@ class SegmentWriter:
             self._write(CHECK.pack(ahead.check.intdigest()))
         return place
 
-    def write_ahead(self, ahead: Ahead, part: Buffer, head_bytes: int) -> None:
-        """Write what comes next of the body of the frame that comes next, whose head has so many bytes. Where another
-        frame came first, or another body was begun, nothing is written."""
+    def write_ahead(self, ahead: Ahead, offset: int, part: Buffer, head_bytes: int) -> None:
+        """Write a part of the body of the frame that comes next, whose head has so many bytes. Where another frame came
+        first, another body was begun, or what is before this part is not there, nothing is written."""
         with self._lock:
-            if self._file < 0 or (self._ahead is not ahead and ahead.count):
+            if self._file < 0 or offset != ahead.count or (self._ahead is not ahead and offset):
                 return
             if self._ahead is not ahead:
                 self._drop_ahead()
                 self._ahead = ahead
-            left, at = memoryview(part), self.size + FIXED.size + head_bytes + CHECK.size + ahead.count
+            left, at = memoryview(part), self.size + FIXED.size + head_bytes + CHECK.size + offset
             while left:
                 written = os.pwrite(self._file, left, at)
                 left, at = left[written:], at + written

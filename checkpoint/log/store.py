@@ -92,8 +92,8 @@ class Store:
     def put(self, payload: str, data: Buffer, ahead: Ahead | None = None) -> None:
         """Store the bytes of a result by their digest; nobody changes them any more."""
 
-    def write_ahead(self, ahead: Ahead, part: Buffer) -> None:
-        """Write what comes next of a result that is not complete, so that `put` has less to do. Any thread may."""
+    def write_ahead(self, ahead: Ahead, offset: int, part: Buffer) -> None:
+        """Write a part of a result that is not complete, so that `put` has less to do. Any thread may."""
 
     def remember(self, memory: bytes) -> None:
         """Store what a restart must not forget, such as promises, in place of what was remembered before."""

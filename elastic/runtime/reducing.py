@@ -69,9 +69,10 @@ class Outcome:
 
 
 class Follower(threading.Thread):
-    """Give the result of a reduction to `take` as it becomes complete from its beginning on: `count` bytes so far."""
+    """Give the result of a reduction to `take`, with offsets, as it becomes complete from its beginning on: `count`
+    bytes so far."""
 
-    def __init__(self, reduction: Reduction | TwoLevelReduction, take: Callable[[memoryview], None]) -> None:
+    def __init__(self, reduction: Reduction | TwoLevelReduction, take: Callable[[int, memoryview], None]) -> None:
         super().__init__(name="follow", daemon=True)
         self._parts = reduction.arriving() if isinstance(reduction, Reduction) else iter(())
         self._take, self.count = take, 0
@@ -81,7 +82,7 @@ class Follower(threading.Thread):
         """Run to the end of the result, or of the attempt."""
         with suppress(Stopped):
             for part in self._parts:
-                self._take(memoryview(part.numpy()))  # type: ignore[arg-type]
+                self._take(self.count, memoryview(part.numpy()))  # type: ignore[arg-type]
                 self.count += len(part)
 
 
@@ -101,7 +102,7 @@ class Attempt:
 
     def _run(self) -> None:
         digest, ahead = hashlib.sha256(), Ahead()
-        takers = digest.update, partial(self._store.write_ahead, ahead)
+        takers = (lambda _, part: digest.update(part)), partial(self._store.write_ahead, ahead)
         followers = [Follower(self.reduction, take) for take in takers]
         try:
             result = self.reduction.run()
