@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from diloco.bench.team import trainer_of
+from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.streams import beside_training, lock_pages
+from diloco.elastic.protocol.record import Key, Proposal, Record, Settings
+from diloco.elastic.runtime.fragments import Fragments
 from diloco.run.join import alone
+from diloco.train.outer import CHUNK_ON_GPU, apply_record
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 PLACES = [
@@ -31,3 +37,20 @@ def test_after_its_rounds_the_island_holds_the_outer_parameters(small, device, o
         if sync.get("apply") != "eager":  # there it goes on from a preview
             assert torch.allclose(held, replica.vectors["parameters"], atol=1e-6)
         assert len(replica.digest()) == 64
+
+
+@NO_GPU
+@pytest.mark.parametrize("locked", [True, False])
+def test_vectors_on_the_host_that_stream_through_the_gpu_get_the_bits_of_the_host(locked):
+    count, gpu = 3 * CHUNK_ON_GPU + 5 * PAGE + 17, torch.device("cuda")
+    values = torch.Generator().manual_seed(0)
+    outer = {name: torch.randn(count, generator=values) for name in ("parameters", "momentum")}
+    mine = {name: vector.clone() for name, vector in outer.items()}
+    payload = codec_named("int4").encode(torch.randn(count, generator=values), NoiseKey(1, 0, "result"))
+    record = Record(Proposal(Key(1, ""), 0, (), (), (), (), Settings(0.7, 0.9, "int4"), 1), "")
+    apply_record(outer, record, payload, Fragments.whole(count))
+    if locked:
+        assert all(lock_pages(vector, gpu).is_pinned() for vector in mine.values())
+    with beside_training(gpu, after=True):
+        apply_record(mine, record, payload, Fragments.whole(count), gpu)
+    assert all(torch.equal(mine[name], outer[name]) for name in outer)

@@ -4,11 +4,18 @@ All threads of a process queue on one stream where they name none. What another 
 would wait for all steps that are queued by then, each time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
+from weakref import finalize
 
 import torch
+from torch import Tensor
+
+LANES = 2  # while one copies, the other one computes
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -28,6 +35,37 @@ def beside_training(device: torch.device, *, after: bool = False) -> Iterator[No
             stream.synchronize()
 
 
+@contextmanager
+def taking_turns(device: torch.device) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+    """Yield a function that puts the work of a number onto a stream, after what the present one has been given so far.
+    On a GPU, what one number copies goes on beside the work of the next; all is done when the block ends."""
+    if device.type != "cuda":
+        yield lambda number: nullcontext()
+        return
+    lanes = [_stream(device, 1 + lane) for lane in range(LANES)]
+    for lane in lanes:
+        lane.wait_stream(torch.cuda.current_stream(device))
+    try:
+        yield lambda number: torch.cuda.stream(lanes[number % LANES])
+    finally:
+        for lane in lanes:
+            lane.synchronize()
+
+
+def lock_pages(vector: Tensor, device: torch.device) -> Tensor:
+    """Lock the pages of a vector on the host, as it is: copies between it and a GPU are several times as fast and hold
+    nobody up. Where the driver refuses, and without a GPU, it stays pageable."""
+    if device.type == "cuda" and vector.device.type == "cpu" and vector.numel() and not vector.is_pinned():
+        driver, place = torch.cuda.cudart(), vector.data_ptr()
+        if refused := int(driver.cudaHostRegister(place, vector.numel() * vector.element_size(), 0)):
+            log.warning("%d bytes on the host stay pageable: error %d", vector.numel() * vector.element_size(), refused)
+            with suppress(RuntimeError):  # the driver remembers the error, and the next launch would raise it
+                torch.zeros(1, device=device)
+        else:
+            finalize(vector, driver.cudaHostUnregister, place).atexit = False
+    return vector
+
+
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
-from diloco.comm.codec.streams import beside_training
+from diloco.comm.codec.base import CPU
+from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.ranges import Ranges, both
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.work import Owed
@@ -25,9 +26,9 @@ from diloco.island.flat import Part, Source
 class Anchor:
     """Hold the anchor of each fragment, on the leader. Whoever reads it or changes it holds the replica's lock."""
 
-    def __init__(self, replica: Replica, fragments: Fragments, *, own: bool, pinned: bool = False) -> None:
-        """Begin at the outer parameters. `own`: in a vector of its own, which is `pinned` for copies to a GPU."""
-        self._replica, self._fragments, self._own, self._pinned = replica, fragments, own, pinned
+    def __init__(self, replica: Replica, fragments: Fragments, device: torch.device = CPU, *, own: bool) -> None:
+        """Begin at the outer parameters. `own`: in a vector of its own, of an island that trains on this device."""
+        self._replica, self._fragments, self._own, self._device = replica, fragments, own, device
         self.vector: Tensor | None = None
         self._inside: set[int] = set()  # fragments whose anchor lies in the vector
         self._owed: dict[int, Owed] = {}  # by fragment: progress that the outer parameters do not contain
@@ -44,7 +45,7 @@ class Anchor:
 
     def empty(self) -> Tensor:
         """Return a vector like this one, with any values. Only what is written of it takes memory."""
-        return torch.empty_like(self._outer, pin_memory=self._pinned)
+        return torch.empty_like(self._outer)
 
     def read(self, fragment: int, lo: int, hi: int) -> Tensor:
         """Return a fragment's anchor from one place in the flat vector to another."""
@@ -78,7 +79,7 @@ class Anchor:
     def fill(self, fragment: int, parts: Iterable[Part]) -> None:
         """Move a fragment's anchor to what comes in parts."""
         if self.vector is None:
-            self.vector = self.empty()
+            self.vector = lock_pages(self.empty(), self._device) if self._own else self.empty()
         for lo, hi, values in parts:
             self.vector[lo:hi].copy_(values)
         self._forget(fragment)

@@ -15,6 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
+from diloco.comm.codec.streams import lock_pages
 from diloco.config.schema import SyncConfig
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.session import Update
@@ -52,10 +53,8 @@ class Exchange:
                 for fragment in range(len(fragments)):
                     rounds.session.apply_result(fragment)
                 replica = rounds.driver.replica
-                on_host = replica.vectors["parameters"].device.type == "cpu"
-                pinned = self._staged and on_host and place.device.type == "cuda"
-                self._anchor = Anchor(replica, fragments, own=self._own, pinned=pinned)
-                self._local = self._anchor.empty() if self._staged else None
+                self._anchor = Anchor(replica, fragments, place.device, own=self._own)
+                self._local = lock_pages(self._anchor.empty(), place.device) if self._staged else None
             self.start_again()
 
     def _reading(self) -> AbstractContextManager[object]:
@@ -147,6 +146,7 @@ class Exchange:
             self._update(fragment, rule, *([before, self._local] if from_before else [before]))
             return
         self._update(fragment, rule, *([new, before] if from_before else [new]))
+        self._written()
         self._anchor.follow(fragment, owed)
 
     def _anchor_of(self, fragment: int) -> Source | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.comm.codec.base import CPU, Codec
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.streams import taking_turns
 from diloco.config.schema import Config, OuterConfig
 from diloco.elastic.protocol.record import Record, Settings
 from diloco.elastic.runtime.fragments import Fragments
@@ -78,11 +79,13 @@ def apply_record(
 
 def decoded(payload: Tensor, count: int, codec: Codec, device: torch.device = CPU) -> Iterator[tuple[int, Tensor]]:
     """Yield the values chunk by chunk, on a device, with the index where each begins: a whole vector would cost more in
-    fresh memory than in decoding."""
+    fresh memory than in decoding. What is done with a chunk on a GPU goes on beside the work on the next one."""
     chunk = _chunk(device)
-    for start in range(0, count, chunk):
-        size = min(chunk, count - start)
-        yield start, codec.decode(payload[codec.bytes_of(start, size)].to(device), size)
+    with taking_turns(device) as turn:
+        for number, start in enumerate(range(0, count, chunk)):
+            size = min(chunk, count - start)
+            with turn(number):
+                yield start, codec.decode(payload[codec.bytes_of(start, size)].to(device), size)
 
 
 def apply(
@@ -96,11 +99,11 @@ def apply(
     for lo, hi, gradient in fragments.pieces(mean, fragment, at):
         for start in range(lo, hi, chunk):
             part = slice(start, min(start + chunk, hi))
-            stretch = {name: vector[part].to(mean.device) for name, vector in vectors.items()}
+            stretch = {name: vector[part].to(mean.device, non_blocking=True) for name, vector in vectors.items()}
             optimizer.step(stretch, gradient[start - lo :][:chunk], settings)
             for name, vector in vectors.items():
                 if vector.device != mean.device:
-                    vector[part].copy_(stretch[name])
+                    vector[part].copy_(stretch[name], non_blocking=True)
 
 
 def _chunk(device: torch.device) -> int:

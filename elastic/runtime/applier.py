@@ -26,7 +26,7 @@ from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.log.writing import make_way
 from diloco.comm.codec.base import CPU
 from diloco.comm.codec.registry import codec_named
-from diloco.comm.codec.streams import beside_training
+from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record
 from diloco.elastic.protocol.state import RunState
@@ -99,6 +99,8 @@ class Applier:
         self.log.replace(known)
         self._complete_history(known, state)
         self.vector_names = tuple(sorted(vectors))
+        for vector in vectors.values():
+            lock_pages(vector, run.device)
         self.replica = Replica(vectors, self.library, state.head.digest, self._meta(state), folder=store.readable)
         if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)  # vectors that lie there are read beside training from now on
