@@ -46,6 +46,7 @@ CONTRIBUTION, RESULT, LACKING = 1, 2, 3
 CHUNK_NUMBER = struct.Struct("<I")
 ROUNDING_MARGIN = 1 + 2**-10  # of norms: squares are added up in another order here
 WINDOW = 2  # chunks of each member in memory, where none are kept
+TOGETHER = 8  # chunks whose mean a GPU works out at once
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
 
@@ -234,7 +235,7 @@ class Reduction:
                 for part in self._lacking(peer, chunk):
                     where = _bytes_within(chunk, part, self.plan.codec)
                     self._receive_part(stream, CONTRIBUTION, number, part, room[where])
-                window.filled.add_one()
+                window.filled.add()
             for number, chunk in enumerate(self._results(peer)):
                 for part in self._lacking(self.me, chunk):
                     room = self.result[self.plan.result_bytes_of(part)]
@@ -257,39 +258,59 @@ class Reduction:
         self.progress[stream.peer].received()
 
     def _reduce(self) -> None:
-        moves = self._device.type != "cpu"
-        for number, chunk in enumerate(self._contributions(self.me)):
-            if not self._lacking(self.me, chunk):  # it was worked out before
-                self._reduced.add_one()
+        own, number = self._contributions(self.me), 0
+        while number < len(own):
+            if not self._lacking(self.me, own[number]):  # it was worked out before
+                self._reduced.add()
+                number += 1
                 continue
-            slot, room = self._slots[number % len(self._slots)], self.result[self.plan.result_bytes_of(chunk)]
-            members, shares, size = self.plan.members, self.plan.shares, self._size(chunk)
             for peer in self.others:
                 self._windows[peer].filled.reach(number + 1)
-            slot[members.index(self.me), :size].copy_(self._contribution[self.plan.bytes_of(chunk)])
-            if self.plan.is_in_hole(chunk):
-                rows = [members.index(member) for member in self.plan.present]
-                members, shares, slot = self.plan.present, self.plan.shares_in_hole, slot[rows]
-            count, key, result = chunk.hi - chunk.lo, self.plan.key, self.plan.result_codec
-            with beside_training(self._device):
-                slot, mean = slot.to(self._device), torch.empty_like(room, device=self._device) if moves else room
-                for member, payload in zip(members, slot[:, :size], strict=True):
-                    self._refuse_bad(member, payload, chunk)
-                self.plan.codec.mean(slot, shares, key, chunk.lo, count, mean, result)
-                if moves:
-                    room.copy_(mean)
-            self._refuse_bad_result(self.me, chunk, room)
-            for part in self._lacking(self.me, chunk):
+            chunks = self._together(own, number)
+            self._reduce_chunks(number, chunks)
+            for part in (part for chunk in chunks for part in self._lacking(self.me, chunk)):
                 self._note(self._got[self.me], part)
-            for window in self._windows.values():
-                window.freed.add_one()
-            self._reduced.add_one()
+            for count in (*(window.freed for window in self._windows.values()), self._reduced):
+                count.add(len(chunks))
+            number += len(chunks)
+
+    def _together(self, own: list[Span], number: int) -> list[Span]:
+        """Return the chunks from one on whose mean is worked out at once: on a GPU those that have come by now, follow
+        each other and are as long. A few large steps wait less for Python's other threads than many small ones."""
+        alone = self._device.type == "cpu" or self._pages is None or self.plan.resumes
+        here = min((window.filled.value for window in self._windows.values()), default=len(own))
+        here, last, length = min(here, number + (1 if alone else TOGETHER)), number + 1, own[number].hi - own[number].lo
+        while last < here and own[last] == Span(own[last - 1].hi, own[last - 1].hi + length):
+            last += 1
+        return own[number:last]
+
+    def _reduce_chunks(self, number: int, chunks: list[Span]) -> None:
+        at, whole, moves = number % len(self._slots), Span(chunks[0].lo, chunks[-1].hi), self._device.type != "cpu"
+        slots, room = self._slots[at : at + len(chunks)], self.result[self.plan.result_bytes_of(whole)]
+        members, shares, size = self.plan.members, self.plan.shares, self._size(chunks[0])
+        own = self._contribution[self.plan.bytes_of(whole)]
+        slots[:, members.index(self.me), :size].copy_(own.view(len(chunks), size))
+        if self.plan.is_in_hole(whole):
+            rows = [members.index(member) for member in self.plan.present]
+            members, shares, slots = self.plan.present, self.plan.shares_in_hole, slots[:, rows]
+        count, key, result = whole.hi - whole.lo, self.plan.key, self.plan.result_codec
+        with beside_training(self._device):
+            payloads, mean = slots[0], room
+            if moves:  # [member, bytes], as on a CPU
+                payloads = slots.to(self._device)[:, :, :size].transpose(0, 1).reshape(len(members), -1)
+                mean = torch.empty_like(room, device=self._device)
+            for member, payload in zip(members, payloads[:, : self._size(whole)], strict=True):
+                self._refuse_bad(member, payload, whole)
+            self.plan.codec.mean(payloads, shares, key, whole.lo, count, mean, result)
+            if moves:
+                room.copy_(mean)
+        self._refuse_bad_result(self.me, whole, room)
 
     def _note(self, got: list[Span], part: Span) -> None:
         """Note that a part of a contribution, or of the mean, is here."""
         got.append(part)
         if got is self._got[self.me]:
-            self._arrived.add_one()
+            self._arrived.add()
 
     def arriving(self) -> Iterator[Tensor]:
         """Yield the encoded mean from its beginning on, stretch by stretch as each is complete, for another thread than
@@ -367,7 +388,7 @@ class Reduction:
         (split,) = CHUNK_NUMBER.unpack(frame.head)
         for kind, raw in ((CONTRIBUTION, frame.payload[:split]), (RESULT, frame.payload[split:])):
             self._wanted[stream.peer, kind] = unpack_spans(bytes(raw), self.plan.count)
-        self._told[stream.peer].add_one()
+        self._told[stream.peer].add()
 
     def _keep_pages(self) -> None:
         """Hand what has come to the store, where an attempt that follows this one finds it."""

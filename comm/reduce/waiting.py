@@ -33,20 +33,20 @@ class Count:
     """Hold a number that only rises, and let threads wait for a value of it."""
 
     def __init__(self) -> None:
-        self._value = 0
+        self.value = 0
         self._stopped = False
         self._changed = threading.Condition()
 
-    def add_one(self) -> None:
+    def add(self, more: int = 1) -> None:
         """Increase the number and wake all threads that wait."""
         with self._changed:
-            self._value += 1
+            self.value += more
             self._changed.notify_all()
 
     def reach(self, value: int) -> None:
         """Wait until the number is at least `value`; raise Stopped once the attempt is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._value >= value or self._stopped)
+            self._changed.wait_for(lambda: self.value >= value or self._stopped)
             if self._stopped:
                 raise Stopped
 
