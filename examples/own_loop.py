@@ -1,7 +1,8 @@
 """A training loop of one's own that takes part in a run: a small network learns to tell drawn shapes apart.
 
-    python examples/own_loop.py             founds a run and prints its ticket
-    python examples/own_loop.py TICKET      joins it, from another terminal or another machine
+    python examples/own_loop.py                  trains alone, in a run that others can join
+    python examples/own_loop.py --islands 2      founds a run whose rounds wait for a second island
+    python examples/own_loop.py TICKET           joins it, from another terminal or another machine
 
 The images are made here, the same on every machine. Islands share them by position: nobody trains on what another has.
 """
@@ -66,6 +67,7 @@ def main() -> None:
 
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    steps = 0  # of this island: run.step_count is the run's clock, which can jump and repeat
     # fresh: a second start begins anew; without it, it would go on where the first one ended
     with diloco.connect(where, model, optimizer, fresh=True, **own) as run:
         for images, kinds in run.batches(drawn(8192, seed=1), batch_size=32):
@@ -74,8 +76,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             run.step(loss=loss)
+            steps += 1
         with run.outer_parameters():
-            print(f"step {run.step_count}: accuracy {accuracy(model, *drawn(1000, seed=2).tensors):.1%}")
+            reached = accuracy(model, *drawn(1000, seed=2).tensors)
+            print(f"{steps} steps here, {run.round} rounds in all: accuracy {reached:.1%}")
 
 
 if __name__ == "__main__":

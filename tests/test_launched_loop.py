@@ -161,7 +161,7 @@ def test_the_example_of_a_launched_loop_survives_sigterm_and_ends_with_equal_sta
         log = run / "launch" / "logs" / "island-1.log"
         assert wait_until(lambda: log.read_text().count("takes part as island-1") == 2), log.read_text()
         assert wait_until(lambda: len(list(run.glob("launch/jobs/*/exit"))) == 2, 600), log.read_text()
-        assert "step 800: accuracy" in log.read_text()
+        assert "rounds in all: accuracy" in log.read_text()
         ends = [
             [e for e in read_events(run / f"island-{k}" / "events.jsonl") if e["event"] == "agreed"][-1] for k in (0, 1)
         ]
