@@ -76,14 +76,23 @@ def test_links_of_a_page_stay_inside_the_site(document: Path) -> None:
 # errors
 
 
-def codes(error: type[DilocoError]) -> set[str]:
-    return {error.code}.union(*(codes(kind) for kind in error.__subclasses__()))
+def tree(error: type[DilocoError]) -> Iterator[type[DilocoError]]:
+    yield error
+    for kind in error.__subclasses__():
+        yield from tree(kind)
 
 
 def test_every_error_code_is_explained() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     explained = re.findall(r"^##+ error\[([^]]+)\]$", page, re.MULTILINE)
-    assert sorted(codes(DilocoError) - set(explained)) == [], "a heading `## error[CODE]` is missing for each"
+    codes = {kind.code for kind in tree(DilocoError)}
+    assert sorted(codes - set(explained)) == [], "a heading `## error[CODE]` is missing for each"
+
+
+def test_every_class_of_error_is_listed_with_its_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| \[`([a-z-]+)`\]\(#error", page, re.MULTILINE)
+    assert sorted(listed) == sorted((kind.__name__, kind.code) for kind in tree(DilocoError))
 
 
 def test_every_report_of_a_running_island_is_explained() -> None:
