@@ -24,10 +24,10 @@ from diloco.history.load import load_trained
 WORKER = Path(__file__).with_name("save_worker.py")
 
 
-def put(folder: Path, step: int, round: int) -> Path:
+def put(folder: Path, step: int, round: int, clock: int | None = None) -> Path:
     """Its round is its value."""
     value = torch.tensor([float(round)])
-    facts = {**dict.fromkeys(FACTS), "round": round, "step": step}
+    facts = {**dict.fromkeys(FACTS), "round": round, "step": step, "outer_step": clock}
     return write_save(folder, step, inner={"model": value}, outer={"parameters": value}, facts=facts)
 
 
@@ -51,6 +51,12 @@ def test_the_oldest_by_round_goes_and_never_the_one_just_written(tmp_path):
     assert rounds(tmp_path) == {300: 8, 350: 9}
     put(tmp_path, 100, 6)  # of a heavier branch with fewer rounds
     assert rounds(tmp_path) == {100: 6, 350: 9} and KEEP == 2
+
+
+def test_rounds_that_begin_again_are_later_by_the_clock_of_their_state(tmp_path):
+    for step, round in ((50, 11), (60, 13), (65, 1), (70, 2)):
+        put(tmp_path, step, round, clock=step)
+    assert rounds(tmp_path) == {65: 1, 70: 2}
 
 
 @pytest.mark.parametrize("dies", [0, 1, 2])

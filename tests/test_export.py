@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import train as train_alone
 from conftest import SMALL
 from trained_run import TEXT, byte_pairs, train
 
@@ -248,6 +249,15 @@ def test_of_several_islands_the_newest_save_counts(islands):
     assert load_trained(islands).step == 12
     assert load_trained(islands).save.parent.name == "island-2"
     assert load_trained(islands / "island-1").step == 6
+
+
+def test_after_an_island_alone_was_resumed_with_other_settings_the_later_save_counts(command, small, tmp_path):
+    train(small(inner={"steps": 4}, sync={"every": 1}))
+    train_alone(small(inner={"steps": 7}, sync={"every": 1}), resume=True)
+    trained = load_trained(tmp_path / "run")
+    assert (trained.step, trained.round) == (7, 3)  # where the first part ended: step 4, round 5
+    assert "of step 7, round 3," in command("export", "run", "out").out
+    assert command("sample", "run", "def ", "--tokens", 1).err == "note: the model of step 7, round 3\n"
 
 
 def test_a_save_that_is_pruned_while_it_is_read_is_passed_over(islands, monkeypatch):

@@ -37,16 +37,17 @@ def among_others(save: Path) -> dict[str, Any] | None:
     return found
 
 
-def age(save: Path) -> tuple[int, int]:
-    """Return a save's round and the inner steps done by then, to sort by: the run's clock may go back within a round. A
-    save that cannot be read is the oldest."""
+def age(save: Path) -> tuple[int, int, int]:
+    """Return what a save is sorted by, see `order`. A save that cannot be read is the oldest."""
     try:
         facts = read_facts(save)
     except SaveError:
-        return -1, -1
+        return -1, -1, -1
     return order(facts)
 
 
-def order(facts: dict[str, Any]) -> tuple[int, int]:
-    """Return what a save's facts are sorted by: its round, then the inner steps that its island had done."""
-    return facts["round"], (facts["exchange"] or {}).get("steps", facts["step"])
+def order(facts: dict[str, Any]) -> tuple[int, int, int]:
+    """Return what a save's facts are sorted by: the clock of its outer state, its round, then the inner steps that its
+    island had done. Rounds begin again at 1 where a run of one island is resumed with other settings, that clock goes
+    on; an island's own, `step`, may go back within a round."""
+    return facts["outer_step"] or 0, facts["round"], (facts["exchange"] or {}).get("steps", facts["step"])

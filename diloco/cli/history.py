@@ -301,6 +301,7 @@ def sample(
     following = continued(
         trained.module.to(where), row, context=trained.context, vocab=speech.vocab, choice=choice, end=speech.end
     )
+    note(f"the model of step {trained.step}, round {trained.round}")
     write(prompt)
     for text in spoken(islice(following, tokens), row, speech.decode):
         write(text)
