@@ -258,7 +258,7 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
         assert {each.name for each in seen.islands} == {"island-1", "island-2"}
         assert (seen.pid, seen.host, seen.folder) == (0, "", "") and str(tmp_path) not in afar.stdout
         refused = diloco("join", tmp_path / "watch", cwd=tmp_path)
-        assert refused.returncode == 2 and "lets one watch only" in refused.stderr
+        assert refused.returncode == 2 and "this ticket only allows watching" in refused.stderr
 
         pid = read_status(two).pid
         os.kill(pid, signal.SIGSTOP)
@@ -284,6 +284,18 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
     finally:
         launcher.terminate()
         launcher.wait(60)
+
+
+def test_why_refuses_what_is_neither_a_run_nor_an_island(tmp_path, command):
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / STATUS).write_bytes(replace(STATUS_OF_ONE, at=time.time(), ended=True).encode())
+    assert command("why", "two").code == 0  # an island's name alone
+    for command_ in ("why", "status"):
+        assert "nosuch: no such run, neither as a folder nor under runs/: there are mine" in command.refused(
+            command_, "nosuch"
+        )
+    assert "nosuch: no such island; the run has one, two" in command.refused("why", "mine", "nosuch")
 
 
 def test_why_answers_while_a_run_is_starting_and_has_no_log(tmp_path, command):

@@ -34,6 +34,7 @@ from pathlib import Path
 import pytest
 from situations import BEGAN, Situation
 
+from diloco.errors import SaveError
 from diloco.report.events import IslandNews
 from diloco.report.shown import status_lines
 from diloco.report.status import IslandStatus, RunStatus
@@ -318,4 +319,12 @@ def test_an_island_that_is_long_gone_is_known_from_the_rounds():
     without = replace(facts.status, islands=tuple(each for each in facts.status.islands if each.name != "C"))
     found = why_island(replace(facts, status=without), "C")
     assert found[0] == "C contributed to 3 rounds, the last one 4" and "it left the roster with round 5" in found[1]
-    assert why_island(facts, "Z") == ["Z: no island of that name is or was in this run"]
+    with pytest.raises(SaveError, match=r"Z: no such island; the run has A, B, C$"):
+        why_island(facts, "Z")
+
+
+def test_the_age_of_what_was_heard_last_counts_from_now():
+    left = a_run(state="ended", since=NOW, text="it left in good order")
+    assert why_island(Facts(left, now=NOW + 23), "two") == [
+        "two does not run any more, last heard 23 s ago: it left in good order"
+    ]

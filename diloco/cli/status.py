@@ -135,9 +135,14 @@ def why(
     from diloco.report import why as reasons
     from diloco.report.tables import harmless
 
-    facts = facts_of(run, island)
-    if island is None and run is not None and facts.status is not None and facts.status.run != run:
-        island = run if facts.status.island(run) is not None else None
+    try:
+        facts = facts_of(run)
+    except SaveError:
+        if run is None or island is not None:
+            raise
+        facts, island = facts_of(None), run
+        if not reasons.is_known(facts, run):
+            raise
     if round is not None:
         found = reasons.why_round(facts, round)
     else:
@@ -148,11 +153,9 @@ def why(
         say(*map(harmless, found))  # events and headers have texts of peers, too
 
 
-def facts_of(run: str | None, island: str | None = None) -> "Facts":
-    """Collect what is known of a run: its status, the headers of its rounds, and what islands of this machine reported.
-
-    A name that is no run's, given alone, may be an island's of the run that is going on.
-    """
+def facts_of(run: str | None) -> "Facts":
+    """Collect what is known of a run: its status, the headers of its rounds, and what islands of this machine
+    reported."""
     from diloco.history import present
     from diloco.history.find import find_logs
     from diloco.history.rounds import history_of
@@ -164,14 +167,7 @@ def facts_of(run: str | None, island: str | None = None) -> "Facts":
     if run is not None and is_ticket(run):
         return Facts(next(_from_afar(run, watch=False)))
     name = run or present.only_run()
-    try:
-        islands = present.find_islands(name)
-    except SaveError:
-        if island is not None:
-            raise
-        name = present.only_run()  # perhaps it is an island's name
-        islands = present.find_islands(name)
-    present.ask_remote(islands)
+    present.ask_remote(present.find_islands(name))
     islands = present.find_islands(name)
     events = sorted(
         (event for each in islands for event in recent_events(each.folder / EVENTS)), key=lambda event: event.time
@@ -233,8 +229,8 @@ def stop(
 ) -> None:
     """Ask a run, or one island of it, to stop in good order.
 
-    It is what Ctrl-C does where it was started: islands finish their step, save, and can be continued. Islands that
-    `diloco launch` has started are ended by that, as with `--stop`, wherever they are: they would be started again.
+    It is what Ctrl-C does where it was started: islands finish their step, save, and can be continued. Launched
+    islands are stopped through the launcher, as by `diloco launch --stop`; otherwise it would restart them.
     Exits with 1 if one is still there when the time is over.
     """
     from diloco.history.present import find_islands

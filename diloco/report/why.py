@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from diloco.checkpoint.log.history import RoundHeader
+from diloco.errors import SaveError
 from diloco.report.events import Event, IslandNews, of_kind
 from diloco.report.status import IslandStatus, RunStatus
 from diloco.report.terminal import names
@@ -57,8 +58,22 @@ def why_now(facts: Facts) -> list[str]:
     return found or [_healthy(facts.status)]
 
 
+def is_known(facts: Facts, name: str) -> bool:
+    """Tell whether an island of this name is or was in the run."""
+    return name in _islands(facts) or (facts.status is not None and facts.status.island(name) is not None)
+
+
+def _islands(facts: Facts) -> list[str]:
+    """List the islands that the status and the rounds know, by name."""
+    peers = {part.island for each in facts.rounds for part in each.contributions}
+    peers |= {peer for each in facts.rounds for peer in each.left}
+    seen = () if facts.status is None else facts.status.islands
+    return sorted({*map(facts.name, peers), *(each.name for each in seen)})
+
+
 def why_island(facts: Facts, name: str) -> list[str]:
-    """Return why an island does what it does: why it is not in the roster, contributes nothing, or was left out."""
+    """Return why an island does what it does: why it is not in the roster, contributes nothing, or was left out. Raise
+    SaveError where no island is or was called that."""
     status = facts.status
     island = status.island(name) if status is not None else None
     if status is None or island is None:
@@ -245,7 +260,7 @@ def _state(facts: Facts, status: RunStatus, each: IslandStatus) -> list[str]:
         case "evicted":
             return [f"{each.name} is out for good: the run's owner has taken it out (diloco evict)"]
         case "left":
-            return [f"{each.name} said goodbye {_ago(status, each)}: it stopped in good order, and can come back"]
+            return [f"{each.name} said goodbye {_ago(facts, each)}: it stopped in good order, and can come back"]
         case "lost" | "ended" | "silent":
             return [_lost_sentence(facts, status, each)]
         case "excluded":
@@ -301,7 +316,7 @@ def _of_history(facts: Facts, name: str) -> list[str]:
     parts = [each for each in facts.rounds if any(facts.name(part.island) == name for part in each.contributions)]
     left = [each for each in facts.rounds if any(facts.name(peer) == name for peer in each.left)]
     if not parts and not left:
-        return [f"{name}: no island of that name is or was in this run"]
+        raise SaveError(f"{name}: no such island; the run has {', '.join(_islands(facts)) or 'none that is known here'}")
     found = [f"{name} contributed to {counted(len(parts), 'round')}, the last one {parts[-1].round}"] if parts else []
     if left and (not parts or left[-1].round >= parts[-1].round):
         silent = any(facts.name(peer) == name for peer in left[-1].silent)
@@ -407,7 +422,7 @@ def _healthy(status: RunStatus) -> str:
 
 
 def _lost_sentence(facts: Facts, status: RunStatus, each: IslandStatus) -> str:
-    since = _ago(status, each)
+    since = _ago(facts, each)
     if each.state == "silent":
         return f"{each.name} is silent, last heard {since}: {each.text}"
     if each.state == "ended":
@@ -483,8 +498,8 @@ def _training(status: RunStatus) -> list[IslandStatus]:
     return [each for each in status.islands if each.state not in AWAY and each.state != "witnessing"]
 
 
-def _ago(status: RunStatus, each: IslandStatus) -> str:
-    return f"{format_duration(max(0.0, status.at - each.since))} ago" if each.since else "before this island looked"
+def _ago(facts: Facts, each: IslandStatus) -> str:
+    return f"{format_duration(max(0.0, facts.now - each.since))} ago" if each.since else "before this island looked"
 
 
 def _listed(who: Sequence[str]) -> str:
