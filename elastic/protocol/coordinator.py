@@ -62,7 +62,8 @@ class Coordinator:
             return
         if len(own.state.roster) >= LATCH_FROM and own.is_stored and not own.leaving:
             own.obey(own.options.sign_latch(own.state.head))
-            own.note("latched", own.me, f"after round {own.state.head.round}, every round needs a quorum")
+            what = "a majority of the islands has to take part in every round"
+            own.note("latched", own.me, f"after round {own.state.head.round}, {what}")
 
     def _must_give_up(self, term: Term, now: float) -> bool:
         """Return whether another island should lead by now, or no byte has moved for so long that anybody may."""
