@@ -95,7 +95,8 @@ class Ticket:
         if right == Right.WITNESS and not as_witness:
             raise TicketError("the ticket lets an island witness only: add --witness, or ask for one to contribute")
         if right in (Right.OBSERVE, Right.WATCH):
-            raise TicketError(f"the ticket lets one {right.name.lower()} only: ask the owner for one to contribute")
+            what = {Right.OBSERVE: "observing", Right.WATCH: "watching"}[right]
+            raise TicketError(f"this ticket only allows {what}: ask the owner for one to contribute")
 
     def refuse_unless_to_watch(self) -> None:
         """Raise TicketError if its right is not to watch."""
