@@ -118,7 +118,7 @@ def test_a_process_that_is_gone_is_told_from_one_of_the_same_number(tmp_path):
     assert not is_running(replace(mine, ended=True)) and not is_running(replace(mine, pid=2**22 - 1))
     (tmp_path / STATUS).write_bytes(replace(mine, pid=2**22 - 1, folder=str(tmp_path)).encode())
     found = status_of(find_islands(str(tmp_path)))
-    assert found is not None and found.own.state == "ended" and found.islands[1].state == "training"
+    assert found is not None and found.own.state == "ended" and found.islands[1].state == "lost"
 
 
 def test_one_that_starts_says_so_whatever_its_last_life_has_left(tmp_path):
@@ -136,6 +136,39 @@ def test_a_finished_run_is_told_from_one_that_stopped(tmp_path):
     assert "continues it" in why_now(Facts(ended))[0]
     assert why_now(Facts(replace(ended, finished=True))) == ["the run is finished: step 70, round 7"]
     assert "finished; last heard" in status_lines(replace(ended, finished=True), 1001.0)[0]
+
+
+def test_who_stopped_knows_nothing_of_those_who_train_on_elsewhere(tmp_path, command):
+    """As in the folder of a joiner that was ended while the others went on without waiting for it."""
+    slow = replace(ME, island="id-2", name="two", share=0.0, contributed=3, leads=True)
+    left = replace(STATUS_OF_ONE, at=time.time() - 24, ended=True, eta_s=564.0, islands=(ME, slow), command="go on")
+    (tmp_path / STATUS).write_bytes(left.encode())
+    first, *_, last = command("status", tmp_path).out.splitlines()
+    assert re.fullmatch(r"r: round 7, step 70/100, not running here; last heard \d\d s ago", first)
+    assert re.match(r"two +lost +\d\d s .*no island of this folder runs", last)
+    assert command("why", tmp_path).out == (
+        "nothing of the run is at work here: one: its islands have left in good order at round 7; whether two trains "
+        "on elsewhere cannot be seen from here. go on continues it\n"
+    )
+    said = command("why", tmp_path, "two").out
+    assert re.fullmatch(
+        r"two is lost, last heard \d\d s ago: no island of this folder runs, which would hear it\n", said
+    )
+
+
+def test_folders_of_one_run_are_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)
+    for name in ("joined", "mine", "other"):
+        (folder := Path("runs", name) / "outer").mkdir(parents=True)
+        (folder / "genesis.json").write_text("of another run" if name == "other" else "of one run")
+        (folder.parent / STATUS).write_bytes(replace(mine, ended=name == "other").encode())
+    assert only_run() == "runs/joined"
+    Path("runs/mine/owner.key").touch()
+    assert only_run() == "runs/mine"
+    Path("runs/other", STATUS).write_bytes(mine.encode())
+    with pytest.raises(SaveError, match="several runs are going on, name one: joined, mine, other"):
+        only_run()
 
 
 def test_only_processes_of_diloco_are_taken_for_launchers():

@@ -43,7 +43,7 @@ def test_news_of_peers_give_a_terminal_no_orders(tmp_path, capsys):
         train_all(run, model)
     last = read_status(folder)
     two = replace(last.own, island="id-2", name="two", told_by="two", member=False)
-    write_status(folder, replace(last, islands=(last.own, two)))
+    write_status(folder, replace(last, ended=False, islands=(last.own, two)))
     news = IslandNews(what="kept out", island="two", text="\x1b[2J", time=time.time())
     with (folder / EVENTS).open("a") as file:
         file.write(json.dumps(news.plain()) + "\n")

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from diloco.errors import SaveError
 from diloco.history.find import RUNS
+from diloco.report.shown import OVER
 from diloco.report.status import STATUS, IslandStatus, RunStatus, ask_for_others, merged, read_status
-from diloco.run.folder import has_log
+from diloco.run.folder import OUTER, OWNER_KEY, has_log
+from diloco.run.genesis import FILE as GENESIS
 from diloco.run.status import is_running, is_stopped, parent_of
 
 FRESH_S, LOOK_S = 5.0, 0.1  # how long to wait for what remote islands say of themselves
@@ -69,13 +71,22 @@ def only_run() -> str:
     """Return the one run under runs/ that is going on, or else the one that said something last."""
     found = [(path, islands_in(path)) for path in RUNS.glob("*") if path.is_dir()]
     known = [(path, islands) for path, islands in found if islands]
-    running = [path for path, islands in known if any(island.running for island in islands)]
-    if len(running) > 1:
-        raise SaveError(f"several runs are going on, name one: {', '.join(sorted(path.name for path in running))}")
+    going = {path: islands for path, islands in sorted(known) if any(island.running for island in islands)}
+    if len({_genesis(path, islands) for path, islands in going.items()}) > 1:
+        raise SaveError(f"several runs are going on, name one: {', '.join(path.name for path in going)}")
+    # of several folders of one run, its founder's
+    founded = [path for path in going if any((island.folder / OWNER_KEY).exists() for island in going[path])]
+    running = [*founded, *going]
     if not known:
         raise SaveError(f"there is no run under {RUNS}/: name one, by its folder, or give a ticket to watch")
     latest = max(known, key=lambda each: max(_spoken_at(island) for island in each[1]))
     return str(running[0] if running else latest[0])
+
+
+def _genesis(path: Path, islands: list[LocalIsland]) -> bytes:
+    """Return by what the folders of one run are known; of one that has not begun, its path."""
+    files = [island.folder / OUTER / GENESIS for island in islands]
+    return next((file.read_bytes() for file in files if file.is_file()), bytes(path))
 
 
 def _spoken_at(island: LocalIsland) -> float:
@@ -95,7 +106,15 @@ def status_of(islands: list[LocalIsland]) -> RunStatus | None:
     told = [island.status for island in known if island.running and not island.is_silent]
     view = merged(best.status, [each for each in told if each is not None])
     gone = {island.status.me: island for island in known if island.status is not None}
-    return replace(view, islands=tuple(_as_it_is(each, gone.get(each.island)) for each in view.islands))
+    seen = [_as_it_is(each, gone.get(each.island)) for each in view.islands]
+    if not best.running:  # what it last saw of the others says nothing of now
+        seen = [each if each.state in OVER else _unheard(each, view.at) for each in seen]
+    return replace(view, islands=tuple(seen))
+
+
+def _unheard(each: IslandStatus, since: float) -> IslandStatus:
+    text = "no island of this folder runs, which would hear it"
+    return replace(each, state="lost", since=since, text=text, waiting_for=(), cause="", leads=False)
 
 
 def _round(island: LocalIsland) -> int:

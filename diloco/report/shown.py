@@ -44,7 +44,8 @@ def is_over(status: RunStatus) -> bool:
 
 def over_words(status: RunStatus, now: float) -> str:
     """Return whether a run that is over was finished, and when it was heard last."""
-    how = "finished" if status.finished else "not running"
+    elsewhere = any(each.state == "lost" for each in status.islands)  # nobody can tell
+    how = "finished" if status.finished else "not running here" if elsewhere else "not running"
     return f"{how}; last heard {format_duration(max(0.0, now - status.at))} ago"
 
 

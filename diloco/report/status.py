@@ -30,7 +30,7 @@ STATES = {
     "catching up": "it fetches what it has missed",
     "leaving": "it has been asked to stop",
     "left": "it said goodbye",
-    "lost": "nothing was heard of it for longer than `elastic.silence_s`, or its connection broke",
+    "lost": "nothing was heard of it for longer than `elastic.silence_s`, its connection broke, or no island here runs",
     "excluded": "its messages are ignored for a while",
     "evicted": "the run's owner has taken it out",
     "silent": "its process is there, and does not say what it does",

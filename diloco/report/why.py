@@ -316,7 +316,7 @@ def _of_history(facts: Facts, name: str) -> list[str]:
     parts = [each for each in facts.rounds if any(facts.name(part.island) == name for part in each.contributions)]
     left = [each for each in facts.rounds if any(facts.name(peer) == name for peer in each.left)]
     if not parts and not left:
-        raise SaveError(f"{name}: no such island; the run has {', '.join(_islands(facts)) or 'none that is known here'}")
+        raise SaveError(f"{name}: no such island; the run has {', '.join(_islands(facts)) or 'none that is known'}")
     found = [f"{name} contributed to {counted(len(parts), 'round')}, the last one {parts[-1].round}"] if parts else []
     if left and (not parts or left[-1].round >= parts[-1].round):
         silent = any(facts.name(peer) == name for peer in left[-1].silent)
@@ -412,6 +412,12 @@ def _not_running(status: RunStatus) -> str:
     ended = [each for each in status.islands if each.state == "ended"]
     how = "its islands have left in good order" if status.ended else "their processes are gone"
     who = names([each.name for each in ended]) if ended else "nobody is there"
+    if elsewhere := [each.name for each in status.islands if each.state == "lost"]:
+        again = status.command or "the command that started it"
+        return (
+            f"nothing of the run is at work here: {who}: {how} at round {status.round}; whether {_listed(elsewhere)} "
+            f"trains on elsewhere cannot be seen from here. {again} continues it"
+        )
     return f"the run does not go on: {who}: {how} at round {status.round}; diloco run CONFIG --resume continues it"
 
 
@@ -430,8 +436,9 @@ def _lost_sentence(facts: Facts, status: RunStatus, each: IslandStatus) -> str:
     if each.heard_by:
         return _cut_sentence(status, each)
     how = f"{each.text}, for longer than elastic.silence_s={status.silence_s:g}" if "silent" in each.text else each.text
-    then = "and rounds wait for it" if status.own.cause in ("quorum", "returning") else "rounds go on without it"
-    return f"{each.name} is lost, last heard {since}: {how or 'nothing is heard of it'}; {then}"
+    then = "; and rounds wait for it" if status.own.cause in ("quorum", "returning") else "; rounds go on without it"
+    then = "" if status.own.state == "ended" else then
+    return f"{each.name} is lost, last heard {since}: {how or 'nothing is heard of it'}{then}"
 
 
 def _cut_sentence(status: RunStatus, each: IslandStatus) -> str:
