@@ -97,6 +97,7 @@ clean:    ## remove caches and build outputs; keeps .venv and runs
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+	@echo 'diloco is installed. Next: source .venv/bin/activate && diloco run examples/quickstart.yaml'
 
 # once, before several processes would do it at the same time, for themselves: Numba keeps what it compiled on disk
 .venv/.compiled: .venv/.installed $(wildcard comm/codec/*.py)

@@ -347,6 +347,8 @@ def what_next(plan: "Plan", steps: int, *, finished: bool, paused: bool = False)
     else:
         commands[_command(plan.path, longer, *options, "--resume")] = "trains on, twice as long"
         commands[f"{program()} rewind {plan.folder} ROUND"] = "begins another run with an earlier round of it"
+    sample = f"{program()} sample {plan.folder} 'The '"
+    commands[sample] = "continues a text; diloco export makes a Hugging Face model of it"
     commands[f"{program()} log {plan.folder}"] = "who contributed to which round; --verify replays all of it"
     if plan.islands > 1:
         commands[f"{plan.folder}/island-1/events.jsonl, {plan.folder}/island-1/output.log"] = (
