@@ -13,6 +13,7 @@ from golden import GOLDEN, KEY, golden_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.comm.codec import chunks_cpu, cpu
 from diloco.comm.codec.base import whole_units
 from diloco.comm.codec.dense import BLOCK
 from diloco.comm.codec.feedback import ErrorFeedback
@@ -70,6 +71,33 @@ def test_compiled_loops_and_torch_give_the_same_bytes(name, kind, plain):
     codec.accumulate(payload, expected_sums, share=0.3)
     assert torch.equal(payload, expected)
     assert torch.equal(sums, expected_sums)
+
+
+@pytest.mark.parametrize("name", [*CODECS, "union:64"])
+def test_compiled_loops_compute_what_they_say_in_python(name, monkeypatch):
+    """Compilers widen and wrap integers by rules of their own."""
+    codec, values = codec_named(name), torch.cat((normal(PAGE + 300), torch.tensor([*SPECIAL[:-2], 2.0**99])))
+
+    def everything() -> list[torch.Tensor]:
+        payload, sums = codec.encode(values, KEY, start=PAGE), torch.ones(len(values))
+        codec.accumulate(payload, sums, share=0.3)
+        rows = torch.stack([payload, codec.encode(-3 * values, KEY, start=PAGE)])
+        mean = torch.empty_like(payload)
+        if codec.closed:
+            codec.mean(rows, (0.7, 0.3), KEY, PAGE, len(values), mean)
+        return [payload, sums, codec.decode(payload, len(values)), mean[: len(payload) * codec.closed]]
+
+    compiled = everything()
+    loops = [
+        (module, each, loop.py_func)
+        for module in (cpu, chunks_cpu)
+        for each, loop in vars(module).items()
+        if hasattr(loop, "py_func")
+    ]
+    assert len(loops) > 20
+    for module, each, loop in loops:
+        monkeypatch.setattr(module, each, loop)
+    assert all(map(torch.equal, everything(), compiled))
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-100, -(2.0**-106), 2.0**-6, 1.0, -1.0, 255.99998, 2.9e38, -2.9e38]
