@@ -1,5 +1,6 @@
 """What keeps somebody from joining is told in one line, with what to do."""
 
+import fcntl
 import subprocess
 import sys
 import time
@@ -69,6 +70,18 @@ def test_a_run_that_nobody_is_in(command, tmp_path: Path):
     several = [sys.executable, "-m", "diloco", "join", "-", "--fsdp", "2", "--dir", "runs/mesh"]
     found = subprocess.run(several, cwd=tmp_path, input=ticket, capture_output=True, text=True)
     assert "nobody answers at" in found.stderr  # each process has the ticket, which only the first has read
+
+
+def test_a_folder_that_another_process_trains_in(command, run: Path):
+    key = Identity.load(run / "identity.key")
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{key.peer_id}"
+    ticket = Ticket.issue(Identity.load(run / "owner.key"), [address], now=time.time(), lifetime_s=60.0).render()
+    resume = "run", run / "config.yaml", "--resume", "--islands", 1
+    with (run / ".lock").open("w") as lock, open(key.path, "rb") as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for words in (("join", ticket, "--dir", run), (*resume, "--set", f"checkpoint.dir={run}")):
+            assert "error[save]: another process is training in" in command.refused(*words)
 
 
 def test_a_run_that_speaks_another_protocol():

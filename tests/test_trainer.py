@@ -149,6 +149,14 @@ def test_a_run_may_be_trained_longer(small, sync, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").glob("outer*")) == ["outer", "outer.1", "outer.2"]
 
 
+def test_a_run_at_its_end_is_not_founded_anew_to_train_nothing(small, tmp_path):
+    train(small())
+    with pytest.raises(ConfigError, match=r"the run is at its end, step 12: add inner\.steps=24"):
+        train(small(sync={"every": 4}), resume=True)
+    assert [path.name for path in (tmp_path / "run").glob("outer*")] == ["outer"]
+    assert train(small(sync={"every": 4}, inner={"steps": 14}), resume=True).outcome.step == 14
+
+
 def test_other_data_or_fewer_steps_are_refused_at_a_resume(small, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words " * 1000)

@@ -30,6 +30,7 @@ from diloco.elastic.protocol.wire import to_plain
 from diloco.elastic.runtime.applier import RunContext, SnapshotMeta
 from diloco.elastic.runtime.restoring import restore
 from diloco.errors import ConfigError, SaveError
+from diloco.run.amending import is_over, refuse_past
 from diloco.run.folder import OUTER, OWNER_KEY, has_log, numbered
 from diloco.run.genesis import Genesis, Parent, read_genesis, shared_of, write_genesis
 from diloco.train.amend import amended
@@ -129,6 +130,8 @@ def _branch_of_log(folder: Path, part: Participant, old: Genesis, holder: str) -
     refuse_other_state(before, part.config, f"the state of round {state.head.round}")
     old.check(part.layout, part.samples, part.frozen)
     refuse_ended(part.config, state.step, f"round {state.head.round}")
+    if is_over(old.configure({}), state):
+        refuse_past(state, part.config, {})
     founder = holder.partition("#")[0]
     # what this island had leased it holds on to, under its new name
     mine = normal(lent for name, lease in state.ledger.leases if name.startswith(f"{founder}#") for lent in lease)

@@ -145,6 +145,13 @@ def _lock(folder: Path) -> None:
     _locks.append(lock)
 
 
+def refuse_taken(folder: Path) -> None:
+    """Raise SaveError if another process trains in a folder; it is not locked by that."""
+    if not any(Path(lock.name).parent == folder for lock in _locks):
+        _lock(folder)
+        release(folder)
+
+
 _locks: list[TextIO] = []
 _held: set[Path] = set()
 

@@ -42,6 +42,7 @@ from diloco.run.folder import (
     has_state,
     open_folder,
     refuse_other_protocols,
+    refuse_taken,
     remove_if_refused,
 )
 from diloco.run.genesis import Genesis, own_sections, read_genesis
@@ -364,6 +365,7 @@ class RunEntry:
     def _open_peer(self, folder: Path, ticket: Ticket, connection: Connection, *, lonely: bool) -> Peer:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            refuse_taken(folder)  # or the directory would speak of its identity
         except OSError as error:
             raise SaveError(
                 f"{folder} cannot be made: {error}; name another one with --dir or checkpoint.dir"
