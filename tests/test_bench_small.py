@@ -4,7 +4,7 @@ import pytest
 import torch
 from reads import Reads
 
-from diloco.bench import checkpoint, join, mesh, ranks
+from diloco.bench import checkpoint, dashboard, join, mesh, ranks, recover, trust
 from diloco.bench.overhead import EVERY, STEPS_A_TURN, measure
 from diloco.bench.team import trainer_of
 from diloco.bench.viewers import measure_viewers
@@ -111,3 +111,27 @@ def test_viewers_look_while_steps_are_timed_and_do_not_end(small):
     (check,) = report.checks
     assert check.name == "overhead.viewers_ratio" and check.value > 0
     assert report.figures["looks"] > 0 and report.figures["rounds"] > 1
+
+
+@pytest.mark.soak
+def test_a_newcomer_gets_in_with_and_without_checks_and_what_admissions_cost_is_counted():
+    report = trust.measure(islands=3, seconds=3.0, newcomers=1)
+    assert [check.name for check in report.checks] == ["trust.control_bytes_more", "trust.join_s_more"]
+    assert 0 < report.figures["admission_bytes_per_s"] < report.figures["directory_bytes_per_s"]
+    assert min(report.figures["join_s"] + report.figures["join_s_unchecked"]) > 0
+
+
+@pytest.mark.soak
+def test_a_member_that_is_lost_late_over_slow_links_is_in_the_round_and_costs_few_bytes():
+    report = recover.measure(values=400_000, silence_s=2.0, islands=3, line=(10e6, 0.005), into=0.5)
+    assert [check.name for check in report.checks] == ["recover.extra_bytes_share", "recover.digests_equal"]
+    assert report.checks[1].holds and report.figures["victim_counted"]
+    assert report.figures["exchange_bytes"] > 2 * 400_000
+
+
+@pytest.mark.soak
+def test_a_page_of_a_made_run_is_used_and_shows_an_island_that_is_killed():
+    report = dashboard.measure(islands=4, rounds=600)
+    used = report.figures["interactions"]
+    assert used and min(each["until_frame_ms"] for each in used.values()) > 0
+    assert [check.value for check in report.checks if check.name == "dashboard.complaints"] == [0]
