@@ -139,13 +139,14 @@ def format_bytes(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as text to be read at a glance: `0.4 s`, `48 s`, `3:05 min`, `2:10 h`."""
+    """Return seconds as text to be read at a glance: `0.4 s`, `48 s`, `3:05 min`, `2:10 h`; whole minutes and
+    hours are never written as many seconds or minutes."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    if seconds < 120:
+    if round(seconds) < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 120:
+    if minutes < 60:
         return f"{minutes}:{rest:02} min"
     return f"{minutes // 60}:{minutes % 60:02} h"
 

@@ -98,7 +98,7 @@ def test_an_earlier_run_is_never_trained_over_unasked(command, run, config_file,
 
 @pytest.mark.parametrize("option", [("--link", "10mbit,10ms"), ("--host", "10.0.0.1")])
 def test_what_needs_others_is_refused_alone(command, config_file, option):
-    complaint = f"{option[0]} is for a run that others can join, and this one is alone: add --islands"
+    complaint = f"{option[0]} is for a run that others can join, and this one is alone: add --islands 1\n"
     assert complaint in command.refused("run", config_file, *option)
 
 

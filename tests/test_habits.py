@@ -172,6 +172,7 @@ def test_init_never_writes_over_a_file_unasked_and_says_what_it_does_not_find(co
     assert "plain bytes" in command.refused("init", "a.yaml", "--model", "org/model")
     assert not (tmp_path / "a.yaml").exists()
     assert "diloco init none.yaml writes one" in command.refused("run", "none.yaml")
+    assert "to see one key: diloco config | grep lr" in command.refused("config", "inner.lr")
 
 
 # the demo

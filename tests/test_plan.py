@@ -117,6 +117,7 @@ def test_mistakes_name_the_option(case):
 def test_without_a_link_the_rate_that_is_needed_is_told_in_lines_that_no_pipe_wraps(command, tiny):
     said = command("plan", tiny)
     assert said.code == 0 and "2 islands, no link given" in said.out and "needs for 95 %" in said.out
+    assert "not reachable" in command("plan", tiny, "--link", "10mbit,10s", "--set", "sync.every=1").out
     rows = [line for line in said.out.splitlines() if line.startswith("│")]
     assert rows and all(row.split("│")[2].strip() for row in rows), "each row is one line"
 

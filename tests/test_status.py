@@ -107,7 +107,7 @@ def test_the_lines_name_everybody_and_no_pipe_wraps_them():
     waiting = replace(ME, island="id-2", name="two\x1b[2J", state="waiting", waiting_for=("three",), since=940.0)
     lines = status_lines(replace(STATUS_OF_ONE, islands=(waiting, ME)), 1000.0)
     assert lines[0].startswith("r: round 7, step 70/100, collecting for")
-    assert re.search(r"two.\[2J +waiting for three +60 s", lines[3]) and "\x1b" not in lines[3]
+    assert re.search(r"two.\[2J +waiting for three +1:00 min", lines[3]) and "\x1b" not in lines[3]
     assert lines[2].startswith("one ")
 
 
@@ -363,6 +363,6 @@ def test_an_island_tells_that_its_machines_clock_is_wrong(tmp_path, monkeypatch)
         assert wait_until(lambda: (found := read_status(tmp_path / "run")) is not None and found.own.clock_off_s > 0)
         status = read_status(tmp_path / "run")
     assert status is not None
-    assert "the clock of quickstart's machine is 60:00 min behind the run's, which is used: set the clock" in why_now(
+    assert "the clock of quickstart's machine is 1:00 h behind the run's, which is used: set the clock" in why_now(
         Facts(status)
     )

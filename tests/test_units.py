@@ -62,3 +62,10 @@ def test_formats_for_reading():
     assert format_rate(20e6) == "20 mbit/s"
     assert format_size(3 * 2**30) == "3 GiB"
     assert [format_duration(s) for s in (0.44, 48, 185, 7800)] == ["0.4 s", "48 s", "3:05 min", "2:10 h"]
+    assert [format_duration(s) for s in (59.4, 59.6, 116, 3599, 3600)] == [
+        "59 s",
+        "1:00 min",
+        "1:56 min",
+        "59:59 min",
+        "1:00 h",
+    ]

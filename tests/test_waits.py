@@ -44,7 +44,7 @@ def test_an_island_that_waits_for_others_reports_it(tmp_path, monkeypatch, capsy
         train_all(run, model)
     (told, *_) = of_kind(recent_events(file), Waiting)
     assert told.state == "waiting" and told.cause == "min_islands" and told.since < told.time
-    assert "fewer islands are there than `elastic.min_islands`" in capsys.readouterr().err
+    assert "fewer islands are there than elastic.min_islands" in capsys.readouterr().err
 
 
 def in_a_pipe() -> tuple[Announcer, io.StringIO]:
@@ -55,7 +55,7 @@ def in_a_pipe() -> tuple[Announcer, io.StringIO]:
 def test_a_wait_says_for_whom_since_when_and_why():
     assert sentence(WAIT) == "waiting for island-3 (12 s so far)"
     few = replace(WAIT, cause="min_islands", islands=())
-    assert sentence(few) == "waiting (12 s so far): fewer islands are there than `elastic.min_islands`"
+    assert sentence(few) == "waiting (12 s so far): fewer islands are there than elastic.min_islands"
 
 
 def test_what_all_islands_wait_for_is_one_line():

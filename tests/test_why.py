@@ -238,7 +238,7 @@ MEASURED = {
     "slow disk": ({"write_s": 4.0}, "two's disk is the bottleneck: a write takes 4.0 s"),
     "wrong clock": (
         {"clock_off_s": 3600.0},
-        "the clocks of one's and two's machines are 60:00 min apart: set the one that is wrong",
+        "the clocks of one's and two's machines are 1:00 h apart: set the one that is wrong",
     ),
     "process gone": (
         {"state": "ended", "since": NOW - 30, "text": "its process is gone without a goodbye"},

@@ -197,7 +197,7 @@ def _table(plan: Plan) -> Table:
 
 def _cells(plan: Plan, row: Row) -> list[str]:
     one = row.prediction
-    needs = ["no rate" if rate is None else units.format_rate(rate) for rate in row.needed_bits_per_s]
+    needs = ["not reachable" if rate is None else units.format_rate(rate) for rate in row.needed_bits_per_s]
     if plan.situation.line == NO_LINE:
         return [_short(one.sync), units.format_size(max(part.sent for part in one.rounds)), *needs]
     sent = one.sent_a_day / 1e9

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from diloco.cli.shared import Overrides
-from diloco.errors import DataError
+from diloco.errors import ConfigError, DataError
 
 
 def config(
@@ -16,6 +16,9 @@ def config(
     """Print every setting of a run with its meaning."""
     from diloco.config.file import load_config, render_config
 
+    if config is not None and not config.exists() and config.suffix not in (".yaml", ".yml"):
+        key = str(config).rpartition(".")[2]
+        raise ConfigError(f"{config}: no such file: config takes a file; to see one key: diloco config | grep {key}")
     print(render_config(load_config(config, set_ or [])), end="")
 
 

@@ -145,7 +145,7 @@ def one_island(plan: "Plan", *, fresh: bool, show: "Show") -> None:
     options = {"--link": plan.link, "--host": plan.host, "--port": plan.port, "--relay": plan.relay}
     for option, value in options.items():
         if value is not None and not plan.islands:
-            raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands")
+            raise ConfigError(f"{option} is for a run that others can join, and this one is alone: add --islands 1")
     from diloco.cli import main
     from diloco.launch.mesh_processes import start_if_several
 

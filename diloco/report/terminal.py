@@ -67,7 +67,7 @@ def sentence(event: Event) -> str | None:
 def wait_words(event: Waiting) -> str:
     """Say for what an island waits, for whom, and for how long it has."""
     whom = f" for {names(event.islands)}" if event.islands else ""
-    why = f": {CAUSES[event.cause]}" if event.cause in CAUSES and event.cause != "round" else ""
+    why = f": {CAUSES[event.cause]}".replace("`", "") if event.cause in CAUSES and event.cause != "round" else ""
     return f"{event.state}{whom} ({format_duration(max(0.0, event.time - event.since))} so far){why}"
 
 

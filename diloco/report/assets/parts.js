@@ -47,9 +47,9 @@ const Parts = (() => {
   const percent = (share) => `${Math.round(100 * share)} %`;
   function duration(seconds) {
     if (seconds < 10) return `${seconds.toFixed(1)} s`;
-    if (seconds < 120) return `${seconds.toFixed(0)} s`;
+    if (Math.round(seconds) < 60) return `${seconds.toFixed(0)} s`;
     const minutes = Math.floor(Math.round(seconds) / 60);
-    if (minutes < 120) return `${minutes}:${String(Math.round(seconds) % 60).padStart(2, "0")} min`;
+    if (minutes < 60) return `${minutes}:${String(Math.round(seconds) % 60).padStart(2, "0")} min`;
     return `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
   }
   const moment = (time) => new Date(1000 * time).toLocaleTimeString([], {hour12: false});
