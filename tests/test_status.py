@@ -156,6 +156,27 @@ def test_who_stopped_knows_nothing_of_those_who_train_on_elsewhere(tmp_path, com
     )
 
 
+def test_stop_waits_for_the_end_of_the_process_and_not_only_for_its_goodbye(tmp_path, command):
+    island = (
+        "import signal, sys, time\nfrom pathlib import Path\nstatus, ready = map(Path, sys.argv[1:])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\nready.touch()\nsignal.pause()\n"
+        "status.write_text(status.read_text().replace('\"ended\": false', '\"ended\": true'))\ntime.sleep(1.5)\n"
+    )
+    (tmp_path / "diloco").write_text(island)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    child = subprocess.Popen([sys.executable, tmp_path / "diloco", folder / STATUS, tmp_path / "ready"])
+    try:
+        mine = replace(STATUS_OF_ONE, pid=child.pid, pid_started=started_at(child.pid), host=os.uname().nodename)
+        (folder / STATUS).write_bytes(mine.encode())
+        assert wait_until((tmp_path / "ready").exists, 20)
+        assert command("stop", folder).out.endswith("run has stopped\n") and child.poll() is not None
+        assert '"ended": true' in (folder / STATUS).read_text()
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_folders_of_one_run_are_one_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = replace(STATUS_OF_ONE, pid=os.getpid(), pid_started=started_at(os.getpid()), host=os.uname().nodename)

@@ -233,7 +233,7 @@ def stop(
     islands are stopped through the launcher, as by `diloco launch --stop`; otherwise it would restart them.
     Exits with 1 if one is still there when the time is over.
     """
-    from diloco.history.present import find_islands
+    from diloco.history.present import find_islands, is_diloco
     from diloco.history.present import stop as ask_to_stop
     from diloco.report.terminal import names
 
@@ -247,7 +247,10 @@ def stop(
     pids = ask_to_stop(islands)
     say(f"asked {names(going)} to stop (process {', '.join(map(str, pids))}); waiting for up to {wait:.0f} s")
     deadline = time.monotonic() + wait
-    while left := [island.folder.name for island in find_islands(run) if island.running]:
+    # who has said goodbye still has its process to end; a program of somebody's own may go on after its run
+    while left := [island.folder.name for island in find_islands(run) if island.running] or [
+        f"process {pid}" for pid in pids if is_diloco(pid)
+    ]:
         if time.monotonic() > deadline:
             say(f"still running: {names(left)}")
             raise SystemExit(1)

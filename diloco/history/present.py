@@ -201,12 +201,12 @@ def stop(islands: list[LocalIsland]) -> list[int]:
 
 def top_process(pid: int) -> int:
     """Return the diloco process that has started this one, directly or not; itself where none has."""
-    while (parent := parent_of(pid)) > 1 and _is_diloco(parent):
+    while (parent := parent_of(pid)) > 1 and is_diloco(parent):
         pid = parent
     return pid
 
 
-def _is_diloco(pid: int) -> bool:
+def is_diloco(pid: int) -> bool:
     """Tell whether a process is `diloco …` or `python -m diloco …`, rather than anything that names it."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
