@@ -26,10 +26,12 @@ from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.messages import Done, Goodbye, Heartbeat, Held, Memory, Promise, Ready, Vow
-from diloco.elastic.protocol.record import Ballot, Contribution, Offer, Proposal, Record
+from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Record, Settings
 from diloco.elastic.protocol.wire import encode
-from diloco.elastic.runtime.applier import Applier
-from diloco.elastic.runtime.restoring import restore
+from diloco.elastic.runtime.applier import Applier, RunContext
+from diloco.elastic.runtime.fragments import Fragments
+from diloco.elastic.runtime.restoring import points_of, restore
+from diloco.train.outer import apply_record
 
 NAMES = ("A", "B", "C")
 
@@ -244,6 +246,20 @@ def test_a_result_that_was_held_when_everything_stopped_is_the_one_that_is_commi
         at_round(team, 2)
         assert team[0].restored.memory.vows[0].held.record == record
         assert {island.driver.records[0].digest for island in team} == {record.digest}
+
+
+def test_a_result_of_a_round_long_past_is_not_called_lost(log):
+    """The log keeps the last rounds only, and what was promised before them is still remembered."""
+    folder, _ = log
+    journal = Journal.read(folder)
+    (kept, end), *_ = ((point.kept, point.end.head) for point in points_of(folder, journal))
+    run = RunContext(b"", kept.genesis, Fragments(kept.fragments), apply_record)
+    for behind, expected in ((5, []), (0, ["result lost"])):
+        head, ballot, told = end._replace(round=end.round - behind), Ballot(3, "B", 0), []
+        record = Record(Proposal(Key(head.round + 1, head.digest), -1, (), NAMES, (), (), Settings(), 0), "ab" * 32)
+        journal.memory = encode(Memory((Vow(head, ballot, Held(ballot, record)),), 3))
+        found = restore(folder, journal, run, lambda what, text, told=told: told.append(what))
+        assert told == expected and found is not None and found.memory.vows[0].held is None
 
 
 class Gate(Store):

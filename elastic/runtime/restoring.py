@@ -79,7 +79,7 @@ def restore(
             vectors = read_vectors(point.path, point.manifest, device)
             state = replay(point, vectors, journal, run, report)
             if state is not None:
-                return Origin(state, vectors, memory_of(journal, report), lineage_of(point, journal))
+                return Origin(state, vectors, memory_of(journal, report, state.head.round), lineage_of(point, journal))
             del vectors  # before an older one is read
     return None
 
@@ -214,10 +214,11 @@ def replay(
     return state
 
 
-def memory_of(journal: Journal, report: Report) -> Memory | None:
+def memory_of(journal: Journal, report: Report, at: int = 0) -> Memory | None:
     """Return the promises and the result that an earlier life of this island held; None if there was none.
 
-    A result whose bytes are lost is left out, with a report: others have it.
+    A result whose bytes are lost is left out, with a report if its round is still to be decided where the log leads to
+    round `at`: others have it. The log keeps no bytes of rounds long past.
     """
     if journal.memory is None:
         return None
@@ -226,6 +227,7 @@ def memory_of(journal: Journal, report: Report) -> Memory | None:
     for vow in memory.vows:
         whole = vow.held is None or vow.held.record.payload == EMPTY or journal.has(vow.held.record.payload)
         if not whole:  # the disk refused it, or it is damaged
-            report("result lost", f"that of round {vow.head.round + 1}, which this island held: others have it")
+            if vow.head.round >= at:
+                report("result lost", f"that of round {vow.head.round + 1}, which this island held: others have it")
         vows.append(vow if whole else replace(vow, held=None))
     return replace(memory, vows=tuple(vows))
