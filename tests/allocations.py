@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diloco.checkpoint.log.store import PartialDownload
-from diloco.comm.codec import base
+from diloco.comm.codec import rooms
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress
@@ -61,13 +61,13 @@ class Allocations:
             return mmap(descriptor, size, flags)
 
         threading.Thread.run = watched  # type: ignore[method-assign]
-        base.mmap = mapped  # type: ignore[assignment, misc]
+        rooms.mmap = mapped  # type: ignore[assignment, misc]
         try:
             with _Mode(self):
                 yield
         finally:
             threading.Thread.run = run  # type: ignore[method-assign]
-            base.mmap = mmap  # type: ignore[misc]
+            rooms.mmap = mmap  # type: ignore[misc]
 
 
 class _Mode(TorchDispatchMode):

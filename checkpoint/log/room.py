@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from diloco.checkpoint.log.writing import PIECE
-from diloco.comm.codec.base import room_for
+from diloco.comm.codec.rooms import mapped
 from diloco.comm.transport.wire import as_bytes
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class FileRoom:
     def _to_memory(self, error: OSError) -> None:
         """Go on without the file, with what it holds."""
         log.warning("%s: a download that breaks now begins anew: %s", self._path, error)
-        memory = bytes_of(room_for(self._size))
+        memory = bytes_of(mapped(self._size))
         if hasattr(self, "_file"):
             for at in range(0, self._size, PIECE):
                 self._read(memory[at : at + PIECE], at)

@@ -14,7 +14,7 @@ from diloco.checkpoint.log.library import Item, ItemManifest
 from diloco.checkpoint.log.room import FileRoom, Room, bytes_of
 from diloco.checkpoint.log.segments import Ahead
 from diloco.checkpoint.log.snapshot import SnapshotContents
-from diloco.comm.codec.base import room_for
+from diloco.comm.codec.rooms import mapped
 from diloco.comm.transport.frame import Buffer
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class PartialDownload:
     def room(self, name: str, manifest: ItemManifest) -> tuple[Room, set[int]]:
         """Return where an item goes, and the numbers of the chunks that are there and fit their digests."""
         if self._refused:  # what lies there may still be read as another state's
-            return bytes_of(room_for(manifest.size)), set()
+            return bytes_of(mapped(manifest.size)), set()
         path = self._folder / f"{name}.part"
         there = path.exists()
         room = FileRoom(path, manifest.size)

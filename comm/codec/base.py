@@ -16,13 +16,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from diloco.comm.codec.noise import PAGE, NoiseKey, add_noise
+from diloco.comm.codec.rooms import room_for
 from diloco.errors import CodecError
 
 REFUSED = "the vector holds NaN or infinity, or numbers beyond {}: it was not encoded"
@@ -30,8 +30,6 @@ NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
 SQUARES_ABOVE = 1e-15  # norms of pages below this lose squares among fp32's denormals
 STRETCH = 32 * PAGE  # values that a thread encodes at a time, of a vector that comes in parts
-WORTH_MAPPING = 1 << 20  # bytes
-CPU = torch.device("cpu")
 SQUARED_PAGES, SQUARED_PAGES_ON_GPU = 16, 512  # decoded at a time for their norm: 2 MB, and 64 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
@@ -225,14 +223,6 @@ class Codec(ABC):
     @abstractmethod
     def _add(self, payload: Tensor, into: Tensor, share: float, *, fresh: bool) -> None:
         """Add what a payload that has passed `refuse_bad` encodes, times `share`; `fresh` memory is taken for zeros."""
-
-
-def room_for(size: int, device: torch.device = CPU) -> Tensor:
-    """Return memory for so many bytes, uninitialised. On a CPU, that of large ones goes back to the operating system as
-    soon as nobody uses it: what malloc has given and taken back, of all threads and sizes, stays with the process."""
-    if device.type != "cpu" or size < WORTH_MAPPING:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def stretches(parts: Iterable[Tensor], count: int) -> Iterator[tuple[int, Tensor]]:

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import Codec, room_for, stretches
+from diloco.comm.codec.base import Codec, stretches
 from diloco.comm.codec.noise import NoiseKey
+from diloco.comm.codec.rooms import room_for
 
 
 class ErrorFeedback:

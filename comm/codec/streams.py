@@ -56,9 +56,11 @@ def lock_pages(vector: Tensor, device: torch.device) -> Tensor:
     """Lock the pages of a vector on the host, as it is: copies between it and a GPU are several times as fast and hold
     nobody up. Where the driver refuses, and without a GPU, it stays pageable."""
     if device.type == "cuda" and vector.device.type == "cpu" and vector.numel() and not vector.is_pinned():
-        driver, place = torch.cuda.cudart(), vector.data_ptr()
-        if refused := int(driver.cudaHostRegister(place, vector.numel() * vector.element_size(), 0)):
-            log.warning("%d bytes on the host stay pageable: error %d", vector.numel() * vector.element_size(), refused)
+        driver, place, size = torch.cuda.cudart(), vector.data_ptr(), vector.numel() * vector.element_size()
+        with torch.cuda.device(device):
+            refused = int(driver.cudaHostRegister(place, size, 0))
+        if refused:
+            log.warning("%d bytes on the host stay pageable: error %d", size, refused)
             with suppress(RuntimeError):  # the driver remembers the error, and the next launch would raise it
                 torch.zeros(1, device=device)
         else:

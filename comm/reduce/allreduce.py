@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from diloco import errors
-from diloco.comm.codec.base import CPU, Codec, room_for
+from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.rooms import CPU, room_for
 from diloco.comm.codec.streams import beside_training
 from diloco.comm.reduce.pages import (
     MAX_RANGES,
@@ -82,7 +83,7 @@ class Reduction:
         self.me = transport.identity
         self.others = [peer for peer in plan.present if peer != self.me]
         size = plan.result_codec.size(plan.count)
-        self.result = room_for(size, contribution.device) if result is None else result
+        self.result = room_for(size, near=device) if result is None else result
         assert self.result.numel() == size
         self.progress = {peer: Progress() for peer in self.others}
         self._contribution, self._device = contribution, device
@@ -144,7 +145,7 @@ class Reduction:
         largest = max((self._size(chunk) for chunk in own), default=0)
         # [slot, member, bytes]: the chunks of one number lie together, this member's own among them
         shape = (min(WINDOW, len(own)) if self._pages is None else len(own), len(members), largest)
-        room = room_for(prod(shape)) if self._pages is None else self._pages.room(prod(shape))
+        room = room_for(prod(shape)) if self._pages is None else self._pages.room(prod(shape), self._device)
         with self._lock:
             self._slots = room.view(shape)
             self._windows = {peer: Window(list(self._slots[:, members.index(peer)])) for peer in self.others}
@@ -289,7 +290,8 @@ class Reduction:
         slots, room = self._slots[at : at + len(chunks)], self.result[self.plan.result_bytes_of(whole)]
         members, shares, size = self.plan.members, self.plan.shares, self._size(chunks[0])
         own = self._contribution[self.plan.bytes_of(whole)]
-        slots[:, members.index(self.me), :size].copy_(own.view(len(chunks), size))
+        if not moves:
+            slots[:, members.index(self.me), :size].copy_(own.view(len(chunks), size))
         if self.plan.is_in_hole(whole):
             rows = [members.index(member) for member in self.plan.present]
             members, shares, slots = self.plan.present, self.plan.shares_in_hole, slots[:, rows]
@@ -298,6 +300,7 @@ class Reduction:
             payloads, mean = slots[0], room
             if moves:  # [member, bytes], as on a CPU
                 payloads = slots.to(self._device)[:, :, :size].transpose(0, 1).reshape(len(members), -1)
+                payloads[members.index(self.me)].copy_(own)
                 mean = torch.empty_like(room, device=self._device)
             for member, payload in zip(members, payloads[:, : self._size(whole)], strict=True):
                 self._refuse_bad(member, payload, whole)
@@ -399,9 +402,9 @@ class Reduction:
             if not plan.is_in_hole(part):  # that mean has another name
                 store.keep(plan.result_name, part, self.result[plan.result_bytes_of(part)], age=self._age)
         for peer in self.others:
-            place = plan.members.index(peer)
+            place, got = plan.members.index(peer), joined(self._got[peer])
             for number, chunk in enumerate(self._contributions(self.me)):
-                for part in overlap(self._got[peer], chunk):
+                for part in overlap(got, chunk):
                     payload = self._slots[number, place, _bytes_within(chunk, part, plan.codec)]
                     store.keep(plan.names[place], part, payload, age=self._age)
 

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import Codec, room_for
+from diloco.comm.codec.base import Codec
 from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.rooms import CPU, ROOMS, room_for
 from diloco.comm.reduce.spans import Span
 from diloco.errors import FrameError
 
@@ -48,16 +50,18 @@ class PageStore:
             self._kept = {}
             self._spare, self._room = self._room if self._room is not None else self._spare, None
             self.age += 1
+        ROOMS.next_turn()
 
-    def room(self, size: int) -> Tensor:
-        """Return memory for so many bytes. That of an earlier round is used again: fresh pages of memory cost time.
+    def room(self, size: int, near: torch.device = CPU) -> Tensor:
+        """Return memory for so many bytes, which are copied to this device. That of an earlier round is used again:
+        fresh pages of memory cost time.
 
         Only the attempt whose turn it is may ask: nobody else writes to that memory.
         """
         with self._lock:
             spare, self._spare = self._spare, None
             fits = spare is not None and size <= len(spare) <= 2 * size
-            self._room = spare if fits and spare is not None else room_for(size)
+            self._room = spare if fits and spare is not None else room_for(size, near=near)
             return self._room[:size]
 
     def keep(self, name: str, span: Span, payload: Tensor, *, age: int) -> None:

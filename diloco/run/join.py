@@ -15,7 +15,7 @@ from diloco.checkpoint.log.diskstore import DiskStore
 from diloco.checkpoint.log.snapshot import manifests
 from diloco.checkpoint.transfer.fetch import request
 from diloco.checkpoint.transfer.mirror import Mirror, Remote
-from diloco.comm.codec.base import CPU
+from diloco.comm.codec.rooms import CPU
 from diloco.comm.peers.identity import Identity
 from diloco.comm.transport.memory import MemoryNetwork
 from diloco.comm.transport.transport import PeerAddress

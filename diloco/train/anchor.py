@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.checkpoint.log.pinned import LEAF
 from diloco.checkpoint.log.replica import Replica
-from diloco.comm.codec.base import CPU
+from diloco.comm.codec.rooms import CPU
 from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.ranges import Ranges, both
 from diloco.elastic.runtime.fragments import Fragments

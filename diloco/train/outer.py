@@ -10,8 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from diloco.comm.codec.base import CPU, Codec
+from diloco.comm.codec.base import Codec
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.rooms import CPU
 from diloco.comm.codec.streams import taking_turns
 from diloco.config.schema import Config, OuterConfig
 from diloco.elastic.protocol.record import Record, Settings

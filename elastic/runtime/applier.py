@@ -24,8 +24,8 @@ from diloco.checkpoint.log.segments import Ahead
 from diloco.checkpoint.log.snapshot import SnapshotContents
 from diloco.checkpoint.log.store import Store
 from diloco.checkpoint.log.writing import make_way
-from diloco.comm.codec.base import CPU
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.rooms import CPU
 from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.ranges import Ranges
 from diloco.elastic.protocol.record import EMPTY, LoggedRecord, Record

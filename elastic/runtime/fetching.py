@@ -25,7 +25,7 @@ from diloco.checkpoint.log.replica import vector_name
 from diloco.checkpoint.log.room import Room, bytes_of, fill
 from diloco.checkpoint.log.store import PartialDownload
 from diloco.checkpoint.transfer.fetch import MAX_WORKERS, Transfer, describe, request
-from diloco.comm.codec.base import room_for
+from diloco.comm.codec.rooms import mapped, room_for
 from diloco.comm.transport.frame import Buffer
 from diloco.comm.transport.transport import Addresses, PeerAddress, Transport
 from diloco.elastic.protocol.record import EMPTY, Head, LoggedRecord, Record
@@ -274,7 +274,7 @@ class _Fetch:
         return FetchedState(self._manifest.state, rooms, self._check.hexdigest(), self._taken) if right else None
 
     def _room(self, name: str, item: ItemManifest) -> tuple[Room, set[int]]:
-        return self._download.room(name, item) if self._download is not None else (bytes_of(room_for(item.size)), set())
+        return self._download.room(name, item) if self._download is not None else (bytes_of(mapped(item.size)), set())
 
     def _fetch(self, name: str, item: ItemManifest) -> Room:
         room, have = self._room(name, item)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from diloco.checkpoint.log.segments import Ahead
 from diloco.checkpoint.log.store import Store
-from diloco.comm.codec.base import CPU
 from diloco.comm.codec.noise import PAGE, NoiseKey
+from diloco.comm.codec.rooms import CPU
 from diloco.comm.reduce.allreduce import Reduction
 from diloco.comm.reduce.grid import TwoLevelPlan
 from diloco.comm.reduce.pages import PageStore

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.comm.codec.noise import PAGE
+from diloco.comm.codec.rooms import on_host
 from diloco.elastic.protocol.ranges import Ranges, normal
 from diloco.elastic.protocol.record import Offer
 
@@ -218,7 +219,7 @@ class PendingProgress:
     def _measured(self, encode: Encode) -> Callable[[Progress, int], Encoded]:
         def measured(progress: Progress, hi: int) -> Encoded:
             payload = encode(progress, hi)  # where the progress lies, and measured there
-            return Encoded(payload.cpu(), self._measure(payload))
+            return Encoded(on_host(payload), self._measure(payload))
 
         return measured
 
