@@ -123,7 +123,7 @@ def test_a_newcomer_gets_in_with_and_without_checks_and_what_admissions_cost_is_
 
 @pytest.mark.soak
 def test_a_member_that_is_lost_late_over_slow_links_is_in_the_round_and_costs_few_bytes():
-    report = recover.measure(values=400_000, silence_s=2.0, islands=3, line=(10e6, 0.005), into=0.5)
+    report = recover.measure(values=400_000, silence_s=4.0, islands=3, line=(10e6, 0.005), into=0.5)
     assert [check.name for check in report.checks] == ["recover.extra_bytes_share", "recover.digests_equal"]
     assert report.checks[1].holds and report.figures["victim_counted"]
     assert report.figures["exchange_bytes"] > 2 * 400_000
