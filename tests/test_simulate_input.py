@@ -8,8 +8,9 @@ import pytest
 from topologies import EXAMPLES, IDS, faults
 
 from diloco.cli.app import app
-from diloco.cli.real import refuse_one_folder, refuse_report, world_of
+from diloco.cli.real import named_apart, refuse_one_folder, refuse_report, world_of
 from diloco.comm.transport.link import Path as Way
+from diloco.config.file import load_config
 from diloco.errors import ConfigError
 from diloco.simulate.real.faults import parse_faults
 from diloco.simulate.real.network import network_at
@@ -218,6 +219,15 @@ def test_a_report_may_be_in_a_folder_that_is_not_there_yet(tmp_path):
     refuse_report(tmp_path / "some" / "where" / "report.html")
     refuse_report(Path("report.html"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_simulation_leaves_the_folder_of_the_run_itself_alone(tmp_path):
+    plain, placed = tmp_path / "plain.yaml", tmp_path / "placed.yaml"
+    plain.write_text("run: mine")
+    placed.write_text("{run: mine, checkpoint: {dir: here}}")
+    folders = [load_config(path, named_apart(path, ["seed=3"])).dir for path in (plain, placed)]
+    assert folders == ["runs/mine-simulated", "here"]
+    assert named_apart(plain, ["run=other"]) == ["run=other"]
 
 
 # odd numbers and contradictions

@@ -25,7 +25,7 @@ EVERY, DELAY = 20, 10
 SLOWNESS = 8  # times: a step is mostly a pause
 WARM_UP, PHASES = 1, 6
 MODEL = {"preset": "tiny", "blocks": 1, "width": 256, "heads": 4, "feed_forward": 768}  # large for so short a step
-EVENTS = "runs/measured/island-*/events.jsonl"
+EVENTS = "runs/measured-simulated/island-*/events.jsonl"
 NEAR, FAR = LinkModel(20e6, 20e6, 0.02), LinkModel(6e6, 6e6, 0.08)
 
 

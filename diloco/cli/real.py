@@ -1,5 +1,6 @@
 """Run `diloco simulate CONFIG`: real islands over emulated links."""
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,12 +34,13 @@ def simulate_real(
 ) -> None:
     """Simulate each configuration in turn; exit with 0 if all runs finished and their islands agree."""
     need_plotly("the report of simulate")
-    loaded = [(path, load_config(path, overrides)) for path in configs]
+    named = {path: named_apart(path, overrides) for path in configs}
+    loaded = [(path, load_config(path, named[path])) for path in configs]
     refuse_one_folder([(path, config.dir) for path, config in loaded])
     page = report or Path(loaded[0][1].dir) / "report.html"
     outcomes = list[SimulationOutcome]()
     for path, config in loaded:
-        plan = SimulatedPlan(config, path, tuple(overrides), world.topology.islands, restart=restart)
+        plan = SimulatedPlan(config, path, tuple(named[path]), world.topology.islands, restart=restart)
         with closing(open_islands_view(partial(glance, plan.folder))) as view:
             fleet = simulate(plan, view, world, netns=netns)
         say(*account(fleet.board))
@@ -50,6 +52,15 @@ def simulate_real(
     if left:
         say(f"not started: {', '.join(left)}")
     sys.exit(0 if not left and all(outcome.finished and outcome.agree for outcome in outcomes) else 1)
+
+
+def named_apart(path: Path, overrides: list[str]) -> list[str]:
+    """Return the overrides with a name that keeps the simulation out of the run's own folder, unless --set names the
+    run, or the configuration a folder."""
+    config = load_config(path, overrides)
+    if config.checkpoint.dir is not None or any(one.partition("=")[0].strip() == "run" for one in overrides):
+        return overrides
+    return [*overrides, f"run={json.dumps(config.run + '-simulated')}"]
 
 
 def world_of(

@@ -64,8 +64,8 @@ def islands(
     """Train real islands over simulated links (the default).
 
     A report with plots says what happened. Times count from the moment when all islands train. Islands are numbered
-    from 1; those that join later have the last numbers. Options for faults can be repeated. An earlier run of that name
-    is kept as NAME.1, NAME.2, …
+    from 1; those that join later have the last numbers. Options for faults can be repeated. Files lie in
+    runs/NAME-simulated, unless --set run=… or checkpoint.dir names a folder; an earlier run there is kept as NAME.1, …
     """
     from diloco.cli.real import refuse_backend, refuse_report, simulate_real, world_of
 

@@ -226,8 +226,7 @@ def memory_of(journal: Journal, report: Report, at: int = 0) -> Memory | None:
     vows = []
     for vow in memory.vows:
         whole = vow.held is None or vow.held.record.payload == EMPTY or journal.has(vow.held.record.payload)
-        if not whole:  # the disk refused it, or it is damaged
-            if vow.head.round >= at:
-                report("result lost", f"that of round {vow.head.round + 1}, which this island held: others have it")
+        if not whole and vow.head.round >= at:  # the disk refused it, or it is damaged
+            report("result lost", f"that of round {vow.head.round + 1}, which this island held: others have it")
         vows.append(vow if whole else replace(vow, held=None))
     return replace(memory, vows=tuple(vows))
