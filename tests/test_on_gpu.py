@@ -10,6 +10,7 @@ from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.record import Key, Proposal, Record, Settings
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.run.join import alone
+from diloco.train import outer as updates
 from diloco.train.outer import CHUNK_ON_GPU, apply_record
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -41,8 +42,9 @@ def test_after_its_rounds_the_island_holds_the_outer_parameters(small, device, o
 
 @NO_GPU
 @pytest.mark.parametrize("locked", [True, False])
-def test_vectors_on_the_host_that_stream_through_the_gpu_get_the_bits_of_the_host(locked):
-    count, gpu = 3 * CHUNK_ON_GPU + 5 * PAGE + 17, torch.device("cuda")
+def test_vectors_on_the_host_that_stream_through_the_gpu_get_the_bits_of_the_host(locked, monkeypatch):
+    monkeypatch.setattr(updates, "UPLOAD_BYTES", 5 << 20)  # two chunks
+    count, gpu = 7 * CHUNK_ON_GPU + 5 * PAGE + 17, torch.device("cuda")
     values = torch.Generator().manual_seed(0)
     outer = {name: torch.randn(count, generator=values) for name in ("parameters", "momentum")}
     mine = {name: vector.clone() for name, vector in outer.items()}

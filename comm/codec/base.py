@@ -124,15 +124,16 @@ class Codec(ABC):
         first = start // PAGE * self.size(PAGE)
         return slice(first, first + self.size(count))
 
-    def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None) -> Tensor:
+    def decode(self, payload: Tensor, count: int, *, out: Tensor | None = None, checked: bool = False) -> Tensor:
         """Return the values that `size(count)` bytes encode.
 
-        Bytes of another size, or that `refuse_bad` refuses, raise CodecError.
+        Bytes that `check` refuses raise CodecError; those that are `checked` have passed it.
         """
         values = torch.empty(count, device=payload.device) if out is None else out
         assert len(values) == count and values.is_contiguous()
         values = values.detach()
-        self._check(payload, count)
+        if not checked:
+            self.check(payload, count)
         if count:
             self._add(payload, values, 1.0, fresh=True)
         return values
@@ -144,7 +145,7 @@ class Codec(ABC):
 
     def accumulate(self, payload: Tensor, into: Tensor, share: float = 1.0) -> None:
         """Add the decoded values to `into`, with each scale times `share` (as fp32) in place of the scale."""
-        self._check(payload, len(into))
+        self.check(payload, len(into))
         into = into.detach()
         assert into.is_contiguous()
         if len(into):
@@ -179,7 +180,8 @@ class Codec(ABC):
         """Compute the mean in one kernel and return True, or return False where there is no such kernel."""
         return False
 
-    def _check(self, payload: Tensor, count: int) -> None:
+    def check(self, payload: Tensor, count: int) -> None:
+        """Raise CodecError unless these are as many bytes as `count` values take, and `refuse_bad` finds them good."""
         if payload.dtype != torch.uint8 or payload.numel() != self.size(count):
             raise CodecError(f"{self.name}: {count} values take {self.size(count)} bytes, not {payload.numel()}")
         self.refuse_bad(payload, count)

@@ -36,13 +36,6 @@ class Rooms:
         self._locks = True  # until the driver refuses
         self._lock = threading.Lock()
 
-    @property
-    def free(self) -> list[int]:
-        """Return the sizes of what is not in use."""
-        with self._lock:
-            self._gather()
-            return [len(memory) for _, memory in self._free]
-
     def take(self, size: int, near: torch.device = CPU) -> Tensor:
         """Return memory for so many bytes with any values in it. It is given back when the last view of it is gone."""
         with self._lock:

@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-LANES = 2  # while one copies, the other one computes
+LANES = 3  # while one computes, the others copy to the device and back
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,22 @@ def beside_training(device: torch.device, *, after: bool = False) -> Iterator[No
 
 @contextmanager
 def taking_turns(device: torch.device) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """Yield a function that puts the work of a number onto a stream, after what the present one has been given so far.
-    On a GPU, what one number copies goes on beside the work of the next; all is done when the block ends."""
+    """Yield a function that puts the work of a number 0, 1, … onto a stream, after what the present one was given
+    before number 0. On a GPU, what one number copies goes on beside the work of the next; all is done when number 0
+    comes round, and when the block ends."""
     if device.type != "cuda":
         yield lambda number: nullcontext()
         return
     lanes = [_stream(device, 1 + lane) for lane in range(LANES)]
-    for lane in lanes:
-        lane.wait_stream(torch.cuda.current_stream(device))
+
+    def turn(number: int) -> AbstractContextManager[object]:
+        for lane in lanes if number == 0 else ():
+            lane.synchronize()
+            lane.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(lanes[number % LANES])
+
     try:
-        yield lambda number: torch.cuda.stream(lanes[number % LANES])
+        yield turn
     finally:
         for lane in lanes:
             lane.synchronize()

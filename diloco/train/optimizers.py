@@ -97,4 +97,4 @@ def _square_root(values: Tensor) -> Tensor:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    return torch.full((), value, dtype=torch.float32, device=like.device)  # copied there, it would wait

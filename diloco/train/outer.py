@@ -21,7 +21,8 @@ from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
-CHUNK_ON_GPU = 1 << 23  # so that it computes for longer than it takes to be told
+CHUNK_ON_GPU = 1 << 22  # so that it computes for longer than it takes to be told
+UPLOAD_BYTES = 64 << 20  # of a payload that are brought to a GPU, and checked there, at once
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:
@@ -81,12 +82,18 @@ def apply_record(
 def decoded(payload: Tensor, count: int, codec: Codec, device: torch.device = CPU) -> Iterator[tuple[int, Tensor]]:
     """Yield the values chunk by chunk, on a device, with the index where each begins: a whole vector would cost more in
     fresh memory than in decoding. What is done with a chunk on a GPU goes on beside the work on the next one."""
-    chunk = _chunk(device)
+    chunk, here = _chunk(device), payload[:0]
+    group = chunk if device.type == "cpu" else chunk * max(1, UPLOAD_BYTES // codec.size(chunk))
     with taking_turns(device) as turn:
-        for number, start in enumerate(range(0, count, chunk)):
-            size = min(chunk, count - start)
-            with turn(number):
-                yield start, codec.decode(payload[codec.bytes_of(start, size)].to(device), size)
+        for first in range(0, count, group):
+            last = min(first + group, count)
+            coming = payload[codec.bytes_of(first, last - first)].to(device)
+            codec.check(coming, last - first)  # once: whoever asks a GPU waits for it
+            for number, start in enumerate(range(first, last, chunk)):
+                size = min(chunk, last - start)
+                with turn(number):  # the first one waits for those that still read what was here
+                    here = coming
+                    yield start, codec.decode(here[codec.bytes_of(start - first, size)], size, checked=True)
 
 
 def apply(
