@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.comm.codec import rooms as module
-from diloco.comm.codec.rooms import IDLE_TURNS, WORTH_MAPPING, Rooms, mapped, on_host, room_for
+from diloco.comm.codec.rooms import IDLE_TURNS, WORTH_MAPPING, Rooms, mapped, on_host, prepare, room_for
 
 SIZE = 2 * WORTH_MAPPING
 VIEWS = {
@@ -126,6 +126,15 @@ def test_near_a_gpu_memory_is_locked_before_it_is_used_unless_the_driver_refuses
     monkeypatch.setattr(module, "LOCKED_BYTES", SIZE)
     asked.clear()
     assert len(rooms.take(2 * SIZE, gpu)) == 2 * SIZE and asked == []
+
+
+def test_three_vectors_of_a_first_round_find_memory_that_is_there(monkeypatch):
+    rooms = Rooms()
+    monkeypatch.setattr(module, "ROOMS", rooms)
+    prepare(SIZE, torch.device("cpu"))
+    assert free(rooms) == [SIZE] * 3
+    held = [room_for(SIZE) for _ in range(3)]
+    assert free(rooms) == [] and rooms.used == sum(map(len, held))
 
 
 def test_what_lies_on_the_host_is_not_copied():

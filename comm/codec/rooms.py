@@ -21,7 +21,7 @@ from diloco.comm.codec.streams import lock_pages
 CPU = torch.device("cpu")
 WORTH_MAPPING = 1 << 20  # bytes
 LOOSE = 2  # times what is asked for: so large may memory be that is used again
-IDLE_TURNS = 2  # that unused memory is kept for
+IDLE_TURNS = 4  # that unused memory is kept for: heads, some of them without a round
 LOCKED_BYTES = 8 << 30  # of a process; with more of them, the rest stays pageable
 
 
@@ -29,8 +29,7 @@ class Rooms:
     """Hold memory that is not in use, and count what is: together never more than was in use at once."""
 
     def __init__(self) -> None:
-        self.used = 0  # bytes
-        self._most = self._turn = 0
+        self.used = self._most = self._turn = 0  # the first two in bytes
         self._free: list[tuple[int, Tensor]] = []  # with the turn in which it came back, oldest first
         self._back = deque[Tensor]()  # came back, on any thread and within any call: no lock is taken there
         self._locks = True  # until the driver refuses
@@ -76,6 +75,11 @@ def room_for(size: int, device: torch.device = CPU, *, near: torch.device = CPU)
     if device.type != "cpu" or size < WORTH_MAPPING:
         return torch.empty(size, dtype=torch.uint8, device=device)
     return ROOMS.take(size, near)
+
+
+def prepare(size: int, near: torch.device) -> None:
+    """Have memory for a round's vectors that is locked already: its own, the result, and the one before."""
+    del [room_for(size, near=near) for _ in range(3)][:]
 
 
 def on_host(payload: Tensor) -> Tensor:

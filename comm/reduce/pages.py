@@ -60,8 +60,7 @@ class PageStore:
         """
         with self._lock:
             spare, self._spare = self._spare, None
-            fits = spare is not None and size <= len(spare) <= 2 * size
-            self._room = spare if fits and spare is not None else room_for(size, near=near)
+            self._room = spare if spare is not None and size <= len(spare) <= 2 * size else room_for(size, near=near)
             return self._room[:size]
 
     def keep(self, name: str, span: Span, payload: Tensor, *, age: int) -> None:

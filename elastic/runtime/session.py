@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.comm.codec.feedback import ErrorFeedback
 from diloco.comm.codec.noise import NoiseKey
 from diloco.comm.codec.registry import codec_named
+from diloco.comm.codec.rooms import prepare
 from diloco.comm.codec.streams import beside_training
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.ranges import Ranges, minus, normal, size
@@ -55,6 +56,7 @@ class Session:
         if spill is not None:  # of an earlier life: its progress is over
             shutil.rmtree(spill, ignore_errors=True)
         self.driver, self.fragments, self.codec = driver, fragments, codec_named(codec_name)
+        prepare(self.codec.size(max(fragments.counts)), driver.run.device)
         self._feedback: list[ErrorFeedback] = []  # of each fragment, if any
         self._residuals = threading.Lock()  # the trainer's thread and the encoding one change them
         if feedback is not None:
