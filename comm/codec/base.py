@@ -152,15 +152,9 @@ class Codec(ABC):
             self._add(payload, into, share, fresh=False)
 
     def mean(
-        self,
-        payloads: Tensor,
-        shares: Sequence[float],
-        key: NoiseKey,
-        start: int,
-        count: int,
-        out: Tensor,
+        self, payloads: Tensor, shares: Sequence[float], key: NoiseKey, start: int, count: int, out: Tensor,
         result: "Codec | None" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Encode the sum of what the rows of `payloads` encode, each times its share, added up in their order.
 
         `result` encodes the sum; None means this codec. A row may be longer than its payload. The caller has called
@@ -195,16 +189,22 @@ class Codec(ABC):
             raise CodecError(f"{self.name}: {what_then}")
 
     def sum_of_squares(self, payload: Tensor, count: int) -> float:
-        """Return the squared norm of what a payload encodes that has passed `refuse_bad`; pages are decoded in turn."""
-        total, group = 0.0, SQUARED_PAGES if payload.device.type == "cpu" else SQUARED_PAGES_ON_GPU
-        room = torch.empty(min(group * PAGE, count), device=payload.device)
-        for pages, lo, hi in cuts(count, group):
-            first, values = lo // PAGE * self.size(PAGE), room[: hi - lo].view(pages, -1)
-            self._add(payload[first : first + self.size(hi - lo)], room[: hi - lo], 1.0, fresh=True)
-            norms = torch.linalg.vector_norm(values, dim=1).double()  # a page is short enough for fp32
-            if not ((norms > SQUARES_ABOVE) & torch.isfinite(norms)).all():
-                norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)  # squares beyond fp32
-            total += float(norms.square().sum())
+        """Return the squared norm of what a payload encodes that has passed `refuse_bad`; pages are decoded in turn. A
+        GPU is waited for once."""
+        group = SQUARED_PAGES if payload.device.type == "cpu" else SQUARED_PAGES_ON_GPU
+        room, found, total = torch.empty(min(group * PAGE, count), device=payload.device), list[Tensor](), 0.0
+
+        def norms(pages: int, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+            self._add(payload[self.bytes_of(lo, hi - lo)], room[: hi - lo], 1.0, fresh=True)
+            return torch.linalg.vector_norm(room[: hi - lo].view(pages, -1), dim=1, dtype=dtype).double()
+
+        for cut in cuts(count, group):
+            each = norms(*cut, torch.float32)  # a page is short enough for that
+            usual = ((each > SQUARES_ABOVE) & torch.isfinite(each)).all()
+            found.append(torch.stack((each.square().sum(), usual)))
+        told = torch.stack(found).tolist() if found else []
+        for cut, (squares, is_usual) in zip(cuts(count, group), told, strict=True):
+            total += squares if is_usual else float(norms(*cut, torch.float64).square().sum())  # squares beyond fp32
         return total
 
     def norm(self, payload: Tensor, count: int) -> float:

@@ -146,12 +146,9 @@ def spans_after_losses(
 
 
 def spans_after_salvage(
-    count: int,
-    first: Sequence[tuple[str, float]],
-    lost: str,
-    owners: Sequence[tuple[int, int, int]],
+    count: int, first: Sequence[tuple[str, float]], lost: str, owners: Sequence[tuple[int, int, int]],
     hole: Sequence[tuple[int, int]],
-) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[Span, ...]]:
+) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[Span, ...]]:  # fmt: skip
     """Return spans, their owners and the hole, after a member was lost whose contribution still counts.
 
     `owners` has the lost one's pages [lo, hi) with the place of their owner among the others; each of these ranges lies

@@ -22,7 +22,7 @@ from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
 CHUNK_ON_GPU = 1 << 22  # so that it computes for longer than it takes to be told
-UPLOAD_BYTES = 64 << 20  # of a payload that are brought to a GPU, and checked there, at once
+UPLOAD_BYTES = 32 << 20  # of a payload that are brought to a GPU, and checked there, at once
 
 
 def outer_vectors(config: OuterConfig, parameters: Tensor) -> dict[str, Tensor]:

@@ -152,14 +152,9 @@ class Attempt:
 
 
 def reduction_of(
-    begin: Begin,
-    contribution: Tensor,
-    count: int,
-    transport: Transport,
-    addresses: Addresses,
-    pages: PageStore | None = None,
-    device: torch.device = CPU,
-) -> Reduction | TwoLevelReduction:
+    begin: Begin, contribution: Tensor, count: int, transport: Transport, addresses: Addresses,
+    pages: PageStore | None = None, device: torch.device = CPU,
+) -> Reduction | TwoLevelReduction:  # fmt: skip
     """Build the all-reduce that *begin* asks for; raise PlanRefused if what a peer has proposed cannot be right.
 
     `pages` has what earlier attempts at this round have left. Means are worked out on `device`, but for those of more

@@ -141,22 +141,12 @@ class PendingProgress:
     """
 
     def __init__(
-        self,
-        fragment: int,
-        incarnation: int,
-        encode: Encode,
-        decode: Callable[[Tensor], Tensor],
-        *,
-        decode_part: Callable[[Tensor, int, int], Tensor] | None = None,
-        count: int = 0,
-        join: Encode | None = None,
-        on_loss: Callable[[Tensor], None] | None = None,
-        measure: Callable[[Tensor], float] | None = None,
-        keep_bytes: int = KEEP_BYTES,
-        spill: Path | None = None,
-        disk_share: float = DISK_SHARE,
+        self, fragment: int, incarnation: int, encode: Encode, decode: Callable[[Tensor], Tensor], *,
+        decode_part: Callable[[Tensor, int, int], Tensor] | None = None, count: int = 0, join: Encode | None = None,
+        on_loss: Callable[[Tensor], None] | None = None, measure: Callable[[Tensor], float] | None = None,
+        keep_bytes: int = KEEP_BYTES, spill: Path | None = None, disk_share: float = DISK_SHARE,
         later: Callable[[Callable[[], None]], object] = lambda act: act(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.fragment, self.incarnation = fragment, incarnation
         self._decode, self._measure = decode, measure or (lambda raw: float(torch.linalg.vector_norm(decode(raw))))
         self._decode_part, self._count = decode_part or (lambda raw, lo, hi: decode(raw)[lo:hi]), count
