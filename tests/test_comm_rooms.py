@@ -74,6 +74,17 @@ def test_what_is_not_used_for_a_while_goes_back_to_the_operating_system():
     assert free(rooms) == [] and rooms.used == 0
 
 
+def test_memory_that_was_needed_once_goes_although_others_of_its_size_are_used():
+    rooms = Rooms()
+    del [rooms.take(SIZE) for _ in range(5)][:]
+    for _ in range(IDLE_TURNS + 2):
+        held = [rooms.take(SIZE) for _ in range(2)]
+        assert len(held) == 2
+        del held
+        rooms.next_turn()
+    assert free(rooms) == [SIZE] * 2
+
+
 def test_much_larger_memory_is_left_for_others():
     rooms = Rooms()
     rooms.take(8 * SIZE)

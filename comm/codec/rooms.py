@@ -40,7 +40,8 @@ class Rooms:
         with self._lock:
             self._gather()
             fits = [at for at, (_, memory) in enumerate(self._free) if size <= len(memory) <= LOOSE * size]
-            tightest = min(fits, key=lambda at: len(self._free[at][1]), default=None)
+            # of equals the last one that came back: what is too much is not used, then, and goes
+            tightest = min(reversed(fits), key=lambda at: len(self._free[at][1]), default=None)
             memory = mapped(size) if tightest is None else self._free.pop(tightest)[1]
             self.used += len(memory)
             self._most = max(self._most, self.used)
