@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -22,6 +23,7 @@ from diloco.comm.codec.noise import PAGE
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.reduce.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
 from diloco.comm.reduce.spans import ReducePlan, Span, spans_by_bandwidth
+from diloco.comm.reduce.waiting import Stopped
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
@@ -315,3 +317,21 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, threading.enumerate()
         time.sleep(0.005)
+
+
+def test_who_follows_the_mean_ends_with_the_attempt_also_where_a_stream_broke_within_a_page(make):
+    group = make(2)
+    plan, me = group.plan(4 * PAGE, "int8"), names(2)[0]
+    reduction = Reduction(plan, encoded(group, 4 * PAGE, "int8")[me], group.transports[me], group.addresses)
+    for part in (Span(PAGE, 2 * PAGE), Span(0, 0)):  # what has come of the first page is no page
+        reduction._note(reduction._got[me], part)
+
+    def follow() -> None:
+        with suppress(Stopped):
+            list(reduction.arriving())
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    reduction.cancel("given up")
+    follower.join(SOON)
+    assert not follower.is_alive()

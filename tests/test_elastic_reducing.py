@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import Queue
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from diloco.comm.transport.memory import MemoryNetwork
 from diloco.elastic.protocol.messages import Begin
 from diloco.elastic.protocol.record import Ballot, Contribution, Key, Offer, Proposal, Settings
 from diloco.elastic.runtime import reducing
-from diloco.elastic.runtime.reducing import connect_s, plan_of, reduction_of
+from diloco.elastic.runtime.reducing import Attempt, Outcome, connect_s, plan_of, reduction_of
 from diloco.errors import CodecError, PlanRefused
 
 MEMBERS = ("a", "b", "c", "d")
@@ -107,3 +108,20 @@ def test_what_cannot_be_encoded_is_told_to_its_trainer_and_rounds_go_on_without_
 def test_the_time_to_connect_grows_with_what_telling_all_members_takes():
     assert connect_s(4, 1e6) == pytest.approx(10.0, abs=0.01)
     assert connect_s(1000, 12.5e6) == pytest.approx(16.4)
+
+
+def test_an_attempt_that_finds_no_threads_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asked, network, outcomes = begin("int8"), MemoryNetwork(), Queue[Outcome]()
+    transports = {name: network.transport(name) for name in MEMBERS}
+    addresses = {name: transport.address() for name, transport in transports.items()}
+    payload = CODECS["int8"].encode(vector("a"), NoiseKey(1, 0, "a"))
+    monkeypatch.setattr(reducing, "Follower", refuse)
+    Attempt(
+        asked,
+        reduction_of(asked, payload, COUNT, transports["a"], addresses),
+        lambda _, outcome: outcomes.put(outcome),
+    )
+    assert outcomes.get(timeout=30).reason == "RuntimeError: can't start new thread"

@@ -322,7 +322,7 @@ class Reduction:
         while at < self.plan.start + self.plan.count:
             self._arrived.reach(seen + 1)
             new, first = got[seen:], at
-            ends |= {part.lo: part.hi for part in new}
+            ends |= {part.lo: part.hi for part in new if part.lo < part.hi}  # of a broken stream no page may be whole
             seen += len(new)
             while at in ends:
                 at = ends[at]
@@ -489,9 +489,9 @@ class Reduction:
             if self._error is not None:
                 return
             self._error = error
+        self._arrived.stop()
         self._close_streams()
         self._reduced.stop()
-        self._arrived.stop()
         for told in self._told.values():
             told.stop()
         self._stop_windows()

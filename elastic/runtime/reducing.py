@@ -103,8 +103,8 @@ class Attempt:
     def _run(self) -> None:
         digest, ahead = hashlib.sha256(), Ahead()
         takers = (lambda _, part: digest.update(part)), partial(self._store.write_ahead, ahead)
-        followers = [Follower(self.reduction, take) for take in takers]
         try:
+            followers = [Follower(self.reduction, take) for take in takers]
             result = self.reduction.run()
             for follower in followers:
                 follower.join()
@@ -118,6 +118,7 @@ class Attempt:
             outcome = Outcome("", blamed=blamed, reason=reason, local=failed.local, stalled=stalled)
         except Exception as error:  # a thread's outermost frame: memory, descriptors; another attempt may work
             log.exception("an all-reduce failed here")
+            self.cancel()
             outcome = Outcome("", reason=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - self.started
         kept = tuple(
