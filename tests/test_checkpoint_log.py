@@ -1,5 +1,6 @@
 """`diloco log`: rounds as a table, every byte verified, the state of any round brought back."""
 
+import fcntl
 import json
 import shutil
 from contextlib import closing
@@ -12,11 +13,12 @@ from safetensors.torch import load_file
 
 from diloco.checkpoint.log.journal import NOTHING, Journal, Kind, record_frame
 from diloco.checkpoint.log.replica import vectors_digest
-from diloco.checkpoint.log.segments import SegmentWriter
+from diloco.checkpoint.log.segments import Ahead, SegmentWriter
 from diloco.checkpoint.log.snapshot import SnapshotContents, manifests, read_vectors, write_snapshot
 from diloco.errors import SaveError
 from diloco.history.find import find_logs
 from diloco.history.log import headers, newest_state, state_of, verify
+from diloco.run.folder import LOCK
 
 
 def test_rounds_are_listed_and_the_state_of_each_comes_back(log):
@@ -47,6 +49,18 @@ def test_a_whole_log_is_verified(log):
     assert found.problems == ()
     assert (found.first, found.last, found.snapshots) == (0, ROUNDS, 3)
     assert found.digests == ROUNDS
+
+
+def test_a_result_that_is_coming_is_damage_only_if_nobody_trains_there(log):
+    folder, _ = log
+    writer = SegmentWriter(folder)
+    writer.write_ahead(Ahead(), 0, b"the first part of a result", len(NOTHING))
+    with (folder.parent / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert verify(folder).problems == ()
+    assert any("torn" in problem for problem in verify(folder).problems)
+    writer.close()
+    assert verify(folder).problems == ()
 
 
 def test_a_snapshot_of_another_state_does_not_pass(log):

@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.checkpoint.log.history import RoundHeader
 from diloco.checkpoint.log.journal import Journal, Trouble
 from diloco.checkpoint.log.replica import vectors_digest
+from diloco.checkpoint.log.segments import segment_paths
 from diloco.checkpoint.log.snapshot import manifests, read_manifest, read_vectors, snapshots
 from diloco.checkpoint.save.facts import FACTS
 from diloco.checkpoint.save.saver import write_outer_save
@@ -25,6 +26,7 @@ from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.headers import header_of
 from diloco.elastic.runtime.restoring import ReplayPoint, kept_in, logged_of, newest_end, points_of, replay
 from diloco.errors import SaveError, SnapshotDamaged
+from diloco.run.folder import is_taken
 from diloco.run.genesis import FILE, Genesis, read_genesis
 from diloco.train.outer import apply_record
 
@@ -83,12 +85,13 @@ def verify(log: Path) -> Findings:
 
 
 def _settled(log: Path) -> Journal:
-    """Read the journal, twice if its end is torn: a run that is training may be writing just now."""
+    """Read the journal, twice if its end is torn: a run that is training may be writing just now. The end of its last
+    file is torn for as long as a result comes."""
     journal = Journal.read(log)
     if any(trouble.torn is not None for trouble in journal.troubles):
         time.sleep(WRITING_S)
-        again = Journal.read(log)
-        same = {_place(trouble) for trouble in journal.troubles}
+        again, last = Journal.read(log), max(segment_paths(log)) if is_taken(log.parent) else None
+        same = {_place(trouble) for trouble in journal.troubles if trouble.torn is None or trouble.path != last}
         again.troubles = [trouble for trouble in again.troubles if _place(trouble) in same]
         return again
     return journal

@@ -24,6 +24,7 @@ from diloco.run.genesis import FILE as GENESIS
 from diloco.run.genesis import read_genesis
 
 OUTER = "outer"  # in an island's folder: its log and snapshots of the outer state
+LOCK = ".lock"  # in an island's folder: held by the process that trains there
 HELD_AGAIN_S = 0.2
 IDENTITY_KEY = "identity.key"  # in an island's folder
 OWNER_KEY = "owner.key"  # in the folder of the island that founded the run
@@ -134,7 +135,7 @@ def _lock(folder: Path) -> None:
     if folder.resolve() in _held:  # by this process, for this
         _held.discard(folder.resolve())
         return
-    lock = (folder / ".lock").open("w")
+    lock = (folder / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -150,6 +151,18 @@ def refuse_taken(folder: Path) -> None:
     if not any(Path(lock.name).parent == folder for lock in _locks):
         _lock(folder)
         release(folder)
+
+
+def is_taken(folder: Path) -> bool:
+    """Tell whether a process trains in a folder, this one or another."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # nobody ever has, or it is somebody else's
+        return False
+    return False
 
 
 _locks: list[TextIO] = []
