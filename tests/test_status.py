@@ -341,6 +341,7 @@ def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path
 
 
 def test_why_refuses_what_is_neither_a_run_nor_an_island(tmp_path, command):
+    assert "nosuch: no such run" in command.refused("why", "nosuch")
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / STATUS).write_bytes(replace(STATUS_OF_ONE, at=time.time(), ended=True).encode())

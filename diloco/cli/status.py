@@ -137,10 +137,13 @@ def why(
 
     try:
         facts = facts_of(run)
-    except SaveError:
+    except SaveError as unknown:
         if run is None or island is not None:
             raise
-        facts, island = facts_of(None), run
+        try:
+            facts, island = facts_of(None), run
+        except SaveError:  # which names no run of that name
+            raise unknown from None
         if not reasons.is_known(facts, run):
             raise
     if round is not None:
