@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from diloco.comm.codec import rooms as module
-from diloco.comm.codec.rooms import IDLE_TURNS, WORTH_MAPPING, Rooms, mapped, on_host, prepare, room_for
+from diloco.comm.codec.rooms import (
+    IDLE_TURNS,
+    MARGIN,
+    ROUND_ROOMS,
+    WORTH_MAPPING,
+    Rooms,
+    mapped,
+    on_host,
+    prepare,
+    room_for,
+)
 
 SIZE = 2 * WORTH_MAPPING
 VIEWS = {
@@ -103,7 +113,7 @@ def test_threads_that_take_and_let_go_never_share_memory():
             view = room[::4096].numpy()
             del room
             if dice.random() < 0.1:
-                gc.collect()
+                gc.collect(0)  # the young ones: all of a process full of tests take a second each time
                 rooms.next_turn()
             if (view != mark).any():
                 wrong.append(mark)
@@ -139,13 +149,27 @@ def test_near_a_gpu_memory_is_locked_before_it_is_used_unless_the_driver_refuses
     assert len(rooms.take(2 * SIZE, gpu)) == 2 * SIZE and asked == []
 
 
-def test_three_vectors_of_a_first_round_find_memory_that_is_there(monkeypatch):
+def test_a_round_finds_memory_that_is_there_and_that_stays(monkeypatch):
     rooms = Rooms()
     monkeypatch.setattr(module, "ROOMS", rooms)
     prepare(SIZE, torch.device("cpu"))
-    assert free(rooms) == [SIZE] * 3
-    held = [room_for(SIZE) for _ in range(3)]
-    assert free(rooms) == [] and rooms.used == sum(map(len, held))
+    assert len(free(rooms)) == ROUND_ROOMS
+    whole_chunks = SIZE + SIZE // (2 * MARGIN)
+    held = [room_for(whole_chunks) for _ in range(ROUND_ROOMS)]
+    assert free(rooms) == []
+    held.append(room_for(SIZE))
+    del held
+    assert len(free(rooms)) == ROUND_ROOMS + 1
+    for _ in range(IDLE_TURNS + 2):
+        rooms.next_turn()
+    assert len(free(rooms)) == ROUND_ROOMS
+
+
+def test_nothing_is_kept_for_small_vectors(monkeypatch):
+    rooms = Rooms()
+    monkeypatch.setattr(module, "ROOMS", rooms)
+    prepare(WORTH_MAPPING - 1, torch.device("cpu"))
+    assert free(rooms) == []
 
 
 def test_what_lies_on_the_host_is_not_copied():

@@ -22,6 +22,8 @@ CPU = torch.device("cpu")
 WORTH_MAPPING = 1 << 20  # bytes
 LOOSE = 2  # times what is asked for: so large may memory be that is used again
 IDLE_TURNS = 4  # that unused memory is kept for: heads, some of them without a round
+ROUND_ROOMS = 4  # that a round takes: what comes, its own vector, the result, and the last one that is still written
+MARGIN = 50  # one of so many bytes is added: what comes lies in whole chunks
 LOCKED_BYTES = 8 << 30  # of a process; with more of them, the rest stays pageable
 
 
@@ -32,6 +34,7 @@ class Rooms:
         self.used = self._most = self._turn = 0  # the first two in bytes
         self._free: list[tuple[int, Tensor]] = []  # with the turn in which it came back, oldest first
         self._back = deque[Tensor]()  # came back, on any thread and within any call: no lock is taken there
+        self._kept = 0  # bytes that stay here even if nobody uses them
         self._locks = True  # until the driver refuses
         self._lock = threading.Lock()
 
@@ -58,7 +61,14 @@ class Rooms:
         with self._lock:
             self._gather()
             self._turn += 1
-            self._free = [one for one in self._free if self._turn - one[0] <= IDLE_TURNS]
+            there = self.used + sum(len(memory) for _, memory in self._free)
+            while self._free and self._turn - self._free[0][0] > IDLE_TURNS and there > self._kept:
+                there -= len(self._free.pop(0)[1])
+
+    def keep(self, size: int, count: int, near: torch.device = CPU) -> None:
+        """Have memory for so many vectors of a size, and never let go of it."""
+        made = [self.take(size, near) for _ in range(count)]
+        self._kept = max(self._kept, sum(map(len, made)))
 
     def _gather(self) -> None:
         while self._back:
@@ -79,8 +89,9 @@ def room_for(size: int, device: torch.device = CPU, *, near: torch.device = CPU)
 
 
 def prepare(size: int, near: torch.device) -> None:
-    """Have memory for a round's vectors that is locked already: its own, the result, and the one before."""
-    del [room_for(size, near=near) for _ in range(3)][:]
+    """Have memory for a round's vectors that is locked already: locking holds up all work on the GPU."""
+    if size >= WORTH_MAPPING:
+        ROOMS.keep(size + size // MARGIN, ROUND_ROOMS, near)
 
 
 def on_host(payload: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -272,7 +273,7 @@ class Driver:
                     kept=outcome.kept,
                 )  # fmt: skip
             if len(begin.members) > 1:  # alone, nothing was sent
-                self.last_outcome, self._stalls = outcome, 0
+                self.last_outcome, self._stalls = replace(outcome, result=None), 0  # its memory serves the next round
             self.applier.hold(outcome.payload, outcome.result, outcome.ahead)
             return self.node.reduced(begin.ballot, outcome.payload, now)
 
