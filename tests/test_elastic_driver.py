@@ -57,6 +57,7 @@ def test_islands_agree_bit_by_bit_and_every_contribution_is_in_the_log():
         for island in islands:
             assert contributions(islands[0], island)[0][0] == 0
             assert island.phases - contributions(islands[0], island)[-1][1] <= 1  # the last may still be on offer
+            assert island.driver.last_outcome.seconds and island.driver.last_outcome.result is None, "memory of a round"
         assert islands[0].state.ledger.overlaps == ()
 
 
@@ -401,6 +402,23 @@ def test_progress_beyond_the_memory_goes_to_disk_until_nothing_can_undo_it(tmp_p
     assert work.rebase(0)(0, 2).tolist() == [6.0, 0.0]  # a branch that has none of them
     assert work.rebase(3, settled=3) is None
     assert work.pieces == [] and list((tmp_path / "spilled").iterdir()) == []
+
+
+def test_a_file_of_progress_is_removed_by_whoever_writes_files(tmp_path):
+    jobs = []
+    work = PendingProgress(
+        0, 1, as_bytes, lambda raw: raw.view(torch.float32),
+        keep_bytes=0, spill=tmp_path / "spilled", later=jobs.append,
+    )  # fmt: skip
+    for number in range(1, 3):
+        work.cut(torch.tensor([float(number), 0.0]), StepsDone(5, ((number, number + 1),)))()
+        work.rebase(number)
+    jobs.pop(0)()
+    work.rebase(2, settled=2)
+    assert work.pieces == [] and len(list((tmp_path / "spilled").iterdir())) == 1, "the trainer removes nothing"
+    for job in jobs:
+        job()
+    assert list((tmp_path / "spilled").iterdir()) == [], "and what was let go meanwhile was never written"
 
 
 def test_files_of_progress_leave_most_of_the_disk_to_others(tmp_path, monkeypatch):

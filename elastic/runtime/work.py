@@ -335,7 +335,10 @@ class PendingProgress:
     def _drop(self, piece: EncodedCut) -> None:
         self.pieces.remove(piece)
         self._spilling.discard((piece.lo, piece.hi))
-        piece.forget()
+        if piece.file is None:
+            piece.forget()
+        else:
+            self._later(piece.forget)  # a large file takes a while to go
 
 
 def _on_pages(vector: Tensor, pages: Ranges) -> Tensor:
