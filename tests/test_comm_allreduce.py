@@ -23,7 +23,7 @@ from diloco.comm.codec.noise import PAGE
 from diloco.comm.codec.registry import CODECS
 from diloco.comm.reduce.allreduce import CHUNK_NUMBER, CONTRIBUTION, RESULT, WINDOW, Reduction
 from diloco.comm.reduce.spans import ReducePlan, Span, spans_by_bandwidth
-from diloco.comm.reduce.waiting import Stopped
+from diloco.comm.reduce.waiting import Count, Stopped, reach_together
 from diloco.comm.transport.pooled import PooledTransport
 from diloco.comm.transport.transport import PeerAddress, Stream, Transport
 from diloco.errors import ContributionRefused, PlanRefused, ReduceCancelled, ReduceFailed
@@ -335,3 +335,20 @@ def test_who_follows_the_mean_ends_with_the_attempt_also_where_a_stream_broke_wi
     reduction.cancel("given up")
     follower.join(SOON)
     assert not follower.is_alive()
+
+
+def test_who_waits_a_moment_for_more_goes_on_when_all_is_there_or_the_moment_is_over():
+    counts = [Count(), Count()]
+    for count in counts:
+        count.add(3)
+    reach_together(counts, 3, SOON)
+    reach_together(counts, 4, 0.01)
+    late = threading.Thread(target=reach_together, args=(counts, 4, 10 * SOON), daemon=True)
+    late.start()
+    for count in counts:
+        count.add()
+    late.join(SOON)
+    assert not late.is_alive()
+    counts[1].stop()
+    with pytest.raises(Stopped):
+        reach_together(counts, 5, 0.01)

@@ -40,7 +40,7 @@ from diloco.comm.reduce.pages import (
     without,
 )
 from diloco.comm.reduce.spans import ReducePlan, Span
-from diloco.comm.reduce.waiting import Count, Progress, Stopped, Window
+from diloco.comm.reduce.waiting import Count, Progress, Stopped, Window, reach_together
 from diloco.comm.transport.transport import Addresses, BufferFor, Stream, Transport
 
 CONTRIBUTION, RESULT, LACKING = 1, 2, 3
@@ -48,6 +48,7 @@ CHUNK_NUMBER = struct.Struct("<I")
 ROUNDING_MARGIN = 1 + 2**-10  # of norms: squares are added up in another order here
 WINDOW = 2  # chunks of each member in memory, where none are kept
 TOGETHER = 8  # chunks whose mean a GPU works out at once
+MOMENT_S = 0.03  # that it waits for so many: a fast link brings them in less
 ACCEPT_SLICE_S = 0.1  # how soon a cancelled attempt stops waiting for streams
 
 
@@ -267,6 +268,8 @@ class Reduction:
                 continue
             for peer in self.others:
                 self._windows[peer].filled.reach(number + 1)
+            if (enough := min(number + self._at_once, len(own))) > number + 1:
+                reach_together([window.filled for window in self._windows.values()], enough, MOMENT_S)
             chunks = self._together(own, number)
             self._reduce_chunks(number, chunks)
             for part in (part for chunk in chunks for part in self._lacking(self.me, chunk)):
@@ -275,12 +278,18 @@ class Reduction:
                 count.add(len(chunks))
             number += len(chunks)
 
-    def _together(self, own: list[Span], number: int) -> list[Span]:
-        """Return the chunks from one on whose mean is worked out at once: on a GPU those that have come by now, follow
-        each other and are as long. A few large steps wait less for Python's other threads than many small ones."""
+    @property
+    def _at_once(self) -> int:
+        """How many chunks' mean is worked out at once, at most. A few large steps on a GPU wait less for Python's other
+        threads than many small ones, and hold up training less."""
         alone = self._device.type == "cpu" or self._pages is None or self.plan.resumes
+        return 1 if alone else TOGETHER
+
+    def _together(self, own: list[Span], number: int) -> list[Span]:
+        """Return the chunks from one on whose mean is worked out at once: those that have come by now, follow each
+        other and are as long."""
         here = min((window.filled.value for window in self._windows.values()), default=len(own))
-        here, last, length = min(here, number + (1 if alone else TOGETHER)), number + 1, own[number].hi - own[number].lo
+        here, last, length = min(here, number + self._at_once), number + 1, own[number].hi - own[number].lo
         while last < here and own[last] == Span(own[last - 1].hi, own[last - 1].hi + length):
             last += 1
         return own[number:last]

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,10 +43,10 @@ class Count:
             self.value += more
             self._changed.notify_all()
 
-    def reach(self, value: int) -> None:
-        """Wait until the number is at least `value`; raise Stopped once the attempt is over."""
+    def reach(self, value: int, timeout_s: float | None = None) -> None:
+        """Wait until the number is at least `value`, or for so long; raise Stopped once the attempt is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self.value >= value or self._stopped)
+            self._changed.wait_for(lambda: self.value >= value or self._stopped, timeout_s)
             if self._stopped:
                 raise Stopped
 
@@ -55,6 +55,13 @@ class Count:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+
+def reach_together(counts: Iterable[Count], value: int, within_s: float) -> None:
+    """Wait until all these numbers are at least `value`, or for so long; raise Stopped once the attempt is over."""
+    until = time.monotonic() + within_s
+    for count in counts:
+        count.reach(value, max(0.0, until - time.monotonic()))
 
 
 class Window:
