@@ -9,6 +9,7 @@ from diloco.comm.codec.registry import codec_named
 from diloco.comm.codec.streams import beside_training, lock_pages
 from diloco.elastic.protocol.record import Key, Proposal, Record, Settings
 from diloco.elastic.runtime.fragments import Fragments
+from diloco.errors import CodecError
 from diloco.run.join import alone
 from diloco.train import outer as updates
 from diloco.train.outer import CHUNK_ON_GPU, apply_record
@@ -56,3 +57,15 @@ def test_vectors_on_the_host_that_stream_through_the_gpu_get_the_bits_of_the_hos
     with beside_training(gpu, after=True):
         apply_record(mine, record, payload, Fragments.whole(count), gpu)
     assert all(torch.equal(mine[name], outer[name]) for name in outer)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+@pytest.mark.parametrize("name", ["int4", "bf16", "sparse"])
+def test_progress_with_a_nan_that_comes_in_parts_is_not_encoded(name, device):
+    values, codec = torch.randn(5 * PAGE + 17, generator=torch.Generator().manual_seed(0)).to(device), codec_named(name)
+    key = NoiseKey(1, 0, "a")
+    whole = codec.encode(values, key)
+    assert torch.equal(codec.encode_parts(values.split(PAGE // 3), len(values), key), whole)
+    values[3 * PAGE + 5] = float("nan")
+    with pytest.raises(CodecError, match="NaN or infinity"):
+        codec.encode_parts(values.split(PAGE // 3), len(values), key)

@@ -30,6 +30,7 @@ NOT_DECODED = "the bytes hold NaN or infinity: nothing was decoded"
 FEEDBACK_COST = 0.005  # of the loss, for codecs that need feedback, which want another outer optimizer too
 SQUARES_ABOVE = 1e-15  # norms of pages below this lose squares among fp32's denormals
 STRETCH = 32 * PAGE  # values that a thread encodes at a time, of a vector that comes in parts
+CHECKED_AT_ONCE = 4096 * PAGE  # values on a GPU: 128 MB of answers at most
 SQUARED_PAGES, SQUARED_PAGES_ON_GPU = 16, 512  # decoded at a time for their norm: 2 MB, and 64 MB
 TINY = 2.0**-100  # a block below this becomes zero: its scale would come near the denormals
 TINY_BITS = int(torch.tensor(TINY).view(torch.int32))
@@ -111,13 +112,20 @@ class Codec(ABC):
         return payload
 
     def encode_parts(self, parts: Iterable[Tensor], count: int, key: NoiseKey) -> Tensor:
-        """Encode `count` values that come in parts of any lengths. No more than a stretch of them lies in memory."""
+        """Encode `count` values that come in parts of any lengths. No more than a stretch of them lies in memory. On a
+        GPU they are checked last, many at once, because each check waits for it."""
         payload: Tensor | None = None
         for start, values in stretches(parts, count):
             if payload is None:
                 payload = room_for(self.size(count), values.device)
-            self.encode(values, key, start, out=payload[self.bytes_of(start, len(values))])
-        return torch.empty(0, dtype=torch.uint8) if payload is None else payload
+            defer = values.device.type != "cpu"
+            self.encode(values, key, start, out=payload[self.bytes_of(start, len(values))], defer=defer)
+        if payload is None:
+            return torch.empty(0, dtype=torch.uint8)
+        for start in range(0, count, CHECKED_AT_ONCE) if payload.device.type != "cpu" else ():
+            size = min(CHECKED_AT_ONCE, count - start)
+            self.refuse_bad(payload[self.bytes_of(start, size)], size, REFUSED.format(self.largest))
+        return payload
 
     def bytes_of(self, start: int, count: int) -> slice:
         """Return where values lie in a payload that begin at `start`, where a page begins."""
