@@ -203,7 +203,7 @@ def test_what_is_launched_is_what_was_there_then_whenever_it_is_worked_out(small
         time.sleep(0.1)
         return encode_parts(*arguments)
 
-    monkeypatch.setattr("diloco.train.exchange.stages", lambda place, sync: True)  # as beside a GPU
+    monkeypatch.setattr("diloco.train.exchange.stages", lambda on_gpu, config: True)  # as beside a GPU
     monkeypatch.setattr(Codec, "encode_parts", late)
     assert train(small(sync=sync, checkpoint={"dir": str(tmp_path / "b")})).losses == expected
     first = train(small(sync=sync, checkpoint={"dir": str(tmp_path / "c")}), until=7)

@@ -31,11 +31,11 @@ def need_of(memory: Memory, trained: int, config: Config, *, on_cpu: bool, proce
     """Add up what an island takes, with so many of its processes on this machine."""
     if on_cpu:
         return Need(memory.host + processes * (memory.accelerator + RUNTIME["cpu"]), None)
-    staged = FP32 * trained if config.sync.trains_on else 0.0  # what the island holds, copied while it trains on
-    vectors, runtime = memory.vectors + staged, processes * RUNTIME["cuda"]
+    runtime = processes * RUNTIME["cuda"]
     if config.island.outer == "device":
-        return Need(memory.payloads + runtime, memory.accelerator + vectors)
-    return Need(memory.payloads + vectors + runtime, memory.accelerator)
+        return Need(memory.payloads + runtime, memory.accelerator + memory.vectors)
+    staged = FP32 * trained if config.sync.trains_on else 0.0  # what the island holds, copied while it trains on
+    return Need(memory.payloads + memory.vectors + staged + runtime, memory.accelerator)
 
 
 def least_need(work: Workload, config: Config, dtype: str, *, on_cpu: bool, processes: int) -> Need:

@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from diloco.comm.codec.streams import lock_pages
-from diloco.config.schema import SyncConfig
+from diloco.config.schema import Config
 from diloco.elastic.runtime.fragments import Fragments
 from diloco.elastic.runtime.session import Update
 from diloco.elastic.runtime.work import StepsDone
@@ -28,22 +28,23 @@ from diloco.train.policy import AppliedResult
 from diloco.train.rounds import Rounds
 
 
-def stages(place: ProcessMesh, sync: SyncConfig) -> bool:
-    """Tell whether a cut copies what the island holds and works it out later: beside a GPU that trains on. Where
-    training waits, and on a CPU, it is worked out at once, without a copy."""
-    return place.device.type == "cuda" and sync.trains_on
+def stages(on_gpu: bool, config: Config) -> bool:
+    """Tell whether a cut copies what the island holds and works it out later: where a GPU trains on and the anchor lies
+    on the host. Elsewhere it is worked out at once, without a copy."""
+    return on_gpu and config.sync.trains_on and config.island.outer == "host"
 
 
 class Exchange:
     """Cut progress out of an island's parameters for rounds, and apply the results of rounds to them."""
 
-    def __init__(self, shards: Shards, place: ProcessMesh, sync: SyncConfig, rounds: Rounds | None) -> None:
-        self._shards, self._place, self._sync, self.rounds = shards, place, sync, rounds
+    def __init__(self, shards: Shards, place: ProcessMesh, config: Config, rounds: Rounds | None) -> None:
+        self._shards, self._place, self._sync, self.rounds = shards, place, config.sync, rounds
         fragments = place.share(rounds.fragments if rounds is not None else None)
         self._names = names_of(self._shards.layout, fragments)
         self.fragments: Fragments = fragments
-        self._staged, self._eager = stages(place, sync), sync.apply == "eager"
-        self._own = sync.trains_on  # from an anchor of its own
+        self._staged = stages(place.device.type == "cuda", config)
+        self._eager = config.sync.apply == "eager"
+        self._own = config.sync.trains_on  # from an anchor of its own
         self._held: set[int] = set()  # fragments whose anchor is what the island holds, since their cut
         self._written: Callable[[], None] = lambda: None  # returns when the device no longer reads our vectors
         self._anchor: Anchor | None = None

@@ -50,7 +50,7 @@ class SyncLoop:
         self.place, self.sync, self.elastic, self.rounds = place, config.sync, config.elastic, rounds
         self._config = AmendedConfig(config)
         self.amendments: tuple[Amendment, ...] = ()  # that are heeded
-        self.exchange = Exchange(shards, place, config.sync, rounds)
+        self.exchange = Exchange(shards, place, config, rounds)
         view = place.share(rounds.refresh() if rounds is not None else None)
         self.policy = SyncPolicy(self, schedule_of(config.sync, config.inner), view)
         self._reported = view.head
