@@ -30,9 +30,9 @@ STATE, ANCHOR, PAYLOADS = 8, 4, 4  # bytes of a parameter; so many payloads
 RUNTIME, SPARE = 3e9, 512 << 20  # bytes: of a process on the host; of buckets and the like on a GPU
 LIMIT = 1.05
 ROUND_LIMIT_S = {("1b", "device"): 1.0, ("1b", "host"): 1.6, ("150m", "device"): 0.2, ("150m", "host"): 0.3}
-WINDOW, WINDOWS, WINDOW_LIMIT = 20, 2, 0.95  # steps of a window, and before it
+WINDOW, WINDOWS, WINDOW_LIMIT = 20, 4, 0.95  # steps of a window, and before it
 EVERY = 10  # inner steps between two rounds that are waited for
-WARM_UP = 1  # rounds
+WARM_UP = 1  # rounds, and windows: kernels are compiled in the first one
 IN_MEMORY = Path("/dev/shm")
 
 
@@ -159,9 +159,11 @@ def step_seconds(events: Iterable[Event], config: Config) -> float:
 
 
 def window_rates(events: Iterable[Event]) -> list[float]:
-    """Return, of each window with a round in flight, the steps a second there over those in the steps before it."""
+    """Return, of each window with a round in flight after the first ones, the steps a second there over those in the
+    steps before it."""
     ended = {event.step: event.time for event in of_kind(events, Step)}
     launches = [step for step in range(3 * WINDOW, max(ended, default=0), 3 * WINDOW) if step + WINDOW in ended]
+    launches = launches[WARM_UP:]
     whole = [
         (ended[at] - ended[at - WINDOW], ended[at + WINDOW] - ended[at]) for at in launches if at - WINDOW in ended
     ]

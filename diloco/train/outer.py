@@ -21,7 +21,7 @@ from diloco.train.optimizers import optimizer_named
 from diloco.train.schedule import Schedule
 
 CHUNK = 1 << 20  # elements worked on at once, whole pages of codecs: temporaries stay in the cache
-CHUNK_ON_GPU = 1 << 22  # so that it computes for longer than it takes to be told
+CHUNK_ON_GPU = 1 << 23  # so that it computes for longer than it takes to be told
 UPLOAD_BYTES = 32 << 20  # of a payload that are brought to a GPU, and checked there, at once
 
 
