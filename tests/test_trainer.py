@@ -11,7 +11,7 @@ from diloco.bench.team import Heard
 from diloco.checkpoint.save.facts import saves
 from diloco.comm.peers.identity import Identity
 from diloco.data.batches import Batches, open_samples
-from diloco.elastic.protocol.ranges import size
+from diloco.elastic.protocol.ranges import minus, normal, size
 from diloco.errors import ConfigError, JoinRefused, SaveError, TrainingDiverged
 from diloco.island.island import materialise, next_token_loss
 from diloco.island.mesh import ProcessMesh
@@ -143,8 +143,11 @@ def test_a_run_may_be_trained_longer(small, sync, tmp_path):
     longer = train(small(sync=sync, inner={**schedule, "steps": 20}), resume=True)
     assert longer.outcome.finished and longer.outcome.step == 20
     ledger = longer.trainer.rounds.session.state.ledger
-    trained = len(first.events("step") + longer.events("step"))  # more than 20 where the pause came before a round
-    assert ledger.overlaps == () and 20 * 8 <= ledger.next - size(ledger.unconsumed) <= trained * 8
+    named = [
+        (lo, hi) for part in (first, longer) for seen in part.events("round") for one in seen["samples"] for lo, hi in one
+    ]
+    assert size(normal(named)) == sum(hi - lo for lo, hi in named) >= 20 * 8, "none of them twice"
+    assert ledger.overlaps == () and minus(((0, ledger.next),), normal(named)) == ledger.unconsumed
     ended = train(small(sync=sync, inner={**schedule, "steps": 26}), resume=True)
     assert ended.outcome.step == 26 and ended.outcome.trained
     assert sorted(path.name for path in (tmp_path / "run").glob("outer*")) == ["outer", "outer.1", "outer.2"]
