@@ -99,7 +99,11 @@ clean:    ## remove caches and build outputs; keeps .venv and runs
 	@touch $@
 	@echo 'diloco is installed. Next: source .venv/bin/activate && diloco run examples/quickstart.yaml'
 
+# tests start some hundred processes: none of them is to compile what another one has, whatever the environment says
+unit soak cluster coverage .venv/.compiled: export PYTHONDONTWRITEBYTECODE =
+
 # once, before several processes would do it at the same time, for themselves: Numba keeps what it compiled on disk
 .venv/.compiled: .venv/.installed $(wildcard comm/codec/*.py)
+	$(BIN)/python -m compileall -q checkpoint comm diloco elastic
 	$(BIN)/python -c 'from diloco.comm.codec.registry import CODECS, warm_up; [warm_up(name) for name in CODECS]'
 	@touch $@

@@ -21,7 +21,7 @@ PRODUCT = ("diloco", "comm", "elastic", "checkpoint")
 # 22,300 until protocol 5; quorum, latch, who leads, soak, mutants, salvage, admission and relays came after it, then
 # launching on clusters, supervision of an island's processes, own loops on a mesh, the dashboard, memory by leaf, and
 # rounds at the speed of the machine
-LIMIT = 40_300
+LIMIT = 40_350
 LEAST_DOCUMENTED = 0.70  # of public functions and classes; docstrings.py says what counts
 SILENT = {
     tokenize.COMMENT,

@@ -88,7 +88,7 @@ def test_the_figures_come_as_json():
     command = [sys.executable, ROOT / "tests" / "count_code.py", "--json"]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     lines, documented = told["checks"]
-    assert {**lines, "value": 0} == {"name": "house.code_lines", "value": 0, "limit": 40300, "better": "lower"}
+    assert {**lines, "value": 0} == {"name": "house.code_lines", "value": 0, "limit": 40350, "better": "lower"}
     assert lines["value"] == sum(told["rooms"].values()) > 0 and lines["value"] <= lines["limit"]
     assert documented["name"] == "house.docstring_share" and documented["value"] >= documented["limit"] == 0.7
     assert told["rooms"].keys() == set(PRODUCT) and told["tests_lines"] > 0

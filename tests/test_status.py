@@ -258,6 +258,8 @@ def test_who_asks_again_needs_no_new_stream_unless_the_old_one_was_closed():
 
 # real islands
 
+SLOW = ("--link", "200kbit,20ms")  # islands that mostly wait for bytes leave the processor to other tests
+
 
 def config_of(folder: Path) -> dict:
     return {
@@ -277,7 +279,7 @@ def diloco(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_real_islands_are_seen_stopped_killed_watched_and_asked_to_stop(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
-    run, words = tmp_path / "run", ("run", "config.yaml", "--islands", "2", "--no-restart")
+    run, words = tmp_path / "run", ("run", "config.yaml", "--islands", "2", "--no-restart", *SLOW)
     with (tmp_path / "said").open("w") as said:
         launcher = subprocess.Popen([sys.executable, "-m", "diloco", *words], cwd=tmp_path, stdout=said, stderr=said)
     try:
