@@ -143,13 +143,8 @@ def test_a_run_may_be_trained_longer(small, sync, tmp_path):
     longer = train(small(sync=sync, inner={**schedule, "steps": 20}), resume=True)
     assert longer.outcome.finished and longer.outcome.step == 20
     ledger = longer.trainer.rounds.session.state.ledger
-    named = [
-        (lo, hi)
-        for part in (first, longer)
-        for seen in part.events("round")
-        for one in seen["samples"]
-        for lo, hi in one
-    ]
+    rounds = first.events("round") + longer.events("round")
+    named = [(lo, hi) for seen in rounds for one in seen["samples"] for lo, hi in one]
     assert size(normal(named)) == sum(hi - lo for lo, hi in named) >= 20 * 8, "none of them twice"
     assert ledger.overlaps == () and minus(((0, ledger.next),), normal(named)) == ledger.unconsumed
     ended = train(small(sync=sync, inner={**schedule, "steps": 26}), resume=True)
