@@ -258,7 +258,7 @@ def test_who_asks_again_needs_no_new_stream_unless_the_old_one_was_closed():
 
 # real islands
 
-SLOW = ("--link", "200kbit,20ms")  # islands that mostly wait for bytes leave the processor to other tests
+SLOW = ("--link", "1mbit,50ms")  # islands that mostly wait for bytes leave the processor to other tests
 
 
 def config_of(folder: Path) -> dict:
@@ -266,7 +266,7 @@ def config_of(folder: Path) -> dict:
         "run": "seen", "model": {"preset": "tiny", "blocks": 1, "width": 32, "heads": 2, "feed_forward": 64},
         "data": {"sequence": 32}, "island": {"batch": 4, "device": "cpu"},
         "inner": {"steps": 1_000_000, "warmup": 2, "schedule": "constant"}, "sync": {"every": 10},
-        "elastic": {"silence_s": 2}, "evaluate": {"every": 0}, "log": {"every": 5},
+        "elastic": {"silence_s": 2, "min_islands": 2}, "evaluate": {"every": 0}, "log": {"every": 5},
         "checkpoint": {"dir": str(folder / "run")},
     }  # fmt: skip
 
